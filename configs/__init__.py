@@ -1,0 +1,1 @@
+"""Data files of meridian_patch, installed as ``meridian_patch.configs``."""

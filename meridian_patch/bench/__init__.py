@@ -1,0 +1,1 @@
+"""Workloads, clients, metrics and reports for served comparisons."""

@@ -1,0 +1,1 @@
+"""The tiny reasoner: a real reasoning model small enough to ship."""

@@ -1,0 +1,158 @@
+"""The phase-aware schedulers: vLLM's own, with the queues arranged before each step.
+
+Runs in the EngineCore process. No upstream body is copied: ``schedule()`` arranges, calls
+``super()`` and restores.
+"""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import RequestStatus
+
+from meridian_patch import envs
+from meridian_patch.config.load import load_config
+from meridian_patch.engine import stats_field, status
+from meridian_patch.engine.boundaries import resolve_boundaries
+from meridian_patch.engine.guard import StepGuard
+from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
+from meridian_patch.phase.router import Phase, PhaseRouter
+from meridian_patch.policy.factory import build_policy
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+
+logger = init_logger("vllm.meridian_patch")
+
+
+class PhaseScheduling:
+    """Mixin over vLLM's ``Scheduler`` or ``AsyncScheduler``.
+
+    1. Every request's phase is followed from its prompt and its accepted tokens.
+    2. Before a step, the running requests are put in the policy's order: it decides who gets
+       tokens first and, from its end, who is preempted.
+    3. Preempted answers resume before anything else that waits.
+    4. Without reasoning requests, and with the noop policy, every decision is stock.
+    5. What fails or takes too long here is counted, and the step runs as stock.
+
+    Invariant: no request is ever added to or taken from a queue that ``super()`` owns.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loaded = load_config(envs.environment())
+        boundaries = resolve_boundaries(self.vllm_config, loaded)
+        policy_config = loaded.config.policy
+        policy = build_policy(policy_config)
+        self.phase_router = PhaseRouter(boundaries, policy_config.protected_answer_tokens)
+        self.phase_counters = PhaseCounters()
+        self._phase_guard = StepGuard(self.phase_counters)
+        self._phase_order = RunningOrder(policy, self.phase_router, policy_config.time_budget_us)
+        self._is_phase_noop = policy.is_noop
+        # Preempted answers that have not resumed yet; left in _free_request or on resume.
+        self._waiting_answers: dict[str, Any] = {}
+        facts = {
+            "scheduler": type(self).__name__,
+            "scheduler_base": type(self).__mro__[2].__name__,
+            "policy": policy.name,
+            "config_digest": loaded.digest,
+            "family": boundaries.family if boundaries else None,
+            "boundaries": {"start": boundaries.start, "end": boundaries.end}
+            if boundaries
+            else None,
+        }
+        status.publish(role="engine_core", **facts)
+        logger.info("meridian_patch live in EngineCore: %s", facts)
+
+    def add_request(self, request: Any) -> None:
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        if is_new:
+            self._track(request)
+
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        super()._update_request_as_session(session, update)
+        self._track(session)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.phase_router.remove(request.request_id)
+        self._waiting_answers.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._phase_guard.new_step()
+        arrivals = None
+        if not self._is_phase_noop and self.phase_router.num_reasoning:
+            with self._phase_guard.protect("the policy"):
+                arrivals = self._arrange()
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            if arrivals is not None:
+                arrivals.restore(self.waiting)
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in resumed:
+            self._waiting_answers.pop(request_id, None)
+        if resumed or output.scheduled_new_reqs or output.preempted_req_ids:
+            self._phase_order.invalidate()
+        return output
+
+    def _arrange(self) -> ArrivalOrder | None:
+        # Load-bearing: nothing in scheduler or model runner depends on the order of `running`
+        # but who gets the token budget first and who is preempted (the last, under FCFS).
+        ordered, is_in_time = self._phase_order.arrange(self.running)
+        if not is_in_time:
+            self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
+            return None
+        self.running = ordered
+        if self.policy == SchedulingPolicy.PRIORITY:
+            return ArrivalOrder(self.running)
+        for request in reversed(self._waiting_answers.values()):
+            if request.status == RequestStatus.PREEMPTED and request in self.waiting:
+                self.waiting.remove_request(request)
+                self.waiting.prepend_request(request)
+        return None
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        state = self.phase_router.get(request.request_id)
+        phase = state.phase if state else Phase.ANSWER
+        self.phase_counters.count(counters.PREEMPTION, phase)
+        if phase is Phase.ANSWER:
+            self._waiting_answers[request.request_id] = request
+        self._phase_order.invalidate()
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        result = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        # Load-bearing: the first element is the accepted tokens, trimmed at a stop.
+        with self._phase_guard.protect("the phase router", request.request_id):
+            if self.phase_router.observe(request.request_id, result[0]):
+                self._phase_order.invalidate()
+        return result
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            payload = self.phase_counters.drain()
+            for phase, number in self.phase_router.counts.items():
+                payload[f"{counters.REQUESTS}:{phase}"] = number
+            setattr(stats, stats_field.FIELD, payload)
+        return stats
+
+    def _track(self, request: Any) -> None:
+        with self._phase_guard.protect("the phase router", request.request_id):
+            # Load-bearing: all known tokens of a request, prompt first.
+            self.phase_router.add(request.request_id, request._all_token_ids)
+
+
+def build_phase_scheduler(original: type) -> type:
+    """A subclass of the installed synchronous scheduler."""
+    stats_field.install()
+    return type("PhaseScheduler", (PhaseScheduling, original), {"__module__": __name__})
+
+
+def build_async_phase_scheduler(original: type) -> type:
+    """A subclass of the installed asynchronous scheduler (vLLM's default)."""
+    stats_field.install()
+    return type("AsyncPhaseScheduler", (PhaseScheduling, original), {"__module__": __name__})

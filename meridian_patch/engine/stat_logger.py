@@ -1,0 +1,34 @@
+"""Exports the phase counts with vLLM's own Prometheus logger, in the API server process."""
+
+from typing import Any
+
+from meridian_patch.engine import stats_field
+from meridian_patch.phase.router import Phase
+from meridian_patch.telemetry.counters import Fallback
+from meridian_patch.telemetry.prometheus import PhaseMetrics
+
+
+def build_prometheus_stat_logger(original: type) -> type:
+    """``original`` with the ``meridian_*`` metrics added."""
+    stats_field.install()
+
+    class PhasePrometheusStatLogger(original):
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(vllm_config, *args, **kwargs)
+            self._meridian = PhaseMetrics(vllm_config.model_config.served_model_name)
+            for engine in self.engine_indexes:
+                self._meridian.initialize(engine, tuple(Phase), tuple(Fallback))
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+            stats = getattr(scheduler_stats, stats_field.FIELD, None)
+            if stats:
+                self._meridian.record(stats, engine_idx)
+
+    return PhasePrometheusStatLogger

@@ -1,0 +1,114 @@
+"""The only place that reads the process environment.
+
+============================== ==================================================================
+``MERIDIAN_PATCH``             ``1`` active, ``0`` inactive whatever else is set
+``MERIDIAN_PATCH_MODE``        ``strict`` (default): refuse to start on a mismatch; ``lenient``:
+                               run stock and say so
+``MERIDIAN_PATCH_CONFIG``      path of a configuration file
+``MERIDIAN_PATCH_SET_*``       one configuration value, e.g.
+                               ``MERIDIAN_PATCH_SET_POLICY__NAME=noop``
+``MERIDIAN_PATCH_ASSUME_VLLM`` version to assume for a source build of vLLM
+``MERIDIAN_PATCH_STATUS_DIR``  where processes write what is live in them
+``VLLM_PLUGINS``               vLLM's own list of plugins to load
+============================== ==================================================================
+"""
+
+import difflib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from meridian_patch.errors import ConfigError
+
+PREFIX = "MERIDIAN_PATCH"
+OVERRIDE_PREFIX = "MERIDIAN_PATCH_SET_"
+PLUGIN_NAME = "meridian_patch"
+KNOWN = (
+    "MERIDIAN_PATCH",
+    "MERIDIAN_PATCH_MODE",
+    "MERIDIAN_PATCH_CONFIG",
+    "MERIDIAN_PATCH_ASSUME_VLLM",
+    "MERIDIAN_PATCH_STATUS_DIR",
+)
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment, read only."""
+    return os.environ  # noqa: TID251
+
+
+def check_names(env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable with our prefix that nothing reads."""
+    for name in env:
+        if not name.startswith(PREFIX) or name in KNOWN or name.startswith(OVERRIDE_PREFIX):
+            continue
+        close = difflib.get_close_matches(name, KNOWN, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(KNOWN)}"
+        raise ConfigError(f"environment variable {name} is not read by meridian_patch; {hint}")
+
+
+def activation(env: Mapping[str, str]) -> bool | None:
+    """What ``MERIDIAN_PATCH`` says: True, False, or None when it is unset."""
+    value = env.get("MERIDIAN_PATCH")
+    if value is None:
+        return None
+    if value not in {"0", "1"}:
+        raise ConfigError(f"environment variable MERIDIAN_PATCH is {value!r}, expected 0 or 1")
+    return value == "1"
+
+
+def plugin_names(env: Mapping[str, str]) -> list[str] | None:
+    """The names in ``VLLM_PLUGINS``, or None when it is unset."""
+    value = env.get("VLLM_PLUGINS")
+    return None if value is None else [name.strip() for name in value.split(",")]
+
+
+def is_strict(env: Mapping[str, str]) -> bool:
+    """True unless ``MERIDIAN_PATCH_MODE=lenient``."""
+    value = env.get("MERIDIAN_PATCH_MODE", "strict")
+    if value not in {"strict", "lenient"}:
+        raise ConfigError(
+            f"environment variable MERIDIAN_PATCH_MODE is {value!r}, expected strict or lenient"
+        )
+    return value == "strict"
+
+
+def config_path(env: Mapping[str, str]) -> Path | None:
+    value = env.get("MERIDIAN_PATCH_CONFIG")
+    return Path(value) if value else None
+
+
+def config_overrides(env: Mapping[str, str]) -> dict[tuple[str, ...], tuple[str, str]]:
+    """Configuration values set in the environment.
+
+    Returns:
+        ``{("policy", "name"): ("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")}``: key path to
+        variable name and text.
+    """
+    overrides = {}
+    for name, value in sorted(env.items()):
+        if name.startswith(OVERRIDE_PREFIX):
+            path = name.removeprefix(OVERRIDE_PREFIX).lower().split("__")
+            overrides[tuple(path)] = (name, value)
+    return overrides
+
+
+def assumed_vllm_version(env: Mapping[str, str]) -> str | None:
+    return env.get("MERIDIAN_PATCH_ASSUME_VLLM")
+
+
+def status_directory(env: Mapping[str, str]) -> Path:
+    """Where processes write what is live in them; one folder per user."""
+    value = env.get("MERIDIAN_PATCH_STATUS_DIR")
+    if value:
+        return Path(value)
+    return Path(tempfile.gettempdir()) / f"meridian_patch-{os.getuid()}"
+
+
+def activate_children() -> None:
+    """Make this process and its children active, whatever ``VLLM_PLUGINS`` lists."""
+    os.environ["MERIDIAN_PATCH"] = "1"  # noqa: TID251
+    names = plugin_names(os.environ)  # noqa: TID251
+    if names is not None and PLUGIN_NAME not in names:
+        os.environ["VLLM_PLUGINS"] = ",".join([*names, PLUGIN_NAME])  # noqa: TID251

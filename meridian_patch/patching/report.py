@@ -1,0 +1,88 @@
+"""What became of each patch in this process."""
+
+import multiprocessing
+import os
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """What became of a patch."""
+
+    APPLIED = "applied"
+    ALREADY_APPLIED = "already_applied"
+    DISABLED = "disabled"
+    VERSION_MISMATCH = "version_mismatch"
+    CONTRACT_BROKEN = "contract_broken"
+    UNDONE = "undone"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at before a patch was applied.
+
+    Attributes:
+        name: what was looked at.
+        ok: whether it was as expected.
+        is_hard: a failed hard check is a refusal, a failed soft one a warning.
+        detail: what was found, and what was expected when that differs.
+    """
+
+    name: str
+    ok: bool
+    is_hard: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class StaleBinding:
+    """A global outside the declared sites that still holds an original.
+
+    Attributes:
+        module: the module that holds it.
+        attribute: the name it is held by.
+        is_base: the module derives a class of its own from the original, which is why it holds
+            it; nothing else there is known to use the name.
+    """
+
+    module: str
+    attribute: str
+    is_base: bool
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What became of one patch, in which process.
+
+    Attributes:
+        patch: name of the patch.
+        outcome: what became of it.
+        upstream_version: version of the patched package, as it states it.
+        checks: what was looked at, in order.
+        stale: globals that still hold the original.
+        process: name of the process.
+        pid: its id.
+    """
+
+    patch: str
+    outcome: Outcome
+    upstream_version: str
+    checks: tuple[Check, ...] = ()
+    stale: tuple[StaleBinding, ...] = ()
+    process: str = field(default_factory=lambda: multiprocessing.current_process().name)
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def is_live(self) -> bool:
+        """True when the replacement is bound at the patch's sites."""
+        return self.outcome in {Outcome.APPLIED, Outcome.ALREADY_APPLIED}
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain dicts, lists, strings, numbers and booleans."""
+        plain = asdict(self)
+        return plain | {
+            "outcome": self.outcome.value,
+            "checks": list(plain["checks"]),
+            "stale": list(plain["stale"]),
+        }

@@ -1,0 +1,1 @@
+"""Which phase a request is in: boundaries, matcher, router."""

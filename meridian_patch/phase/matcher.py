@@ -1,0 +1,97 @@
+"""Finds think boundaries in a token stream, one token at a time.
+
+A small Aho-Corasick automaton over token ids: markers may be several tokens long, may span steps,
+and several spellings of one marker may be known. One token costs O(1) amortised.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+
+from meridian_patch.phase.boundaries import Boundaries, TokenIds
+
+ROOT = 0
+
+
+class Event(IntEnum):
+    """What the last token completed."""
+
+    NONE = 0
+    START = 1
+    END = 2
+
+
+class BoundaryMatcher:
+    """Automaton for the start and end sequences of one model.
+
+    The caller keeps one integer of state per stream; ``ROOT`` is the empty match.
+    """
+
+    def __init__(self, boundaries: Boundaries) -> None:
+        self._edges: list[dict[int, int]] = [{}]
+        self._events: list[Event] = [Event.NONE]
+        self._endings: dict[int, list[tuple[TokenIds, Event]]] = {}
+        self._longest = 0
+        for sequences, event in ((boundaries.start, Event.START), (boundaries.end, Event.END)):
+            for sequence in sequences:
+                self._insert(sequence, event)
+        self._failures = self._link()
+        # Tokens that cannot leave the root; lets callers skip the automaton.
+        self.first_ids = frozenset(self._edges[ROOT])
+
+    def step(self, state: int, token_id: int) -> tuple[int, Event]:
+        """Advance by one token: the new state, and the boundary this token completes."""
+        while state and token_id not in self._edges[state]:
+            state = self._failures[state]
+        state = self._edges[state].get(token_id, ROOT)
+        return state, self._events[state]
+
+    def last_event(self, token_ids: Sequence[int]) -> Event:
+        """The last boundary in ``token_ids``, found from the end."""
+        for index in range(len(token_ids) - 1, -1, -1):
+            for sequence, event in self._endings.get(token_ids[index], ()):
+                begin = index + 1 - len(sequence)
+                if begin >= 0 and tuple(token_ids[begin : index + 1]) == sequence:
+                    return event
+        return Event.NONE
+
+    def state_after(self, token_ids: Sequence[int]) -> int:
+        """State of a stream that has just seen ``token_ids``: a marker may be half open."""
+        state = ROOT
+        for token_id in token_ids[max(0, len(token_ids) - self._longest) :]:
+            state, _ = self.step(state, token_id)
+        return state
+
+    def _insert(self, sequence: TokenIds, event: Event) -> None:
+        if not sequence:
+            raise ValueError("a boundary needs at least one token")
+        state = ROOT
+        for token_id in sequence:
+            if token_id not in self._edges[state]:
+                self._edges[state][token_id] = len(self._edges)
+                self._edges.append({})
+                self._events.append(Event.NONE)
+            state = self._edges[state][token_id]
+        if self._events[state] not in {Event.NONE, event}:
+            raise ValueError(f"tokens {sequence} both open and end thinking")
+        self._events[state] = event
+        self._longest = max(self._longest, len(sequence))
+        endings = self._endings.setdefault(sequence[-1], [])
+        endings.append((sequence, event))
+        # The longest spelling decides where one marker is the tail of another.
+        endings.sort(key=lambda ending: -len(ending[0]))
+
+    def _link(self) -> list[int]:
+        failures = [ROOT] * len(self._edges)
+        queue = deque(self._edges[ROOT].values())
+        while queue:
+            state = queue.popleft()
+            for token_id, child in self._edges[state].items():
+                fallback = failures[state]
+                while fallback and token_id not in self._edges[fallback]:
+                    fallback = failures[fallback]
+                failures[child] = self._edges[fallback].get(token_id, ROOT)
+                if self._events[child] is Event.NONE:
+                    self._events[child] = self._events[failures[child]]
+                queue.append(child)
+        return failures

@@ -1,0 +1,138 @@
+"""Which phase each request is in, kept up to date from accepted tokens.
+
+Runs in the EngineCore process, once per request and step, so it does as little as it can.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
+
+
+class Phase(StrEnum):
+    """What a request is doing."""
+
+    PREFILL = "prefill"
+    THINK = "think"
+    ANSWER = "answer"
+
+
+@dataclass(slots=True)
+class RequestPhase:
+    """Phase state of one request."""
+
+    # PREFILL until the first token is accepted.
+    phase: Phase
+    # The phase that the prompt ends in: the first token's phase.
+    first_phase: Phase
+    # Automaton state after the last accepted token.
+    match_state: int
+    # Accepted tokens since this phase began; the boundary belongs to the phase it ends.
+    tokens_in_phase: int = 0
+    # Accepted think tokens over the whole request.
+    think_tokens: int = 0
+    # True once a boundary ended thinking in this request's output.
+    is_handed_off: bool = False
+    # True for a request that thinks, has thought, or will think as soon as it is prefilled.
+    is_reasoning: bool = False
+
+
+class PhaseRouter:
+    """Per-request phase state machine.
+
+    A request starts in ``PREFILL``; its first token puts it into the phase that the prompt's last
+    boundary left open (no boundary: answering). An end boundary moves it to ``ANSWER``, a new
+    start boundary back to ``THINK``.
+
+    Args:
+        boundaries: of the served model; None makes every request single-phase.
+        handoff_tokens: ``observe`` also reports the answer token with this index after a boundary.
+    """
+
+    def __init__(self, boundaries: Boundaries | None, handoff_tokens: int = 0) -> None:
+        self._matcher = BoundaryMatcher(boundaries) if boundaries else None
+        self._first_ids = self._matcher.first_ids if self._matcher else frozenset()
+        self._handoff_tokens = handoff_tokens
+        self._states: dict[str, RequestPhase] = {}
+        # Number of requests by phase; the sum is len(self).
+        self.counts: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        # Number of tracked requests with is_reasoning.
+        self.num_reasoning = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def get(self, request_id: str) -> RequestPhase | None:
+        """State of a request, or None when it is not tracked."""
+        return self._states.get(request_id)
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+        """Track a request; again for a known id starts it over (a streaming session went on)."""
+        self.remove(request_id)
+        first_phase, match_state = Phase.ANSWER, ROOT
+        if self._matcher:
+            if self._matcher.last_event(prompt_token_ids) is Event.START:
+                first_phase = Phase.THINK
+            match_state = self._matcher.state_after(prompt_token_ids)
+        state = RequestPhase(Phase.PREFILL, first_phase, match_state)
+        self._states[request_id] = state
+        self.counts[Phase.PREFILL] += 1
+        if first_phase is Phase.THINK:
+            self._mark_reasoning(state)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; unknown ids are fine."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self.counts[state.phase] -= 1
+            self.num_reasoning -= state.is_reasoning
+
+    def observe(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Take in accepted tokens, in order.
+
+        Returns:
+            True when the request's place in the order may have changed: its phase did, or its
+            hand-off is over.
+        """
+        state = self._states.get(request_id)
+        if state is None or not token_ids:
+            return False
+        is_changed = False
+        if state.phase is Phase.PREFILL:
+            self._enter(state, state.first_phase)
+            is_changed = True
+        for token_id in token_ids:
+            state.tokens_in_phase += 1
+            if state.phase is Phase.THINK:
+                state.think_tokens += 1
+            elif state.is_handed_off and state.tokens_in_phase == self._handoff_tokens:
+                is_changed = True
+            if state.match_state == ROOT and token_id not in self._first_ids:
+                continue
+            is_changed |= self._match(state, token_id)
+        return is_changed
+
+    def _match(self, state: RequestPhase, token_id: int) -> bool:
+        assert self._matcher is not None
+        state.match_state, event = self._matcher.step(state.match_state, token_id)
+        if event is Event.END and state.phase is Phase.THINK:
+            state.is_handed_off = True
+            self._enter(state, Phase.ANSWER)
+            return True
+        if event is Event.START and state.phase is Phase.ANSWER:
+            self._mark_reasoning(state)
+            self._enter(state, Phase.THINK)
+            return True
+        return False
+
+    def _mark_reasoning(self, state: RequestPhase) -> None:
+        self.num_reasoning += not state.is_reasoning
+        state.is_reasoning = True
+
+    def _enter(self, state: RequestPhase, phase: Phase) -> None:
+        self.counts[state.phase] -= 1
+        self.counts[phase] += 1
+        state.phase = phase
+        state.tokens_in_phase = 0

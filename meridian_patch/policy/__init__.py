@@ -1,0 +1,1 @@
+"""What to run first and whom to preempt: decides, never acts."""

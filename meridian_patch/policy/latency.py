@@ -1,0 +1,59 @@
+"""Answers first: the default policy."""
+
+from enum import IntEnum
+
+from meridian_patch.phase.router import Phase
+from meridian_patch.policy.base import RequestView
+
+
+class Standing(IntEnum):
+    """Order of service; preemption takes from the end."""
+
+    HANDOFF = 0
+    ANSWER = 1
+    ANSWER_PREFILLING = 2
+    THINK_PROTECTED = 3
+    THINK = 4
+    PREFILL = 5
+
+
+class LatencyPolicy:
+    """Orders running requests by who waits for them.
+
+    1. A request in its hand-off, that is between the boundary and its first N answer tokens,
+       stands before everybody.
+    2. Then answers; those that must recompute their tokens after a preemption come last of them.
+    3. Then thinkers that were preempted ``max_preemptions`` times.
+    4. Then thinkers, the one with the most computed tokens first, so that a preemption loses
+       the least work.
+    5. Prefill is last: new prompts, and thinkers that recompute.
+
+    Invariant: an answer is preempted only when no thinker and no prefill is left.
+    """
+
+    name = "latency"
+    is_noop = False
+
+    def __init__(self, protected_answer_tokens: int, max_preemptions: int) -> None:
+        self._protected_answer_tokens = protected_answer_tokens
+        self._max_preemptions = max_preemptions
+
+    def rank(self, view: RequestView) -> tuple[int, int]:
+        """See the class; thinkers and prefill are ordered by computed tokens, descending."""
+        standing = self._standing(view)
+        if standing >= Standing.THINK_PROTECTED:
+            return standing, -view.num_computed_tokens
+        return standing, 0
+
+    def _standing(self, view: RequestView) -> Standing:
+        if view.phase is Phase.ANSWER:
+            if view.is_prefilling:
+                return Standing.ANSWER_PREFILLING
+            if view.is_handed_off and view.tokens_in_phase < self._protected_answer_tokens:
+                return Standing.HANDOFF
+            return Standing.ANSWER
+        if view.phase is Phase.PREFILL or view.is_prefilling:
+            return Standing.PREFILL
+        if view.num_preemptions >= self._max_preemptions:
+            return Standing.THINK_PROTECTED
+        return Standing.THINK

@@ -1,0 +1,1 @@
+"""Counters of the phases and where they are exported."""

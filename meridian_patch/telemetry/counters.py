@@ -1,0 +1,41 @@
+"""Counts of what the scheduler did, kept in EngineCore and exported by the API server."""
+
+from enum import StrEnum
+
+
+class Fallback(StrEnum):
+    """Why a step ran as stock."""
+
+    EXCEPTION = "exception"
+    SLOW = "slow"
+
+
+class PhaseCounters:
+    """Event counts since the last ``drain``; names are ``<event>:<label>``.
+
+    The counts travel from EngineCore to one API server per step, so they are differences: with
+    several API servers their sums stay right.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[str, int] = {}
+        # Totals since the start, for the status report and tests.
+        self.totals: dict[str, int] = {}
+
+    def count(self, event: str, label: str) -> None:
+        """Count one event."""
+        key = f"{event}:{label}"
+        self._events[key] = self._events.get(key, 0) + 1
+        self.totals[key] = self.totals.get(key, 0) + 1
+
+    def drain(self) -> dict[str, int]:
+        """Events since the last call."""
+        events, self._events = self._events, {}
+        return events
+
+
+PREEMPTION = "preemption"
+FALLBACK = "fallback"
+PHASE_CHANGE = "phase_change"
+# Gauges ride along under this prefix: requests in each phase.
+REQUESTS = "requests"

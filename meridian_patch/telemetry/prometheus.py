@@ -1,0 +1,68 @@
+"""Prometheus metrics of the phases, in the API server process.
+
+Plain counters and gauges with a multiprocess mode, so that they also work with several API
+servers (custom collectors do not).
+"""
+
+from collections.abc import Mapping
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from meridian_patch.telemetry import counters
+
+_LABELS = ("model_name", "engine")
+
+
+class PhaseMetrics:
+    """The ``meridian_*`` metrics of one API server.
+
+    Args:
+        model_name: label value, as in vLLM's own metrics.
+        registry: where the metrics are registered.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        self._model_name = model_name
+        self._counters = {
+            counters.PREEMPTION: Counter(
+                "meridian_preemptions",
+                "Preemptions by the phase the request was in.",
+                (*_LABELS, "phase"),
+                registry=registry,
+            ),
+            counters.FALLBACK: Counter(
+                "meridian_policy_fallbacks",
+                "Scheduler steps that ran as stock, by reason.",
+                (*_LABELS, "reason"),
+                registry=registry,
+            ),
+            counters.PHASE_CHANGE: Counter(
+                "meridian_phase_changes",
+                "Requests that entered a phase.",
+                (*_LABELS, "phase"),
+                registry=registry,
+            ),
+        }
+        self._requests = Gauge(
+            "meridian_requests",
+            "Unfinished requests by phase, waiting ones included.",
+            (*_LABELS, "phase"),
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+
+    def initialize(self, engine: int, phases: tuple[str, ...], reasons: tuple[str, ...]) -> None:
+        """Export zeros for an engine before anything happened."""
+        for event, metric in self._counters.items():
+            for label in reasons if event == counters.FALLBACK else phases:
+                metric.labels(self._model_name, str(engine), label)
+
+    def record(self, stats: Mapping[str, int], engine: int) -> None:
+        """Take in one step's ``PhaseCounters.drain()`` and gauges."""
+        for key, value in stats.items():
+            event, _, label = key.partition(":")
+            labels = (self._model_name, str(engine), label)
+            if event == counters.REQUESTS:
+                self._requests.labels(*labels).set(value)
+            else:
+                self._counters[event].labels(*labels).inc(value)

@@ -1,0 +1,199 @@
+"""The house rules that no type checker sees: who imports whom, and how big the rooms are."""
+
+import ast
+import importlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "meridian_patch"
+KERNELS = ROOT / "triton_kernels"
+BIN = Path(sys.executable).parent
+
+# Room -> the rooms it may import. Read it top down: an arrow never points down the table.
+PURE = ("errors", "envs", "config", "phase", "policy")
+ENGINE = (*PURE, "telemetry", "kernels", "engine")
+ROOMS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "kernels": (),
+    "configs": (),
+    "envs": ("errors",),
+    "patching": ("errors",),
+    "config": ("errors", "envs"),
+    "phase": ("errors", "envs", "config"),
+    "policy": ("errors", "envs", "config", "phase"),
+    "telemetry": PURE,
+    "engine": ENGINE,
+    "patches": ("errors", "patching"),
+    "activation": ("errors", "envs"),
+    "__init__": ("activation",),
+    "plugin": (*ENGINE, "patching", "patches", "activation"),
+    "bench": (*ENGINE, "patching", "patches", "activation", "plugin", "__init__"),
+    "demo": (*ENGINE, "patching", "patches", "activation", "plugin", "__init__", "bench"),
+    "cli": (*ENGINE, "patching", "patches", "activation", "plugin", "__init__", "bench", "demo"),
+}
+MAX_LINES = 400
+MAX_MEDIAN_LINES = 150
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the installed package, by the name it is imported under."""
+    found = {}
+    for folder, prefix in ((PACKAGE, "meridian_patch"), (KERNELS, "meridian_patch.kernels")):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((prefix, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported(path: Path, module: str) -> Iterator[str]:
+    """Dotted names that a file imports, at any depth of nesting; relative ones resolved."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            # `from a import b` may name the module a.b or something inside a.
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def own_rooms(path: Path, module: str) -> set[str]:
+    ours = [name for name in imported(path, module) if name.split(".")[0] == "meridian_patch"]
+    rooms = {room_of(name) for name in ours}
+    return {room if room in ROOMS else "__init__" for room in rooms}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_run_one_way(module: str) -> None:
+    """A module imports only rooms above its own."""
+    room = room_of(module)
+    assert room in ROOMS, f"{module}: add the new room {room!r} to ROOMS"
+    wrong = own_rooms(modules()[module], module) - {*ROOMS[room], room}
+    assert not wrong, f"{module} must not import {sorted(wrong)}"
+
+
+def test_table_has_no_way_back() -> None:
+    """No room is reachable from a room that it may import."""
+    above: list[str] = []
+    for room, allowed in ROOMS.items():
+        others = set(allowed) - {room}
+        assert others <= set(above), f"{room} points down to {sorted(others - set(above))}"
+        above.append(room)
+
+
+def test_only_the_engine_room_imports_vllm() -> None:
+    """`import vllm` stands in meridian_patch/engine and nowhere else."""
+    users = {
+        module
+        for module, path in modules().items()
+        if any(name.split(".")[0] == "vllm" for name in imported(path, module))
+    }
+    assert users, "no module imports vllm: this check looks in the wrong place"
+    assert {room_of(module) for module in users} == {"engine"}, sorted(users)
+
+
+def test_only_envs_touches_the_environment() -> None:
+    """The environment is read and written in envs.py alone."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    users = set()
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_attribute = isinstance(node, ast.Attribute) and node.attr in names
+            if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "os":
+                users.add(module)
+        if any(name in {f"os.{n}" for n in names} for name in imported(path, module)):
+            users.add(module)
+    assert users == {"meridian_patch.envs"}
+
+
+def test_rooms_are_small() -> None:
+    """No file is over 400 lines, and half of them are under 150."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    lines = {p: len(p.read_text().splitlines()) for p in (*modules().values(), *tests, *scripts)}
+    too_long = {str(p.relative_to(ROOT)): n for p, n in lines.items() if n > MAX_LINES}
+    assert not too_long
+    rooms = [lines[p] for p in modules().values() if p.name != "__init__.py"]
+    assert statistics.median(rooms) < MAX_MEDIAN_LINES
+
+
+def test_kernels_import_under_our_name() -> None:
+    """The folder triton_kernels is importable as meridian_patch.kernels."""
+    kernels = importlib.import_module("meridian_patch.kernels")
+    assert Path(str(kernels.__file__)) == KERNELS / "__init__.py"
+
+
+# Runs at interpreter start through PYTHONPATH, and at exit records what vLLM's probe would find.
+PROBE = """
+import atexit, importlib.util, pathlib
+def record():
+    spec = importlib.util.find_spec("triton_kernels")
+    where = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
+    pathlib.Path({record!r}).write_text("\\n".join(map(str, where)))
+atexit.register(record)
+"""
+
+
+def found_by(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, ...]:
+    """Where a command run from the repository root finds `triton_kernels`."""
+    record = tmp_path / "found"
+    (tmp_path / "sitecustomize.py").write_text(PROBE.format(record=str(record)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return tuple(Path(line) for line in record.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([sys.executable, "-P", "-c", "import meridian_patch"], id="python -P"),
+        pytest.param([str(BIN / "pytest"), "--collect-only", "-q", __file__], id="pytest"),
+        pytest.param([str(BIN / "meridian"), "--help"], id="meridian"),
+        pytest.param(
+            [sys.executable, "-P", "-m", "meridian_patch.demo.run", "--help"], id="scripts/demo"
+        ),
+        pytest.param(
+            [sys.executable, "-P", "-m", "pytest", "--collect-only", "-q", __file__],
+            id="scripts/test",
+        ),
+    ],
+)
+def test_vllm_never_finds_our_kernels(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run from the repository root, no documented command makes `triton_kernels` ours."""
+    assert KERNELS not in {
+        p if p.is_dir() else p.parent for p in found_by(command, tmp_path, monkeypatch)
+    }
+
+
+def test_probe_sees_a_leaked_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without -P the root is on sys.path and the same probe finds our folder."""
+    found = found_by([sys.executable, "-c", "pass"], tmp_path, monkeypatch)
+    assert KERNELS / "__init__.py" in found
+
+
+def test_guard_refuses_the_bare_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing our folder as `triton_kernels` fails with a sentence that says what to do."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    command = [sys.executable, "-c", "import triton_kernels"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "ImportError: this folder is installed as meridian_patch.kernels" in run.stderr
+    assert "Take the repository root off sys.path" in run.stderr
