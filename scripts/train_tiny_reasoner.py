@@ -90,7 +90,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=20)
@@ -98,25 +98,32 @@ def main() -> None:
     parser.add_argument("--tokens-per-batch", type=int, default=16384)
     parser.add_argument("--peak-lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save-every", type=int, default=500)
-    args = parser.parse_args()
+    parser.add_argument("--save-every", type=int, default=250)
+    parser.add_argument("--stop-after", type=int, help="stop early; the schedule stays as planned")
+    parser.add_argument("--init-from", type=Path, help="model directory to go on from")
+    parser.add_argument("--cut-share", type=float, default=0.25, help="share of cut thoughts")
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = parse_arguments()
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = save_tokenizer(args.out)
     vocab_size = math.ceil(len(tokenizer) / 8) * 8
     model = build_model(vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if args.init_from:
+        model = Qwen3ForCausalLM.from_pretrained(args.init_from)
     model.to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {args.device}")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    corpus = Corpus(tokenizer, args.seed, cut_share=0.25)
+    corpus = Corpus(tokenizer, args.seed, args.cut_share)
     stream = batches(corpus, args.tokens_per_batch, args.seed)
     curve: list[tuple[int, float]] = []
     started = time.monotonic()
     recent: list[float] = []
-    for step in range(args.steps):
-        # The last two fifths see as many cut thoughts as whole ones (see the model card).
-        corpus.cut_share = 0.25 if step < 0.6 * args.steps else 0.5
+    last = min(args.steps, args.stop_after or args.steps)
+    for step in range(last):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.peak_lr)
         ids, labels = collate(next(stream), tokenizer.pad_token_id)
@@ -133,12 +140,13 @@ def main() -> None:
             curve.append((step + 1, round(mean, 5)))
             recent.clear()
             pace = (time.monotonic() - started) / (step + 1)
-            left = pace * (args.steps - step - 1) / 60
+            left = pace * (last - step - 1) / 60
             print(f"step {step + 1}/{args.steps}  loss {mean:.4f}  {left:.0f} min left", flush=True)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == last:
             model.save_pretrained(args.out)
             record = {"seed": args.seed, "steps": step + 1, "planned_steps": args.steps}
             record |= {"tokens_per_batch": args.tokens_per_batch, "peak_lr": args.peak_lr}
+            record |= {"cut_share": args.cut_share, "init_from": str(args.init_from or "")}
             record |= {"device": args.device, "torch": torch.__version__, "loss": curve}
             (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -146,9 +146,10 @@ class Client:
 
     async def _end_marker(self) -> tuple[int, ...]:
         body = {"model": self.model, "prompt": END_MARKER, "add_special_tokens": False}
-        async with aiohttp.ClientSession() as session, session.post(
-            f"{self.url}/tokenize", json=body
-        ) as reply:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/tokenize", json=body) as reply,
+        ):
             if not reply.ok:
                 raise BenchError(
                     f"{self.url}/tokenize answered HTTP {reply.status}; the boundary between "

@@ -65,8 +65,10 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server: ``base`` plus what a small CPU server needs."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # One OpenMP thread: the model is tiny, and the other core feeds the streams.
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        # One OpenMP thread, bound to no core: the model is tiny, and the other cores feed the
+        # streams.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         # The dev endpoints include the one that empties the prefix cache between seeds.
         "VLLM_SERVER_DEV_MODE": "1",

@@ -1,7 +1,6 @@
 """Carries a policy's decisions out on the scheduler's own queues, and puts them back."""
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from meridian_patch.phase.router import Phase, PhaseRouter
@@ -22,7 +21,7 @@ class RunningOrder:
     It is computed anew only after something happened that can change it.
 
     Args:
-        time_budget_us: an order that takes longer to compute is dropped for that step.
+        time_budget_us: ranking stops when it takes longer, and the step keeps the order it has.
     """
 
     def __init__(self, policy: OrderPolicy, router: PhaseRouter, time_budget_us: int) -> None:
@@ -47,26 +46,24 @@ class RunningOrder:
         """
         if not self._is_stale:
             return running, True
-        began = time.perf_counter()
-        ranks, is_prefilling = self._rank(running)
-        ordered = sorted(running, key=lambda request: ranks[request.request_id])
-        if time.perf_counter() - began > self._time_budget_s:
-            return running, False
-        # A request that is still prefilling leaves that standing without any event.
-        self._is_stale = is_prefilling
-        return ordered, True
-
-    def _rank(self, running: Iterable[Any]) -> tuple[dict[str, tuple[int, int]], bool]:
         ranks = {}
         any_prefilling = False
+        deadline = time.perf_counter() + self._time_budget_s
         for request in running:
-            try:
-                view = self._view(request)
-                ranks[request.request_id] = self._policy.rank(view)
-            except Exception as error:
-                raise RankError(request.request_id) from error
+            if time.perf_counter() > deadline:
+                return running, False
+            view = self._view(request)
+            ranks[request.request_id] = self._rank(request, view)
             any_prefilling |= view.is_prefilling
-        return ranks, any_prefilling
+        # A request that is still prefilling leaves that standing without any event.
+        self._is_stale = any_prefilling
+        return sorted(running, key=lambda request: ranks[request.request_id]), True
+
+    def _rank(self, request: Any, view: RequestView) -> tuple[int, int]:
+        try:
+            return self._policy.rank(view)
+        except Exception as error:
+            raise RankError(request.request_id) from error
 
     def _view(self, request: Any) -> RequestView:
         state = self._router.get(request.request_id)

@@ -4,7 +4,7 @@ Runs in the EngineCore process. No upstream body is copied: ``schedule()`` arran
 ``super()`` and restores.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -21,10 +21,15 @@ from meridian_patch.policy.factory import build_policy
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as UpstreamScheduler
+else:
+    UpstreamScheduler = object
+
 logger = init_logger("vllm.meridian_patch")
 
 
-class PhaseScheduling:
+class PhaseScheduling(UpstreamScheduler):
     """Mixin over vLLM's ``Scheduler`` or ``AsyncScheduler``.
 
     1. Every request's phase is followed from its prompt and its accepted tokens.
@@ -36,6 +41,8 @@ class PhaseScheduling:
 
     Invariant: no request is ever added to or taken from a queue that ``super()`` owns.
     """
+
+    running: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,6 +142,8 @@ class PhaseScheduling:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             payload = self.phase_counters.drain()
+            for phase, number in self.phase_router.drain_entered().items():
+                payload[f"{counters.PHASE_CHANGE}:{phase}"] = number
             for phase, number in self.phase_router.counts.items():
                 payload[f"{counters.REQUESTS}:{phase}"] = number
             setattr(stats, stats_field.FIELD, payload)

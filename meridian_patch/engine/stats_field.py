@@ -1,6 +1,6 @@
 """A field on vLLM's SchedulerStats that carries our counts across the process border."""
 
-from dataclasses import MISSING, Field, field
+from dataclasses import field
 from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
@@ -17,12 +17,11 @@ def install() -> None:
     fields = SchedulerStats.__dataclass_fields__
     if FIELD in fields:
         return
-    added: Field[Any] = field(default=None)
+    added: Any = field(default=None)
     added.name = FIELD
     added.type = dict[str, int] | None
     # Load-bearing: `dataclasses.fields()` recognises a field by this marker; borrow a real one.
-    added._field_type = fields["kv_cache_usage"]._field_type  # type: ignore[attr-defined]
-    assert added.default is not MISSING
+    added._field_type = fields["kv_cache_usage"]._field_type
     fields[FIELD] = added
     SchedulerStats.__annotations__[FIELD] = dict[str, int] | None
     setattr(SchedulerStats, FIELD, None)

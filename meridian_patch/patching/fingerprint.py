@@ -11,9 +11,9 @@ import hashlib
 import inspect
 import tokenize
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from meridian_patch.patching.source import ClassSource, Function, MethodSource, SourceTree
+from meridian_patch.patching.source import ClassSource, MethodSource, SourceTree
 from meridian_patch.patching.spec import Site
 
 CALLING_CONVENTIONS = ("staticmethod", "classmethod", "property")
@@ -69,13 +69,7 @@ def live_parameter_shape(cls: type, name: str) -> str:
     """
     for owner in cls.__mro__:
         if name in vars(owner):
-            signature = inspect.signature(_function(vars(owner)[name]))
-            return str(
-                signature.replace(
-                    parameters=[_without_default_value(each) for each in signature.parameters.values()],
-                    return_annotation=inspect.Signature.empty,
-                )
-            )
+            return _shape(inspect.signature(_function(vars(owner)[name])))
     raise LookupError(f"{cls.__module__}:{cls.__qualname__} has no method {name}")
 
 
@@ -116,8 +110,8 @@ def _body_text(method: MethodSource) -> str:
         return ""
     first_line = _first_line(body[0])
     lines = method.module.lines[first_line - 1 : node.end_lineno]
-    if first_line == node.lineno:
-        # The body stands on the line of the def; offsets in the tree count UTF-8 bytes.
+    # Offsets in the tree count UTF-8 bytes. Text before the body is the end of a one-line def.
+    if lines[0].encode()[: body[0].col_offset].strip():
         lines[0] = lines[0].encode()[body[0].col_offset :].decode()
     source = iter([f"{line}\n" for line in lines])
     for token in tokenize.generate_tokens(lambda: next(source, "")):
@@ -128,7 +122,7 @@ def _body_text(method: MethodSource) -> str:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(each.lineno for each in decorators)])
 
 
@@ -137,20 +131,17 @@ class _Anything:
         return "..."
 
 
-def _without_default_value(parameter: inspect.Parameter) -> inspect.Parameter:
-    has_default = parameter.default is not inspect.Parameter.empty
-    return parameter.replace(
-        annotation=inspect.Parameter.empty,
-        default=_Anything() if has_default else inspect.Parameter.empty,
-    )
+def _shape(signature: inspect.Signature) -> str:
+    empty = inspect.Parameter.empty
+    bare = [
+        each.replace(annotation=empty, default=empty if each.default is empty else _Anything())
+        for each in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=empty))
 
 
 def _function(attribute: Any) -> Callable[..., Any]:
-    if isinstance(attribute, staticmethod | classmethod):
-        function: Callable[..., Any] = attribute.__func__
-        return function
-    if isinstance(attribute, property) and attribute.fget is not None:
-        return attribute.fget
-    if not callable(attribute):
-        raise LookupError(f"{attribute!r} is not a method")
-    return attribute  # type: ignore[no-any-return]
+    """The function behind what a class holds under a method's name."""
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    return cast("Callable[..., Any]", getattr(attribute, "__func__", attribute))

@@ -2,9 +2,13 @@
 
 import multiprocessing
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+
+def _process_name() -> str:
+    return multiprocessing.current_process().name
 
 
 class Outcome(StrEnum):
@@ -70,7 +74,7 @@ class PatchReport:
     upstream_version: str
     checks: tuple[Check, ...] = ()
     stale: tuple[StaleBinding, ...] = ()
-    process: str = field(default_factory=lambda: multiprocessing.current_process().name)
+    process: str = field(default_factory=_process_name)
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -78,8 +82,12 @@ class PatchReport:
         """True when the replacement is bound at the patch's sites."""
         return self.outcome in {Outcome.APPLIED, Outcome.ALREADY_APPLIED}
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain dicts, lists, strings, numbers and booleans."""
+    def stamped(self) -> "PatchReport":
+        """The same report as of this process, which may be a fork of the one that applied it."""
+        return replace(self, process=_process_name(), pid=os.getpid())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON knows it: dicts, lists, strings, numbers and booleans."""
         plain = asdict(self)
         return plain | {
             "outcome": self.outcome.value,

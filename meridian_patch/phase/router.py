@@ -58,6 +58,7 @@ class PhaseRouter:
         self._states: dict[str, RequestPhase] = {}
         # Number of requests by phase; the sum is len(self).
         self.counts: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self._entered: dict[Phase, int] = {}
         # Number of tracked requests with is_reasoning.
         self.num_reasoning = 0
 
@@ -114,6 +115,11 @@ class PhaseRouter:
             is_changed |= self._match(state, token_id)
         return is_changed
 
+    def drain_entered(self) -> dict[Phase, int]:
+        """How often a request entered each phase since the last call."""
+        entered, self._entered = self._entered, {}
+        return entered
+
     def _match(self, state: RequestPhase, token_id: int) -> bool:
         assert self._matcher is not None
         state.match_state, event = self._matcher.step(state.match_state, token_id)
@@ -134,5 +140,6 @@ class PhaseRouter:
     def _enter(self, state: RequestPhase, phase: Phase) -> None:
         self.counts[state.phase] -= 1
         self.counts[phase] += 1
+        self._entered[phase] = self._entered.get(phase, 0) + 1
         state.phase = phase
         state.tokens_in_phase = 0

@@ -1,0 +1,156 @@
+"""Plots of a served comparison, as PNG."""
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from meridian_patch.bench.arms import SeedRun
+from meridian_patch.bench.metrics import STALL_S, RequestTimes, request_times
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+ARM_COLOURS = {"stock": "#D55E00", "noop": "#8A8A8A", "patched": "#0072B2"}
+_ARM_MARKERS = {"stock": "o", "noop": "s", "patched": "^"}
+_PHASE_COLOURS = {
+    "waiting, prefill": "#DDDDDD",
+    "thinking": "#56B4E9",
+    "thinking, paused": "#D3EAF8",
+    "answering": "#009E73",
+    "answer stalled": "#D55E00",
+}
+_DPI = 130
+
+Runs = Mapping[str, SeedRun]
+
+
+def gap_timeline(runs: Runs, caption: str) -> bytes:
+    """Each answer gap over the time it ended, one colour per arm."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for arm, run in runs.items():
+        times = _times(run)
+        ends = [end for t in times for end in t.answer_gap_ends_s]
+        gaps = [max(gap, 1e-5) * 1000 for t in times for gap in t.answer_gaps_s]
+        marker, colour = _ARM_MARKERS[arm], ARM_COLOURS[arm]
+        axes.scatter(ends, gaps, s=14, alpha=0.55, marker=marker, color=colour, lw=0, label=arm)
+    axes.axhline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
+    axes.text(
+        1.0, STALL_S * 1000, " stall", transform=axes.get_yaxis_transform(), va="center", size=9
+    )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5)
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
+    axes.set_xlabel("time since the start of the trace (s)")
+    axes.set_ylabel("gap between two answer tokens (ms)")
+    axes.legend(loc="upper left", markerscale=1.8, framealpha=0.9, ncols=len(runs))
+    _finish(
+        figure, axes, "Answer gaps: what a reader waits in the middle of an answer"
+    )
+    return _png(figure, caption)
+
+
+def phase_bars(runs: Runs, caption: str) -> bytes:
+    """One bar per request: waiting, thinking, answering, stalls; one panel per arm."""
+    rows = max((len(run.records) for run in runs.values()), default=1)
+    figure = Figure(figsize=(11, max(3.6, min(11.0, 1.6 + 0.085 * rows))), layout="constrained")
+    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (arm, run) in zip(panels, runs.items(), strict=True):
+        ordered = sorted(run.records, key=lambda record: record.submit_s)
+        for row, record in enumerate(ordered):
+            times = request_times(record, run.end_marker)
+            if times is not None:
+                _draw_bar(axes, row, times, record.token_s)
+        axes.set_xlabel("time since the start of the trace (s)")
+        stalled = sum(gap > STALL_S for t in _times(run) for gap in t.answer_gaps_s)
+        _finish(figure, axes, f"{arm}: {stalled} answer stalls")
+        axes.grid(axis="y", visible=False)
+    panels[0].set_ylabel("request, by arrival")
+    panels[0].invert_yaxis()
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in _PHASE_COLOURS.items()],
+        loc="outside upper center",
+        ncols=len(_PHASE_COLOURS),
+        frameon=False,
+    )
+    return _png(figure, caption)
+
+
+def distributions(runs: Runs, caption: str) -> bytes:
+    """Tail of the answer gaps, and how soon answers begin."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for arm, run in runs.items():
+        times = _times(run)
+        style = {"color": ARM_COLOURS[arm], "label": arm, "lw": 2.0}
+        gaps = np.sort([gap * 1000 for t in times for gap in t.answer_gaps_s])
+        if gaps.size:
+            # From every gap longer than the one before down to the single longest.
+            left.step(gaps, np.arange(gaps.size, 0, -1) / gaps.size, where="post", **style)
+        ttfat = np.sort([t.ttfat_s for t in times if t.ttfat_s is not None])
+        if ttfat.size:
+            right.step(ttfat, np.arange(1, ttfat.size + 1) / ttfat.size, where="post", **style)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlim(left=0.5)
+    left.axvline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
+    left.xaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
+    left.set_xlabel("answer gap (ms)")
+    left.set_ylabel("share of gaps at least this long")
+    right.set_xlabel("submit to first answer token (s)")
+    right.set_ylabel("share of requests")
+    right.set_xlim(left=0)
+    right.set_ylim(0, 1.02)
+    left.legend(loc="upper right", frameon=False)
+    _finish(figure, left, "Tail of the answer gaps")
+    _finish(figure, right, "Time to first answer token (TTFAT)")
+    return _png(figure, caption)
+
+
+def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float]) -> None:
+    first = times.submit_s + times.ttft_s
+    last = times.submit_s + times.e2e_s
+    boundary = last if times.boundary_s is None else times.boundary_s
+    pauses = [(a, b - a) for a, b in pairwise(token_s) if b - a > STALL_S and b <= boundary]
+    stalls = [
+        (end - gap, gap)
+        for gap, end in zip(times.answer_gaps_s, times.answer_gap_ends_s, strict=True)
+        if gap > STALL_S
+    ]
+    spans = {
+        "waiting, prefill": [(times.submit_s, times.ttft_s)],
+        "thinking": [(first, boundary - first)],
+        "thinking, paused": pauses,
+        "answering": [(boundary, last - boundary)],
+        "answer stalled": stalls,
+    }
+    for name, ranges in spans.items():
+        axes.broken_barh(ranges, (row - 0.42, 0.84), facecolors=_PHASE_COLOURS[name], lw=0)
+
+
+def _times(run: SeedRun) -> list[RequestTimes]:
+    times = (request_times(record, run.end_marker) for record in run.records)
+    return [t for t in times if t is not None]
+
+
+def _plain_milliseconds(value: float, _position: int) -> str:
+    return f"{value:g}"
+
+
+def _finish(figure: Figure, axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.grid(visible=True, color="#E6E6E6", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.set_facecolor("white")
+
+
+def _png(figure: Figure, caption: str) -> bytes:
+    figure.supxlabel(caption, fontsize=7, color="#555555", x=0.01, ha="left")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()

@@ -1,0 +1,155 @@
+"""Writes the report of a served comparison: one HTML page with plots, and the same as JSON."""
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from meridian_patch.bench import plots
+from meridian_patch.bench.arms import ArmRun, SeedRun
+from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.server import ServerSettings
+from meridian_patch.bench.summary import ArmSummary, Spread, counted_seeds, seed_ratios, summarise
+from meridian_patch.bench.table import BORROWED_NOTE, build_rows, column_titles, has_borrowed
+
+HOW = "measured-cpu"
+FORMAT_VERSION = 1
+WORST_GAP = "answer_gap_max_s"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How the figures were obtained.
+
+    Attributes:
+        date: ISO 8601, with the time zone.
+        command: as typed.
+        machine: at the start.
+        settings: of every server.
+        workload: in words.
+    """
+
+    date: str
+    command: str
+    machine: Machine
+    settings: ServerSettings
+    workload: str
+
+    @property
+    def caption(self) -> str:
+        """One line for below a plot."""
+        return f"{HOW} · {self.date} · {self.machine} · {self.command}"
+
+
+def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
+    """Write ``report.html`` and ``report.json`` for all arms that played anything.
+
+    Returns:
+        Path of the page.
+    """
+    arms = [summarise(run) for run in runs]
+    document = report_data(arms, origin)
+    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    page = folder / "report.html"
+    page.write_text(_render(arms, runs, origin))
+    return page
+
+
+def report_data(arms: Sequence[ArmSummary], origin: Origin) -> dict[str, Any]:
+    """The report as plain data; times in seconds."""
+    return {
+        "version": FORMAT_VERSION,
+        "how": HOW,
+        "date": origin.date,
+        "command": origin.command,
+        "machine": asdict(origin.machine),
+        "settings": asdict(origin.settings) | {"model": str(origin.settings.model)},
+        "workload": origin.workload,
+        "arms": {arm.name: _arm_data(arm) for arm in arms},
+        "patched_over_stock": _ratio_data(arms),
+    }
+
+
+def _arm_data(arm: ArmSummary) -> dict[str, Any]:
+    return {
+        "start_s": arm.start_s,
+        "is_partial": arm.is_partial,
+        "error": arm.error,
+        "over_seeds": {name: asdict(spread) for name, spread in arm.spreads.items()},
+        "by_seed": {str(seed): figures for seed, figures in arm.seeds.items()},
+    }
+
+
+def _ratio_data(arms: Sequence[ArmSummary]) -> dict[str, Any]:
+    by_name = {arm.name: arm for arm in arms}
+    if "stock" not in by_name or "patched" not in by_name:
+        return {}
+    data = {}
+    for name in by_name["patched"].spreads:
+        ratios = seed_ratios(by_name["patched"], by_name["stock"], name)
+        spread = Spread.of(list(ratios.values()))
+        if spread is not None:
+            by_seed = {str(seed): ratio for seed, ratio in ratios.items()}
+            data[name] = {"by_seed": by_seed, "over_seeds": asdict(spread)}
+    return data
+
+
+def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) -> str:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    source = files("meridian_patch.bench").joinpath("report.html.j2").read_text()
+    rows = build_rows(arms)
+    by_name = {arm.name: arm for arm in arms}
+    worst = {}
+    if "stock" in by_name and "patched" in by_name:
+        worst = seed_ratios(by_name["patched"], by_name["stock"], WORST_GAP)
+    return environment.from_string(source).render(
+        how=HOW,
+        origin=origin,
+        arms=arms,
+        titles=column_titles(arms),
+        rows=rows,
+        note=BORROWED_NOTE if has_borrowed(rows) else "",
+        worst=worst,
+        plots=_plots(runs, origin.caption),
+        seeds=max((len(arm.seeds) for arm in arms), default=0),
+    )
+
+
+def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
+    """Plots of the first seed of each arm; none when no arm played one."""
+    shown: dict[str, SeedRun] = {}
+    for run in runs:
+        seeds = counted_seeds(run)
+        if seeds and seeds[0].records:
+            shown[run.name] = seeds[0]
+    if not shown:
+        return []
+    pair = {name: run for name, run in shown.items() if name != "noop"} or shown
+    return [
+        {
+            "title": "Answer gaps over the run",
+            "text": "Each point is the time a reader waited between two tokens of an answer, at "
+            "the moment the wait ended. Above the dashed line it counts as a stall.",
+            "data": _data_url(plots.gap_timeline(shown, caption)),
+        },
+        {
+            "title": "What each request was doing",
+            "text": "One bar per request, in the order of arrival, the same requests in each "
+            "panel. A paused thought costs nobody a stalled line of text; a stalled answer does.",
+            "data": _data_url(plots.phase_bars(pair, caption)),
+        },
+        {
+            "title": "Distributions",
+            "text": "Left, further left and lower is better; right, further left is better.",
+            "data": _data_url(plots.distributions(shown, caption)),
+        },
+    ]
+
+
+def _data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()

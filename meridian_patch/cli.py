@@ -1,0 +1,122 @@
+"""The ``meridian`` command."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meridian_patch import __version__, envs
+from meridian_patch.config.load import load_config
+from meridian_patch.errors import MeridianError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; exits with 1 and one sentence on an error of ours."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["serve"]:
+        _exit_with(lambda: _serve(arguments[1:]))
+    parsed = _parser().parse_args(arguments)
+    _exit_with(lambda: parsed.run(parsed))
+
+
+def _exit_with(command: Callable[[], int]) -> None:
+    try:
+        sys.exit(command())
+    except MeridianError as error:
+        print(f"meridian: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meridian", description="Phase-aware scheduling for stock vLLM."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve", help="vllm serve, patched: meridian serve MODEL [vLLM's own options]"
+    )
+    serve.set_defaults(run=lambda _: _serve([]))
+
+    status = commands.add_parser("status", help="what is live in which process")
+    status.add_argument("--json", action="store_true", dest="as_json")
+    status.set_defaults(run=_status)
+
+    boundaries = commands.add_parser(
+        "boundaries", help="which think boundaries a model would be served with, and why"
+    )
+    boundaries.add_argument("model", help="model directory")
+    boundaries.add_argument("--reasoning-parser", help="as given to vLLM")
+    boundaries.add_argument("--family", help="take this family file, whatever matches")
+    boundaries.add_argument("--json", action="store_true", dest="as_json")
+    boundaries.set_defaults(run=_boundaries)
+
+    config = commands.add_parser("config", help="every configuration value and its origin")
+    config.set_defaults(run=_config)
+    return parser
+
+
+def _serve(arguments: list[str]) -> int:
+    from meridian_patch.engine.serve import serve
+
+    return serve(arguments)
+
+
+def _boundaries(parsed: argparse.Namespace) -> int:
+    from meridian_patch.engine.boundaries_command import run
+
+    return run(parsed.model, parsed.reasoning_parser, parsed.family, parsed.as_json)
+
+
+def _config(parsed: argparse.Namespace) -> int:
+    del parsed
+    loaded = load_config(envs.environment())
+    table = Table("key", "value", "origin")
+    values = loaded.config.model_dump(mode="json")
+    for key, origin in loaded.origins.items():
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        table.add_row(key, str(value), origin)
+    Console().print(table)
+    return 0
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from meridian_patch.engine.status import read_all
+
+    reports = read_all()
+    if parsed.as_json:
+        print(json.dumps(reports, indent=1))
+    else:
+        _print_status(reports)
+    outcomes = [patch["outcome"] for report in reports for patch in report.get("patches", [])]
+    return 0 if reports and all("applied" in outcome for outcome in outcomes) else 1
+
+
+def _print_status(reports: list[dict[str, Any]]) -> None:
+    if not reports:
+        print("no patched vLLM process of this user is running")
+        return
+    table = Table("pid", "role", "vLLM", "patches", "scheduler", "policy", "family")
+    for report in reports:
+        patches = ", ".join(f"{p['patch']}: {p['outcome']}" for p in report.get("patches", []))
+        table.add_row(
+            str(report["pid"]),
+            report["role"],
+            report.get("vllm_version", "-"),
+            patches or "-",
+            report.get("scheduler", "-"),
+            report.get("policy", "-"),
+            str(report.get("family", "-")),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

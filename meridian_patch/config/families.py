@@ -1,0 +1,112 @@
+"""Loads the family files: the packaged ones, and those of ``families_dir``."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from meridian_patch.config.family import Family
+from meridian_patch.config.validate import validate
+from meridian_patch.config.yaml_file import parse_mapping, read_text
+from meridian_patch.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class FamilyFile:
+    """A family and the file that it was read from."""
+
+    family: Family
+    path: Path
+
+
+Families = Mapping[str, FamilyFile]
+
+
+def load_families(families_dir: Path | None = None) -> Families:
+    """All families by name, in order of their names.
+
+    Args:
+        families_dir: additional or replacing files; None for the packaged ones alone.
+
+    Raises:
+        ConfigError: a wrong file, two files for one family, a replacement without
+            ``replaces: true``, or one that replaces nothing.
+    """
+    families = _read_directory(packaged_directory())
+    if families_dir is not None:
+        if not families_dir.is_dir():
+            raise ConfigError(
+                f"families_dir is {str(families_dir)!r}, expected an existing directory"
+            )
+        families = _merge(families, _read_directory(families_dir).values())
+    return dict(sorted(families.items()))
+
+
+def packaged_directory() -> Path:
+    """Where the family files of this release are."""
+    # Load-bearing: the package is installed as files, never imported from an archive.
+    return Path(str(resources.files("meridian_patch.configs"))) / "families"
+
+
+def get_family(families: Families, name: str, origin: str) -> FamilyFile:
+    """The family called ``name``; ``origin`` says in the error where the name was set."""
+    if name in families:
+        return families[name]
+    close = difflib.get_close_matches(name, families, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        f"{origin}: family is {name!r}, which no family file describes; {hint}"
+        f"known: {', '.join(families)}. Add {name}.yaml to a directory of your own and set "
+        "families_dir to it"
+    )
+
+
+def read_family(path: Path) -> FamilyFile:
+    """Read and check one family file."""
+    origin = f"file {path}"
+    family = validate(Family, parse_mapping(read_text(path), origin), lambda _: origin)
+    return FamilyFile(family, path)
+
+
+def _read_directory(directory: Path) -> dict[str, FamilyFile]:
+    families: dict[str, FamilyFile] = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in SUFFIXES:
+            continue
+        file = read_family(path)
+        name = file.family.family
+        if name in families:
+            raise ConfigError(
+                f"two files for family {name!r}: {families[name].path} and {path}; remove one"
+            )
+        families[name] = file
+    for name, file in families.items():
+        if name != file.path.stem:
+            raise ConfigError(
+                f"file {file.path}: family is {name!r}, expected {file.path.stem!r}, the file's "
+                f"name; rename the file to {name}.yaml or change the field"
+            )
+    return families
+
+
+def _merge(packaged: dict[str, FamilyFile], own: Iterable[FamilyFile]) -> dict[str, FamilyFile]:
+    merged = dict(packaged)
+    for file in own:
+        name, replaces = file.family.family, file.family.replaces
+        if name in packaged and not replaces:
+            raise ConfigError(
+                f"two files for family {name!r}: {packaged[name].path} and {file.path}; write "
+                "'replaces: true' in the second, or give it a name of its own"
+            )
+        if replaces and name not in packaged:
+            close = difflib.get_close_matches(name, packaged, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"file {file.path}: replaces is true, but there is no packaged family {name!r}; "
+                f"{hint}remove 'replaces' if the family is new"
+            )
+        merged[name] = file
+    return merged

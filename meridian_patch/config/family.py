@@ -1,0 +1,124 @@
+"""What a family file says about the models of one family."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from meridian_patch.config.schema import StrictModel
+
+Provenance = Literal["verified", "third_party", "unverified"]
+PromptStart = Literal["think", "pre", "answer", "unverified"]
+History = Literal["strip", "keep", "keep_in_tool_loop", "unverified"]
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("text that is not blank")
+    return text
+
+
+def _lower_case(text: str) -> str:
+    if not text or text != text.lower():
+        raise ValueError("a glob in lower case: names are compared in lower case")
+    return text
+
+
+Marker = Annotated[str, AfterValidator(_not_blank)]
+NameGlob = Annotated[str, AfterValidator(_lower_case)]
+# YAML has lists; a list is taken for a tuple, its items are still checked strictly.
+Ids = Annotated[tuple[int, ...], Field(strict=False, min_length=1)]
+
+
+class ModelMatch(StrictModel):
+    """Which models belong to a family."""
+
+    names: tuple[NameGlob, ...] = Field(
+        default=(), strict=False, description="Globs over the model's names, in lower case."
+    )
+    architectures: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="`architectures` of config.json that only reasoning models of this family "
+        "have.",
+    )
+
+
+class MarkerPair(StrictModel):
+    """Another spelling of the markers."""
+
+    start: Marker
+    end: Marker
+
+
+class DocumentedIds(StrictModel):
+    """Token ids as others documented them: compared with the tokenizer, never used."""
+
+    start: Ids | None = Field(default=None, description="Ids of `start`.")
+    end: Ids | None = Field(default=None, description="Ids of `end`.")
+    close: Ids | None = Field(default=None, description="Ids of `close`.")
+    single_token: bool | None = Field(
+        default=None,
+        description="Whether a marker without ids here is one vocabulary entry; unset: not known.",
+    )
+    provenance: Provenance = Field(
+        description="`verified`: seen in a tokenizer file; `third_party`: in other engines' code "
+        "only; `unverified`: neither."
+    )
+    source: str = Field(description="Where the ids, or the strings when there are none, are from.")
+
+    def is_single(self, ids: tuple[int, ...] | None) -> bool | None:
+        """Whether a marker with these documented ids is one vocabulary entry; None: not known."""
+        return len(ids) == 1 if ids else self.single_token
+
+
+class Family(StrictModel):
+    """One family file."""
+
+    version: Literal[1] = Field(description="Version of this format.")
+    family: Marker = Field(description="Equal to the file's name without its suffix.")
+    replaces: bool = Field(
+        default=False, description="This file stands in for the packaged file of the same family."
+    )
+    match: ModelMatch = Field(default_factory=ModelMatch)
+    parsers: tuple[str, ...] = Field(
+        default=(), strict=False, description="vLLM's reasoning parsers for these models."
+    )
+    start: Marker = Field(description="Text that opens thinking.")
+    end: Marker = Field(description="Text that ends thinking.")
+    alternatives: tuple[MarkerPair, ...] = Field(
+        default=(), strict=False, description="Other spellings that the models also use."
+    )
+    close: Marker | None = Field(
+        default=None, description="Text to force when thinking must be ended; unset: `end`."
+    )
+    implicit_end: tuple[Marker, ...] = Field(
+        default=(), strict=False, description="Texts that end thinking without the end marker."
+    )
+    documented_ids: DocumentedIds
+    prompt_start: PromptStart = Field(
+        description="How a default prompt ends: `think` with the open marker, `pre` before it (the "
+        "model writes it), `answer` with closed thinking. Each request's prompt decides."
+    )
+    history: History = Field(
+        description="What the chat template does with earlier turns' thinking."
+    )
+    notes: str = Field(default="", description="What else a reader should know.")
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """All spellings of (start, end), the first one first."""
+        return ((self.start, self.end), *((pair.start, pair.end) for pair in self.alternatives))
+
+    @property
+    def markers(self) -> tuple[object, ...]:
+        """What must be equal in two families for a model to be either of them."""
+        return self.pairs, self.close, self.implicit_end
+
+    @model_validator(mode="after")
+    def _check_markers(self) -> Self:
+        for start, end in self.pairs:
+            if start == end:
+                raise ValueError(f"start and end are both {start!r}, expected two markers")
+        if self.close and not any(end.strip() in self.close for _, end in self.pairs):
+            raise ValueError(f"close is {self.close!r}, expected text that holds end {self.end!r}")
+        return self

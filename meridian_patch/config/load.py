@@ -1,0 +1,109 @@
+"""Loads the configuration: default, then file, then environment."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meridian_patch import envs
+from meridian_patch.config.schema import Config
+from meridian_patch.config.validate import KeyPath, dotted, field_names, unknown_key, validate
+from meridian_patch.config.yaml_file import parse_mapping, parse_value, read_text
+from meridian_patch.errors import ConfigError
+
+DIGEST_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration and where each value came from.
+
+    Attributes:
+        config: the validated values.
+        origins: dotted key to ``"default"``, ``"file PATH"`` or ``"env NAME"``.
+        digest: equal in two processes when their configurations are.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+    digest: str
+
+
+def load_config(env: Mapping[str, str]) -> LoadedConfig:
+    """Load the configuration that an environment asks for.
+
+    Args:
+        env: names and values, for example ``envs.environment()``.
+
+    Raises:
+        ConfigError: a wrong value, key, file or variable; the message names it.
+    """
+    envs.check_names(env)
+    values, file_origin = _read_file(env)
+    sources: dict[KeyPath, str] = dict.fromkeys(_leaves(values), file_origin)
+    validate(Config, values, lambda _: file_origin)
+    for path, (name, text) in envs.config_overrides(env).items():
+        _override(values, path, name, text)
+        sources[path] = f"env {name}"
+    config = validate(Config, values, lambda path: _long_name(sources.get(path, file_origin)))
+    origins = {dotted(path): sources.get(path, "default") for path in _leaves(config.model_dump())}
+    _check_directory(config, origins)
+    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:DIGEST_LENGTH]
+    return LoadedConfig(config, origins, digest)
+
+
+def _read_file(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    path = envs.config_path(env)
+    if path is None:
+        return {}, "default"
+    origin = f"file {path}"
+    try:
+        text = read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; it is set by MERIDIAN_PATCH_CONFIG") from error
+    values = parse_mapping(text, origin)
+    if isinstance(values.get("families_dir"), str):
+        values["families_dir"] = path.parent / values["families_dir"]
+    return values, origin
+
+
+def _override(values: dict[str, Any], path: KeyPath, name: str, text: str) -> None:
+    origin = _long_name(f"env {name}")
+    *sections, key = path
+    known = field_names(Config, tuple(sections))
+    if not known:
+        raise unknown_key(path, field_names(Config, ()), origin)
+    if key not in known:
+        raise unknown_key(path, known, origin)
+    below = field_names(Config, path)
+    if below:
+        raise ConfigError(
+            f"{origin}: {dotted(path)} is a section; set one of its keys, for example "
+            f"{name}__{below[0].upper()}"
+        )
+    for section in sections:
+        values = values.setdefault(str(section), {})
+    values[str(key)] = parse_value(text, origin)
+
+
+def _leaves(values: Mapping[str, Any], path: KeyPath = ()) -> list[KeyPath]:
+    leaves: list[KeyPath] = []
+    for key, value in values.items():
+        below = (*path, key)
+        leaves += _leaves(value, below) if isinstance(value, Mapping) else [below]
+    return leaves
+
+
+def _check_directory(config: Config, origins: Mapping[str, str]) -> None:
+    directory = config.families_dir
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(
+            f"{_long_name(origins['families_dir'])}: families_dir is {str(directory)!r}, expected "
+            "an existing directory of family files"
+        )
+
+
+def _long_name(origin: str) -> str:
+    """``env NAME`` is short for tables; a sentence says what NAME is."""
+    kind, _, name = origin.partition(" ")
+    return f"environment variable {name}" if kind == "env" else origin

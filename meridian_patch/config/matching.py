@@ -1,0 +1,134 @@
+"""Finds the family of a served model."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from meridian_patch.config.families import Families, FamilyFile
+from meridian_patch.config.family import Family
+from meridian_patch.errors import ConfigError
+
+How = Literal["config", "name", "architecture", "parser"]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What is known about a served model before its tokenizer is asked.
+
+    Attributes:
+        names: basename of the path or repository, served names, name in config.json.
+        architectures: as in config.json.
+        parser: vLLM's reasoning parser, or None.
+    """
+
+    names: tuple[str, ...]
+    architectures: tuple[str, ...]
+    parser: str | None
+
+
+@dataclass(frozen=True)
+class FamilyMatch:
+    """A model's family and how it was found.
+
+    Attributes:
+        label: the family's name, or ``<architecture X>`` when several families fit alike.
+        family: the file's values; of several families, only what they agree on.
+        files: the file or files, for messages.
+        how: what decided.
+        evidence: the glob, architecture or parser that fitted.
+    """
+
+    label: str
+    family: Family
+    files: str
+    how: How
+    evidence: str
+
+
+def match_family(families: Families, model: ModelIdentity) -> FamilyMatch | None:
+    """The family that fits best, or None.
+
+    1. The longest name glob wins; two families with equally long globs are an error.
+    2. Without a name, the architecture counts when all its families agree on the markers.
+    3. Without that, the reasoning parser counts under the same condition.
+
+    Raises:
+        ConfigError: two families fit equally well; names both.
+    """
+    by_name = _match_name(families, model.names)
+    if by_name is not None:
+        return by_name
+    for architecture in model.architectures:
+        fitting = [
+            file for file in families.values() if architecture in file.family.match.architectures
+        ]
+        by_architecture = _match_agreeing(fitting, "architecture", architecture)
+        if by_architecture is not None:
+            return by_architecture
+    if model.parser is None:
+        return None
+    fitting = [file for file in families.values() if model.parser in file.family.parsers]
+    return _match_agreeing(fitting, "parser", model.parser)
+
+
+def forced_match(file: FamilyFile, origin: str) -> FamilyMatch:
+    """The match that an operator asked for."""
+    return FamilyMatch(file.family.family, file.family, str(file.path), "config", origin)
+
+
+def _match_name(families: Families, names: tuple[str, ...]) -> FamilyMatch | None:
+    lowered = [name.lower() for name in names]
+    fitting = [
+        (len(glob), glob, file)
+        for file in families.values()
+        for glob in file.family.match.names
+        if any(fnmatchcase(name, glob) for name in lowered)
+    ]
+    if not fitting:
+        return None
+    longest = max(length for length, _, _ in fitting)
+    best = {file.family.family: (glob, file) for length, glob, file in fitting if length == longest}
+    if len(best) > 1:
+        raise ConfigError(
+            f"model {' / '.join(names)} fits the families {' and '.join(best)} equally well: "
+            + " and ".join(f"{glob!r} in {file.path}" for glob, file in best.values())
+            + "; set 'family:' in the configuration to one of them"
+        )
+    ((glob, file),) = best.values()
+    return FamilyMatch(file.family.family, file.family, str(file.path), "name", glob)
+
+
+def _match_agreeing(fitting: list[FamilyFile], how: How, evidence: str) -> FamilyMatch | None:
+    if len({file.family.markers for file in fitting}) != 1:
+        return None
+    first = fitting[0]
+    if len(fitting) == 1:
+        return FamilyMatch(first.family.family, first.family, str(first.path), how, evidence)
+    files = ", ".join(str(file.path) for file in fitting)
+    return FamilyMatch(f"<{how} {evidence}>", _common(fitting), files, how, evidence)
+
+
+def _common(fitting: list[FamilyFile]) -> Family:
+    """The first family, with nothing left that the others do not say too."""
+    families = [file.family for file in fitting]
+    histories = {family.history for family in families}
+    prompt_starts = {family.prompt_start for family in families}
+    names = ", ".join(family.family for family in families)
+    no_ids = families[0].documented_ids.model_copy(
+        update={
+            "start": None,
+            "end": None,
+            "close": None,
+            "single_token": None,
+            "provenance": "unverified",
+            "source": f"several families: {names}",
+        }
+    )
+    return families[0].model_copy(
+        update={
+            "documented_ids": no_ids,
+            "history": histories.pop() if len(histories) == 1 else "unverified",
+            "prompt_start": prompt_starts.pop() if len(prompt_starts) == 1 else "unverified",
+            "notes": "",
+        }
+    )

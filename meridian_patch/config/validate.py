@@ -1,0 +1,82 @@
+"""From pydantic's errors to one ConfigError that says where, what and what instead."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from meridian_patch.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(
+    model: type[Model], data: Mapping[str, Any], origin_of: Callable[[KeyPath], str]
+) -> Model:
+    """Build ``model`` from ``data``.
+
+    Args:
+        model: a pydantic model.
+        data: keys and values, as read.
+        origin_of: from a key path to the name of its file or variable.
+
+    Raises:
+        ConfigError: names every wrong field, its origin, its value and what was expected.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_describe(model, detail, origin_of) for detail in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def field_names(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
+    """Names of the fields below a key path; empty when it leads to a value or to nothing."""
+    section: type[BaseModel] | None = model
+    for key in path:
+        if section is None:
+            return ()
+        if isinstance(key, int):
+            continue
+        field = section.model_fields.get(key)
+        section = None if field is None else _model_in(field.annotation)
+    return () if section is None else tuple(section.model_fields)
+
+
+def unknown_key(path: KeyPath, known: tuple[str, ...], origin: str) -> ConfigError:
+    """The error for a key that does not exist."""
+    close = difflib.get_close_matches(str(path[-1]), known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return ConfigError(
+        f"{origin}: unknown key {dotted(path)}; {hint}known here: {', '.join(known)}"
+    )
+
+
+def dotted(path: KeyPath) -> str:
+    """``policy.name``; list positions as numbers."""
+    return ".".join(str(key) for key in path)
+
+
+def _describe(
+    model: type[BaseModel], detail: ErrorDetails, origin_of: Callable[[KeyPath], str]
+) -> str:
+    path = detail["loc"]
+    origin = origin_of(path)
+    expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return str(unknown_key(path, field_names(model, path[:-1]), origin))
+    if detail["type"] == "missing":
+        return f"{origin}: {dotted(path)} is missing; it has no default"
+    if not path:
+        return f"{origin}: {expected}"
+    return f"{origin}: {dotted(path)} is {detail['input']!r}, expected {expected}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that an annotation holds, directly or inside a tuple or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)

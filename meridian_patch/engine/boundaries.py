@@ -1,0 +1,174 @@
+"""Asks vLLM what it serves, and resolves the think boundaries of it.
+
+Runs once per EngineCore process, when the scheduler is built.
+"""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.reasoning import ReasoningParserManager
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from meridian_patch.config.families import get_family, load_families
+from meridian_patch.config.load import LoadedConfig
+from meridian_patch.config.matching import FamilyMatch, ModelIdentity, forced_match, match_family
+from meridian_patch.errors import BoundaryError
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.markers import ServerStrings, choose_markers
+from meridian_patch.phase.resolve import Resolution, resolve
+from meridian_patch.phase.sequences import Vocabulary
+
+logger = init_logger("vllm.meridian_patch")
+
+
+def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | None:
+    """Boundaries of the served model.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        loaded: from ``load_config``.
+
+    Returns:
+        None when requests have a single phase; the log says why, once.
+
+    Raises:
+        BoundaryError: the model's markers cannot be resolved, or sources contradict each other.
+        ConfigError: a family file is wrong, or the family cannot be decided.
+    """
+    model_config = vllm_config.model_config
+    model = str(model_config.model)
+    reason = _reason_for_single_phase(model_config)
+    if reason is not None:
+        logger.info("meridian_patch: model %s is single-phase: %s", model, reason)
+        return None
+    tokenizer = _load_tokenizer(model_config)
+    server = _server_strings(vllm_config, tokenizer, model)
+    identity = ModelIdentity(
+        names=model_names(
+            model,
+            model_config.served_model_name,
+            getattr(model_config.hf_config, "name_or_path", ""),
+        ),
+        architectures=tuple(model_config.architectures),
+        parser=server.parser or None,
+    )
+    resolution = resolve_model(model, identity, server, vocabulary_of(tokenizer), loaded)
+    if resolution is None:
+        logger.warning("%s", describe_unknown(model, identity))
+        return None
+    for note in resolution.notes:
+        logger.warning("meridian_patch: %s", note)
+    return resolution.boundaries
+
+
+def resolve_model(
+    model: str,
+    identity: ModelIdentity,
+    server: ServerStrings,
+    vocabulary: Vocabulary,
+    loaded: LoadedConfig,
+) -> Resolution | None:
+    """Family, markers and token sequences of a model; None when nothing is known about it."""
+    markers = choose_markers(model, find_family(identity, loaded), server)
+    return None if markers is None else resolve(model, markers, vocabulary)
+
+
+def find_family(identity: ModelIdentity, loaded: LoadedConfig) -> FamilyMatch | None:
+    """The family that the configuration forces, or the best match."""
+    families = load_families(loaded.config.families_dir)
+    forced = loaded.config.family
+    if forced is None:
+        return match_family(families, identity)
+    origin = loaded.origins["family"]
+    return forced_match(get_family(families, forced, origin), origin)
+
+
+def describe_unknown(model: str, identity: ModelIdentity) -> str:
+    """Why a model has a single phase, and how to change that."""
+    parser = f"reasoning parser {identity.parser!r} gives no markers"
+    return (
+        f"meridian_patch: model {model} is single-phase, its requests are scheduled as stock "
+        f"vLLM does: no family file fits the names {', '.join(identity.names)} or the "
+        f"architectures {', '.join(identity.architectures)}, and "
+        f"{parser if identity.parser else 'no --reasoning-parser is set'}. If it is a reasoning "
+        "model, set --reasoning-parser, or 'family:' in the configuration"
+    )
+
+
+def model_names(model: str, served: str | list[str] | None, own: str) -> tuple[str, ...]:
+    """The names that a family may be found by, without repetition.
+
+    Args:
+        model: path or repository.
+        served: ``--served-model-name``.
+        own: what config.json calls the model.
+    """
+    served_names = [served] if isinstance(served, str) else served or []
+    # A snapshot in the Hugging Face cache is named by a hash; its repository stands above it.
+    cached = [part for part in model.split("/") if part.startswith("models--")]
+    names = [_last_part(model), *cached, *map(_last_part, served_names), _last_part(own)]
+    return tuple(dict.fromkeys(filter(None, names)))
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").split("/")[-1]
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """What resolution asks of a tokenizer of vLLM or transformers."""
+    return Vocabulary(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        token_id=tokenizer.get_vocab().get,
+    )
+
+
+def parser_strings(name: str, tokenizer: Any, model: str) -> tuple[str, str]:
+    """Start and end marker of a reasoning parser; empty where it has none."""
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+        return parser.reasoning_start_str or "", parser.reasoning_end_str or ""
+    except Exception as error:
+        raise BoundaryError(
+            f"model {model}: --reasoning-parser {name} cannot be used with the model's tokenizer: "
+            f"{error}. Expected the parser that belongs to this model"
+        ) from error
+
+
+def _reason_for_single_phase(model_config: Any) -> str | None:
+    if model_config.runner_type != "generate":
+        return f"its runner is {model_config.runner_type!r}, it generates no text"
+    if getattr(model_config, "is_diffusion", False):
+        return "it is a diffusion model, it does not generate token by token"
+    if model_config.skip_tokenizer_init:
+        return "--skip-tokenizer-init is set, markers cannot be turned into tokens"
+    return None
+
+
+def _load_tokenizer(model_config: Any) -> Any:
+    try:
+        return cached_tokenizer_from_config(model_config)
+    except Exception as error:
+        raise BoundaryError(
+            f"model {model_config.model}: no tokenizer can be loaded from "
+            f"{model_config.tokenizer}: {error}. Expected a directory with the tokenizer's files"
+        ) from error
+
+
+def _server_strings(vllm_config: Any, tokenizer: Any, model: str) -> ServerStrings:
+    structured = vllm_config.structured_outputs_config
+    # Load-bearing: both strings stay as configured; vLLM keeps the parser's to itself.
+    reasoning = vllm_config.reasoning_config
+    parser = structured.reasoning_parser or getattr(reasoning, "reasoning_parser", "")
+    parser_start = parser_end = ""
+    if parser:
+        # Load-bearing: StructuredOutputManager, built before the scheduler, imports the parser's
+        # plug-in, so that the name is known here.
+        parser_start, parser_end = parser_strings(parser, tokenizer, model)
+    return ServerStrings(
+        parser=parser,
+        parser_start=parser_start,
+        parser_end=parser_end,
+        start=getattr(reasoning, "reasoning_start_str", ""),
+        end=getattr(reasoning, "reasoning_end_str", ""),
+    )

@@ -1,0 +1,156 @@
+"""Decides which marker strings count: those of the family file, the server's, or both."""
+
+from dataclasses import dataclass
+
+from meridian_patch.config.matching import FamilyMatch
+from meridian_patch.errors import BoundaryError
+
+
+@dataclass(frozen=True)
+class ServerStrings:
+    """Marker strings that the server was started with; empty where it has none.
+
+    Attributes:
+        parser: name of vLLM's reasoning parser.
+        parser_start: the parser's ``reasoning_start_str``.
+        parser_end: the parser's ``reasoning_end_str``.
+        start: ``reasoning_start_str`` of ``--reasoning-config``.
+        end: ``reasoning_end_str`` of ``--reasoning-config``: a phrase may stand before the marker.
+    """
+
+    parser: str = ""
+    parser_start: str = ""
+    parser_end: str = ""
+    start: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """One marker string and where it is written."""
+
+    field: str
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Markers:
+    """All markers of one model, still as text.
+
+    Attributes:
+        label: what to call the model's family.
+        start: markers that open thinking.
+        end: markers that end thinking.
+        close: the text to force when thinking must be ended.
+        match: the family file behind them; None when only the server's strings are known.
+        notes: what an operator should read once.
+    """
+
+    label: str
+    start: tuple[Marker, ...]
+    end: tuple[Marker, ...]
+    close: Marker
+    match: FamilyMatch | None
+    notes: tuple[str, ...] = ()
+
+
+def choose_markers(model: str, match: FamilyMatch | None, server: ServerStrings) -> Markers | None:
+    """Combine a family file with the server's strings.
+
+    1. A family that the operator forced counts alone.
+    2. A family file and the server's strings must agree: one is the beginning of the other, but
+       for surrounding white space. Then the file counts, and the server's end string is forced.
+    3. A family that was found by the parser's name alone gives way to the server's strings.
+    4. Without a family the server's strings count.
+
+    Returns:
+        None when nothing says what the markers are.
+
+    Raises:
+        BoundaryError: family file and server disagree.
+    """
+    if match is None:
+        return _from_server(server)
+    clash = _find_clash(match, server)
+    if clash is None:
+        return _from_family(match, server, ())
+    if match.how == "config":
+        return _from_family(match, ServerStrings(), (f"{clash}; the forced family counts",))
+    if match.how == "parser":
+        return _from_server(server)
+    raise BoundaryError(
+        f"model {model}: {clash}. Start the server with the parser or strings of this model, or "
+        f"set 'family: {match.family.family}' in the configuration if the file is right, or put "
+        "a family file of your own into families_dir if it is not"
+    )
+
+
+def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ...]) -> Markers:
+    family = match.family
+    origin = f"file {match.files}"
+    names = ["", *(f"alternatives.{index}." for index in range(len(family.alternatives)))]
+    start = [
+        Marker(f"{name}start", text, origin)
+        for name, (text, _) in zip(names, family.pairs, strict=True)
+    ]
+    end = [
+        Marker(f"{name}end", text, origin)
+        for name, (_, text) in zip(names, family.pairs, strict=True)
+    ]
+    end += [
+        Marker(f"implicit_end.{index}", text, origin)
+        for index, text in enumerate(family.implicit_end)
+    ]
+    close = Marker("close" if family.close else "end", family.close or family.end, origin)
+    if server.end:
+        close = Marker("reasoning_end_str", server.end, "--reasoning-config")
+    return Markers(match.label, tuple(start), tuple(end), close, match, notes)
+
+
+def _from_server(server: ServerStrings) -> Markers | None:
+    """As vLLM itself combines them: a configured string replaces the parser's."""
+    if not (server.start or server.parser_start) or not (server.end or server.parser_end):
+        return None
+    parser = f"--reasoning-parser {server.parser}"
+    configured = "--reasoning-config"
+    start = Marker(
+        "reasoning_start_str",
+        server.start or server.parser_start,
+        configured if server.start else parser,
+    )
+    forced = Marker(
+        "reasoning_end_str", server.end or server.parser_end, configured if server.end else parser
+    )
+    natural = forced
+    if server.parser_end:
+        natural = Marker("reasoning_end_str", server.parser_end, parser)
+    label = f"<parser {server.parser}>" if server.parser else "<reasoning config>"
+    return Markers(label, (start,), (natural,), forced, None)
+
+
+def _find_clash(match: FamilyMatch, server: ServerStrings) -> str | None:
+    starts = [start for start, _ in match.family.pairs]
+    ends = [end for _, end in match.family.pairs]
+    parser = f"--reasoning-parser {server.parser}"
+    compared = (
+        ("start", "reasoning_start_str", parser, server.parser_start, starts),
+        ("start", "reasoning_start_str", "--reasoning-config", server.start, starts),
+        ("end", "reasoning_end_str", parser, server.parser_end, ends),
+    )
+    for field, name, origin, text, ours in compared:
+        if text and not any(_is_beginning(text, marker) for marker in ours):
+            return (
+                f"{field} is {ours[0]!r} in file {match.files}, but {name} of {origin} is {text!r}"
+            )
+    if server.end and not any(end.strip() in server.end for end in ends):
+        return (
+            f"end is {ends[0]!r} in file {match.files}, but reasoning_end_str of "
+            f"--reasoning-config is {server.end!r}, which does not hold it"
+        )
+    return None
+
+
+def _is_beginning(one: str, other: str) -> bool:
+    one, other = one.strip(), other.strip()
+    return one.startswith(other) or other.startswith(one)

@@ -1,0 +1,165 @@
+"""Resolves the think boundaries of a served model: markers as text to token sequences."""
+
+from dataclasses import dataclass
+
+from meridian_patch.config.matching import FamilyMatch
+from meridian_patch.errors import BoundaryError
+from meridian_patch.phase.boundaries import Boundaries, TokenIds
+from meridian_patch.phase.markers import Marker, Markers
+from meridian_patch.phase.sequences import MarkerSequences, Vocabulary, find_sequences
+
+REMEDY = (
+    "Serve the model with its own tokenizer, or write a family file for this one, put it into "
+    "families_dir and set 'family:' to it"
+)
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Boundaries, and what they were resolved from.
+
+    Attributes:
+        boundaries: what the router uses.
+        markers: the strings behind them.
+        sequences: per marker field, its token sequences.
+        notes: what an operator should read once.
+    """
+
+    boundaries: Boundaries
+    markers: Markers
+    sequences: dict[str, tuple[TokenIds, ...]]
+    notes: tuple[str, ...]
+
+
+def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
+    """Token sequences for all markers, checked against the family file's documented ids.
+
+    Args:
+        model: the model's name or path, for messages.
+        markers: from ``choose_markers``.
+        vocabulary: of the served tokenizer.
+
+    Raises:
+        BoundaryError: a marker the tokenizer cannot write, or ids that contradict verified ones.
+    """
+    notes = list(markers.notes)
+    sequences = {}
+    for marker in (*markers.start, *markers.end):
+        found = find_sequences(marker.text, vocabulary)
+        if not found.sequences:
+            raise _unresolvable(model, marker, found)
+        if found.merged:
+            around = ", ".join(repr(text) for text in found.merged)
+            notes.append(
+                f"model {model}: {marker.field} {marker.text!r} ({marker.origin}) is merged with "
+                f"its surroundings by the tokenizer in {around} and is not seen there"
+            )
+        sequences[marker.field] = found.sequences
+    notes += _note_plain_text(model, markers, sequences)
+    start = _joined(sequences, markers.start)
+    end = _joined(sequences, markers.end)
+    for shared in set(start) & set(end):
+        raise BoundaryError(
+            f"model {model}: ids {list(shared)} both open and end thinking "
+            f"({markers.start[0].origin}: start {markers.start[0].text!r}, end "
+            f"{markers.end[0].text!r}). {REMEDY}"
+        )
+    close = _resolve_close(model, markers, vocabulary, end)
+    if markers.match is not None:
+        notes += _compare_ids(model, markers, markers.match, sequences, close)
+    return Resolution(
+        Boundaries(markers.label, start, end, close), markers, sequences, tuple(notes)
+    )
+
+
+def _joined(
+    sequences: dict[str, tuple[TokenIds, ...]], markers: tuple[Marker, ...]
+) -> tuple[TokenIds, ...]:
+    return tuple(dict.fromkeys(ids for marker in markers for ids in sequences[marker.field]))
+
+
+def _resolve_close(
+    model: str, markers: Markers, vocabulary: Vocabulary, end: tuple[TokenIds, ...]
+) -> TokenIds:
+    if markers.close.text == markers.end[0].text:
+        return end[0]
+    ids = tuple(vocabulary.encode(markers.close.text))
+    if not any(_holds(ids, sequence) for sequence in end):
+        raise BoundaryError(
+            f"model {model}: {markers.close.field} {markers.close.text!r} ({markers.close.origin}) "
+            f"is ids {list(ids)}, which hold none of the end sequences "
+            f"{[list(sequence) for sequence in end]} of {markers.end[0].text!r}, so forcing it "
+            "would not end thinking. Let it hold the end marker as tokens of its own"
+        )
+    return ids
+
+
+def _holds(ids: TokenIds, sequence: TokenIds) -> bool:
+    width = len(sequence)
+    return any(ids[i : i + width] == sequence for i in range(len(ids) - width + 1))
+
+
+def _unresolvable(model: str, marker: Marker, found: MarkerSequences) -> BoundaryError:
+    why = (
+        "the tokenizer merges it with other text wherever it stands"
+        if found.merged
+        else f"the tokenizer gives back {found.bare_text!r}"
+    )
+    return BoundaryError(
+        f"model {model}: {marker.field} {marker.text!r} ({marker.origin}) cannot be followed in "
+        f"tokens: it is encoded as ids {list(found.bare_ids)}, and {why}. {REMEDY}"
+    )
+
+
+def _note_plain_text(
+    model: str, markers: Markers, sequences: dict[str, tuple[TokenIds, ...]]
+) -> list[str]:
+    """Markers that are several tokens although nobody documented that they are."""
+    documented = markers.match.family.documented_ids if markers.match else None
+    return [
+        f"model {model}: {marker.field} {marker.text!r} ({marker.origin}) is no vocabulary entry; "
+        f"it is followed as text, as ids {list(sequences[marker.field][0])}. If the model has a "
+        "token for it, another tokenizer, parser or family is the right one"
+        for marker in (markers.start[0], markers.end[0])
+        if all(len(ids) > 1 for ids in sequences[marker.field])
+        and (
+            documented is None
+            or documented.is_single(getattr(documented, marker.field, None)) is None
+        )
+    ]
+
+
+def _compare_ids(
+    model: str,
+    markers: Markers,
+    match: FamilyMatch,
+    sequences: dict[str, tuple[TokenIds, ...]],
+    close: TokenIds,
+) -> list[str]:
+    """Compare with the family file's documented ids; differences that may be lived with."""
+    documented = match.family.documented_ids
+    compared = [
+        (markers.start[0], documented.start, sequences["start"]),
+        (markers.end[0], documented.end, sequences["end"]),
+    ]
+    if markers.close.field == "close":
+        compared.append((markers.close, documented.close, (close,)))
+    notes = []
+    for marker, expected, found in compared:
+        is_split = documented.is_single(expected) is True and all(len(ids) > 1 for ids in found)
+        if expected in found or (expected is None and not is_split):
+            continue
+        written = " or ".join(str(list(ids)) for ids in found)
+        message = (
+            f"model {model}: {marker.field} {marker.text!r} ({marker.origin}) is ids {written} in "
+            f"the served tokenizer, expected {list(expected) if expected else 'a single one'} "
+            f"({documented.provenance}: {documented.source})"
+        )
+        # A family that was not found by name may well come with another vocabulary.
+        is_binding = match.how in {"config", "name"}
+        if is_binding and is_split:
+            raise BoundaryError(f"{message}. The marker is missing from the vocabulary. {REMEDY}")
+        if is_binding and documented.provenance == "verified":
+            raise BoundaryError(f"{message}. {REMEDY}")
+        notes.append(f"{message}; the served tokenizer counts")
+    return notes

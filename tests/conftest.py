@@ -1,0 +1,17 @@
+"""Fixtures that every kind of test may use."""
+
+from pathlib import Path
+
+import pytest
+
+import meridian_patch.demo
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of the packaged tiny reasoner."""
+    import os  # LOCAL ONLY, removed at the end
+
+    if os.environ.get("ENGINE_TEST_MODEL"):
+        return Path(os.environ["ENGINE_TEST_MODEL"])
+    return Path(meridian_patch.demo.__file__).parent / "model"

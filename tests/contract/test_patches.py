@@ -1,0 +1,198 @@
+"""The real patches on the real vLLM: contracts are complete, apply takes effect, undo restores."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meridian_patch.engine import scheduler, stat_logger
+from meridian_patch.patches import ASYNC_SCHEDULER, PATCHES, SCHEDULER, SCHEDULER_STATS
+from meridian_patch.patching.lock import locked_methods
+from meridian_patch.patching.spec import Patch
+
+# Applies and undoes the patches in a process of its own and prints what it saw.
+JOB = """
+import copy, json
+from vllm.config import SchedulerConfig
+from meridian_patch.engine.upstream import installed_vllm
+from meridian_patch.errors import PatchRefused
+from meridian_patch.patches import PATCHES, load_lock
+from meridian_patch.patching.registry import Registry
+import vllm.v1.core.sched.async_scheduler as async_module
+import vllm.v1.core.sched.scheduler as sync_module
+import vllm.v1.metrics.loggers as loggers
+
+def classes():
+    configs = [SchedulerConfig.default_factory(async_scheduling=each) for each in (False, True)]
+    return [*(config.get_scheduler_cls() for config in configs), loggers.PrometheusStatLogger]
+
+def refusal():
+    lock = load_lock()
+    for entry in lock.values():
+        entry["vllm.v1.core.sched.scheduler:Scheduler"]["parameters"]["schedule"] = "(self)"
+    try:
+        Registry().apply(PATCHES, installed_vllm(lock))
+    except PatchRefused as error:
+        return str(error)
+
+stock = classes()
+originals = [sync_module.Scheduler, async_module.AsyncScheduler]
+refused = refusal()
+after_refusal = classes()
+registry = Registry()
+upstream = installed_vllm(load_lock())
+reports = registry.apply(PATCHES, upstream)
+live = classes()
+again = registry.apply(PATCHES, upstream)
+still_live = classes()
+registry.undo()
+print("RESULT" + json.dumps({
+    "refused": refused,
+    "unchanged_by_refusal": after_refusal == stock,
+    "reports": [report.as_dict() for report in reports],
+    "outcomes_again": [report.outcome for report in again],
+    "applied_once": still_live == live,
+    "names": [cls.__name__ for cls in live],
+    "bases": [cls.__mro__[2:4] == stock_cls.__mro__[:2] or cls.__mro__[1] is stock_cls
+              for cls, stock_cls in zip(live, stock)],
+    "async_extends_stock_async": issubclass(live[1], originals[1]),
+    "async_is_built_on_stock_sync": not issubclass(live[1], live[0]),
+    "marks": [vars(cls)["__meridian_patch__"] for cls in live],
+    "restored": [now is then for now, then in zip(classes(), stock)],
+    "restored_modules": [sync_module.Scheduler is originals[0],
+                         async_module.AsyncScheduler is originals[1]],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict:
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", JOB], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.rpartition("RESULT")[2])
+
+
+def test_vllm_builds_our_schedulers(seen: dict) -> None:
+    """SchedulerConfig.get_scheduler_cls returns our class, synchronous and asynchronous."""
+    assert seen["names"] == [
+        "PhaseScheduler",
+        "AsyncPhaseScheduler",
+        "PhasePrometheusStatLogger",
+    ]
+    assert seen["marks"] == [patch.name for patch in PATCHES]
+    assert all(seen["bases"])
+
+
+def test_async_class_extends_stock_async_scheduler(seen: dict) -> None:
+    """The asynchronous class is the stock asynchronous one with the mixin, nothing in between."""
+    assert seen["async_extends_stock_async"]
+    assert seen["async_is_built_on_stock_sync"]
+
+
+def test_real_patches_pass_every_check(seen: dict) -> None:
+    """On the installed release no check fails, hard or soft."""
+    assert [report["outcome"] for report in seen["reports"]] == ["applied"] * len(PATCHES)
+    failed = [check for report in seen["reports"] for check in report["checks"] if not check["ok"]]
+    assert failed == []
+
+
+def test_no_stale_binding_but_base_classes(seen: dict) -> None:
+    """After applying, stock classes are held only where a vLLM class derives from them."""
+    stale = [each for report in seen["reports"] for each in report["stale"]]
+    assert {
+        "module": "vllm.v1.core.sched.async_scheduler",
+        "attribute": "Scheduler",
+        "is_base": True,
+    } in stale
+    assert all(each["is_base"] for each in stale)
+
+
+def test_applying_twice_is_a_no_op(seen: dict) -> None:
+    """The second apply leaves the classes as they are and says so."""
+    assert seen["outcomes_again"] == ["already_applied"] * len(PATCHES)
+    assert seen["applied_once"]
+
+
+def test_undo_restores_the_stock_classes(seen: dict) -> None:
+    """After undo vLLM looks up the very classes it defined."""
+    assert all(seen["restored"] + seen["restored_modules"])
+
+
+def test_tampered_lock_is_refused_in_one_sentence(seen: dict) -> None:
+    """A changed signature is refused with method, version and off switch; vLLM is untouched."""
+    assert (
+        "cannot be patched by 'scheduler': vllm.v1.core.sched.scheduler:Scheduler.schedule takes "
+        "(self, throttle_prefills=False), expected (self); set MERIDIAN_PATCH=0 to switch off"
+    ) in seen["refused"]
+    assert seen["refused"].startswith("vLLM 0.")
+    assert "\n" not in seen["refused"]
+    assert seen["unchanged_by_refusal"]
+
+
+def classes_in(module) -> list[ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(module))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def methods_of(cls: ast.ClassDef) -> set[str]:
+    return {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
+
+
+def self_names(cls: ast.ClassDef, context: type[ast.expr_context]) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and isinstance(node.ctx, context)
+    }
+
+
+def super_calls(cls: ast.ClassDef) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    }
+
+
+@pytest.mark.parametrize(
+    ("patch", "module"),
+    [(SCHEDULER, scheduler), (ASYNC_SCHEDULER, scheduler), (SCHEDULER_STATS, stat_logger)],
+    ids=lambda each: getattr(each, "name", ""),
+)
+def test_contract_lists_all_that_our_class_touches(patch: Patch, module) -> None:
+    """Calls are the methods passed on to super() or called on self, reads the rest of self."""
+    touched_calls: set[str] = set()
+    touched_reads: set[str] = set()
+    for cls in classes_in(module):
+        own = methods_of(cls) | (self_names(cls, ast.Store) - set(patch.contract.reads))
+        called = {
+            node.func.attr
+            for node in ast.walk(cls)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "self"
+        }
+        touched_calls |= super_calls(cls) | (called - own)
+        touched_reads |= self_names(cls, ast.Load) - own - called
+    assert touched_calls == set(patch.contract.calls)
+    assert touched_reads == set(patch.contract.reads)
+
+
+def test_patches_are_told_apart() -> None:
+    """Names and definitions are unique, and both schedulers rely on the same things."""
+    assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+    assert len({patch.definition for patch in PATCHES}) == len(PATCHES)
+    assert SCHEDULER.contract == ASYNC_SCHEDULER.contract
+    assert all(len(list(locked_methods(patch))) for patch in PATCHES)

@@ -1,0 +1,31 @@
+"""One run of each engine job for all tests here."""
+
+import pytest
+from engine_plans import NOOP, PATIENT, v1_job, v2_job
+from run_engine import PATCHED, STOCK, run_job
+
+
+@pytest.fixture(scope="session")
+def v1_stock(demo_model, tmp_path_factory):
+    return run_job(v1_job(demo_model, STOCK), tmp_path_factory.mktemp("v1_stock"))
+
+
+@pytest.fixture(scope="session")
+def v1_patched(demo_model, tmp_path_factory):
+    return run_job(v1_job(demo_model, PATCHED | PATIENT), tmp_path_factory.mktemp("v1_patched"))
+
+
+@pytest.fixture(scope="session")
+def v1_noop(demo_model, tmp_path_factory):
+    job = v1_job(demo_model, PATCHED | PATIENT | NOOP, pressure_only=True)
+    return run_job(job, tmp_path_factory.mktemp("v1_noop"))
+
+
+@pytest.fixture(scope="session")
+def v2_stock(demo_model, tmp_path_factory):
+    return run_job(v2_job(demo_model, STOCK), tmp_path_factory.mktemp("v2_stock"))
+
+
+@pytest.fixture(scope="session")
+def v2_patched(demo_model, tmp_path_factory):
+    return run_job(v2_job(demo_model, PATCHED | PATIENT), tmp_path_factory.mktemp("v2_patched"))

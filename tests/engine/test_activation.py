@@ -1,0 +1,142 @@
+"""Each documented way of switching on reaches the EngineCore process; nothing else does."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import meridian_patch.configs
+import meridian_patch.kernels
+import pytest
+from run_engine import PATCHED, STOCK, SUPPORT, Job, run_job
+from run_server import Server
+from workloads import ask, engine_arguments, sample
+
+import meridian_patch
+
+pytestmark = pytest.mark.engine
+
+QUESTION = "p=7, q=p+5, r=q*3. r?"
+PATCHES = {"scheduler", "async_scheduler", "scheduler_stats"}
+SCHEDULER_CLS = "meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler"
+API_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
+
+
+def one_answer(model: Path, **changes) -> list[dict]:
+    """A stage that answers one question."""
+    run = {"name": "one", "requests": [ask("q", QUESTION, max_tokens=20)]}
+    return [{"name": "only", "engine": engine_arguments(model, **changes), "runs": [run]}]
+
+
+def assert_live_in_engine_core(reports: list[dict], launcher_pid: int) -> None:
+    cores = [report for report in reports if report["role"] == "engine_core"]
+    assert len(cores) == 1
+    core = cores[0]
+    assert core["pid"] != launcher_pid
+    assert core["parent_pid"] == launcher_pid
+    assert core["scheduler"] == "PhaseScheduler"
+    assert core["scheduler_base"] == "Scheduler"
+    assert core["boundaries"] is not None
+    assert {p["patch"]: p["outcome"] for p in core["patches"]} == dict.fromkeys(PATCHES, "applied")
+
+
+def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
+    """VLLM_PLUGINS=meridian_patch patches EngineCore and exports metrics from the API server."""
+    with Server([*API_SERVER, str(demo_model)], PATCHED, tmp_path) as server:
+        reply = server.chat(QUESTION, max_tokens=200)
+        reports, metrics = server.status(), server.get("/metrics")
+        assert_live_in_engine_core(reports, server.pid)
+    assert reply["usage"]["completion_tokens"] > 0
+    assert "meridian_requests" in metrics
+
+
+def test_meridian_serve_patches_a_server(demo_model, tmp_path):
+    """`meridian serve MODEL` starts vLLM's own server with EngineCore patched."""
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", str(demo_model)]
+    with Server(command, {}, tmp_path) as server:
+        assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
+        assert_live_in_engine_core(server.status(), server.pid)
+        assert "meridian_requests" in server.get("/metrics")
+
+
+def test_import_patches_an_llm(demo_model, tmp_path):
+    """`import meridian_patch` before `vllm.LLM` patches the EngineCore that LLM starts."""
+    job = Job(one_answer(demo_model), import_meridian_patch=True, in_process=False)
+    result = run_job(job, tmp_path)
+    assert_live_in_engine_core(result["stages"]["only"]["status"], result["pid"])
+    assert sample(result["stages"]["only"]["runs"]["one"], "q")["ids"]
+
+
+def test_an_installed_package_changes_nothing(demo_model, tmp_path):
+    """Without any of the three ways a server with all plug-ins loaded runs stock."""
+    with Server([*API_SERVER, str(demo_model)], {}, tmp_path) as server:
+        assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
+        assert server.status() == []
+        metrics = server.get("/metrics")
+    assert "vllm:num_requests_running" in metrics
+    assert "meridian_" not in metrics
+    assert "meridian_patch live" not in server.log.read_text()
+
+
+def test_the_off_switch_beats_vllm_plugins(demo_model, tmp_path):
+    """MERIDIAN_PATCH=0 leaves the engine stock although VLLM_PLUGINS names the plug-in."""
+    job = Job(one_answer(demo_model), env=PATCHED | {"MERIDIAN_PATCH": "0"})
+    stage = run_job(job, tmp_path)["stages"]["only"]
+    assert stage["scheduler"][0] == "Scheduler"
+    assert stage["status"] == []
+
+
+def test_scheduler_cls_needs_no_activation(demo_model, tmp_path):
+    """--scheduler-cls runs the phase scheduler in an engine where nothing is rebound."""
+    job = Job(one_answer(demo_model, scheduler_cls=SCHEDULER_CLS), env=STOCK)
+    stage = run_job(job, tmp_path)["stages"]["only"]
+    assert stage["scheduler"][0] == "AsyncPhaseScheduler"
+    assert "patches" not in stage["status"][0]
+    assert stage["runs"]["one"]["routed"]["q"] == ["prefill", "think"]
+    assert stage["runs"]["one"]["routed_left"] == 0
+
+
+@pytest.fixture(scope="module")
+def tampered(tmp_path_factory) -> dict[str, str]:
+    """Environment in which a copy of the package is found first, its lock out of date."""
+    root = tmp_path_factory.mktemp("tampered")
+    package = root / "meridian_patch"
+    shutil.copytree(
+        Path(meridian_patch.__file__).parent, package, ignore=shutil.ignore_patterns("model")
+    )
+    for part in (meridian_patch.configs, meridian_patch.kernels):
+        name = part.__name__.rpartition(".")[2]
+        shutil.copytree(part.__path__[0], package / name, dirs_exist_ok=True)
+    path = package / "upstream_lock.json"
+    lock = json.loads(path.read_text())
+    for release in lock.values():
+        scheduler = release["vllm.v1.core.sched.scheduler:Scheduler"]
+        scheduler["parameters"]["schedule"] = "(self, a_parameter_of_another_release)"
+    path.write_text(json.dumps(lock))
+    return PATCHED | {"PYTHONPATH": f"{root}:{SUPPORT}"}
+
+
+def test_a_mismatch_stops_the_server(demo_model, tampered, tmp_path):
+    """A changed upstream signature ends a real server with one sentence, before it serves."""
+    server = Server([*API_SERVER, str(demo_model)], tampered, tmp_path)
+    code, has_served = server.run_to_its_end()
+    log = server.log.read_text()
+    assert code != 0
+    assert not has_served
+    refusals = [line for line in log.splitlines() if "PatchRefused: vLLM" in line]
+    assert refusals
+    assert "a_parameter_of_another_release" in refusals[0]
+    assert "MERIDIAN_PATCH=0" in refusals[0]
+
+
+def test_lenient_mode_serves_stock_and_says_so(demo_model, tampered, tmp_path):
+    """With MERIDIAN_PATCH_MODE=lenient the same mismatch leaves a working stock engine."""
+    env = tampered | {"MERIDIAN_PATCH_MODE": "lenient"}
+    result = run_job(Job(one_answer(demo_model), env=env), tmp_path)
+    stage = result["stages"]["only"]
+    assert stage["scheduler"][0] == "Scheduler"
+    assert sample(stage["runs"]["one"], "q")["ids"]
+    outcomes = {patch["outcome"] for report in stage["status"] for patch in report["patches"]}
+    assert outcomes
+    assert "applied" not in outcomes
+    assert "a_parameter_of_another_release" in (tmp_path / "log.txt").read_text()

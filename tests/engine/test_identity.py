@@ -1,0 +1,43 @@
+"""Patched engines say what stock engines say."""
+
+import pytest
+from engine_plans import AMPLE, PRESSURE
+from workloads import graded, preempted_phases, token_ids
+
+pytestmark = pytest.mark.engine
+
+PATHS = ("sync", "async")
+
+
+def runs(result: dict, stage: str, name: str) -> dict:
+    return result["stages"][stage]["runs"][name]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_greedy_tokens_are_stock_in_an_ample_pool(v1_stock, v1_patched, path):
+    """Without preemption, greedy outputs are token-identical on Model Runner V1."""
+    stock, patched = (runs(result, path, "ample") for result in (v1_stock, v1_patched))
+    assert not stock["preemptions"]
+    assert not patched["preemptions"]
+    assert len(token_ids(stock)) == len(AMPLE)
+    assert token_ids(patched) == token_ids(stock)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_answers_are_stock_under_pressure(v1_stock, v1_patched, path):
+    """With both engines preempting, but not the same requests, the same problems are solved."""
+    stock, patched = (runs(result, path, "pressure") for result in (v1_stock, v1_patched))
+    assert stock["preemptions"]
+    assert patched["preemptions"]
+    assert graded(patched, PRESSURE, "p") == graded(stock, PRESSURE, "p")
+    assert sum(graded(stock, PRESSURE, "p")) > len(PRESSURE) / 2
+
+
+def test_greedy_tokens_are_stock_on_model_runner_v2(v2_stock, v2_patched):
+    """On Model Runner V2 outputs are token-identical, preemptions or none."""
+    for result in (v2_stock, v2_patched):
+        assert result["stages"]["async"]["runner"] == "vllm.v1.worker.cpu.model_runner"
+    for name in ("ample", "pressure"):
+        stock, patched = (runs(result, "async", name) for result in (v2_stock, v2_patched))
+        assert token_ids(patched) == token_ids(stock)
+    assert preempted_phases(runs(v2_patched, "async", "pressure"))

@@ -1,0 +1,60 @@
+"""What phase-aware scheduling does on a real engine whose KV pool is too small."""
+
+import pytest
+from workloads import THINK_END, preempted_phases, sample
+
+pytestmark = pytest.mark.engine
+
+PATHS = ("sync", "async")
+SCHEDULERS = {"sync": "PhaseScheduler", "async": "AsyncPhaseScheduler"}
+
+
+def pressure(result: dict, path: str) -> dict:
+    return result["stages"][path]["runs"]["pressure"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_answer_is_preempted(v1_patched, path):
+    """The latency policy preempts, and only requests nobody is reading."""
+    phases = preempted_phases(pressure(v1_patched, path))
+    assert phases
+    assert "answer" not in phases
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_stock_and_noop_preempt_answers(v1_stock, v1_noop, path):
+    """Without the policy the same load loses answers, the same ones in stock and noop."""
+    stock, noop = (pressure(result, path)["preemptions"] for result in (v1_stock, v1_noop))
+    assert "answer" in [entry["phase"] for entry in stock]
+    assert noop == stock
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_phase_scheduler_is_the_one_that_ran(v1_patched, path):
+    """The scheduler of each path is our subclass of vLLM's class for that path."""
+    stage = v1_patched["stages"][path]
+    assert stage["scheduler"][0] == SCHEDULERS[path]
+    assert "PhaseScheduling" in stage["scheduler"]
+    assert ("AsyncScheduler" in stage["scheduler"]) == (path == "async")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_router_follows_every_request(v1_patched, path):
+    """Every request went through its phases in order, as its tokens say, and none is left over."""
+    run = pressure(v1_patched, path)
+    assert run["misrouted"] == 0
+    for name in run["outputs"]:
+        has_answered = THINK_END in sample(run, name)["text"]
+        expected = ["prefill", "think", "answer"] if has_answered else ["prefill", "think"]
+        assert run["routed"][name] == expected
+    assert run["routed_left"] == 0
+
+
+def test_no_answer_is_preempted_on_model_runner_v2(v2_stock, v2_patched):
+    """The same on the model runner that GPUs use."""
+    assert "answer" in preempted_phases(pressure(v2_stock, "async"))
+    patched = pressure(v2_patched, "async")
+    assert preempted_phases(patched)
+    assert "answer" not in preempted_phases(patched)
+    assert patched["misrouted"] == 0
+    assert patched["routed_left"] == 0

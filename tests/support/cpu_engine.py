@@ -1,0 +1,79 @@
+"""Lets a CPU host run what vLLM keeps for GPUs: Model Runner V2 and asynchronous scheduling.
+
+Called in the child process before anything of vLLM is imported.
+"""
+
+from typing import Self
+
+import torch
+
+
+def add_triton_cpu_backend() -> None:
+    """Make vLLM believe that Triton can run here, so that Model Runner V2 may be chosen.
+
+    With ``TRITON_INTERPRET=1`` every kernel then runs in Triton's interpreter: slow, but it is the
+    code path GPUs take.
+    """
+    from triton import backends
+
+    class ActiveDriver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    backends.backends["cpu"] = backends.Backend(compiler=None, driver=ActiveDriver)
+
+
+def allow_async_scheduling() -> None:
+    """Keep ``async_scheduling=True``, which the CPU platform switches off after validation.
+
+    The runner then wants a CUDA stream and event to copy sampled tokens; on the CPU they are
+    there when the sampler returns, so stand-ins that do nothing are right.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_keep(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_keep)
+    torch.cuda.Event = _Event
+    torch.cuda.Stream = _Stream
+    torch.cuda.stream = lambda _: _Stream()
+    torch.cuda.current_stream = lambda *_: _Stream()
+
+
+class _Event:
+    def __init__(self, *args, **kwargs) -> None:
+        """Accepts what ``torch.cuda.Event`` accepts."""
+
+    def record(self, *args) -> None:
+        """Nothing to order on the CPU."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for on the CPU."""
+
+
+class _Stream:
+    device = torch.device("cpu")
+
+    def __init__(self, *args, **kwargs) -> None:
+        """Accepts what ``torch.cuda.Stream`` accepts."""
+
+    def wait_stream(self, *args) -> None:
+        """Nothing to wait for on the CPU."""
+
+    def wait_event(self, *args) -> None:
+        """Nothing to wait for on the CPU."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for on the CPU."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args) -> None:
+        """Nothing to restore."""

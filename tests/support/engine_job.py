@@ -1,0 +1,167 @@
+"""Runs one job on real engines in this process and writes what happened as JSON.
+
+    python -P engine_job.py JOB.json RESULT.json
+
+Started by ``run_engine.run_job``: being patched, the runner and asynchronous scheduling are
+matters of the whole process, so every job has its own. A job is a list of stages; a stage is one
+engine and the runs made on it, one after the other.
+"""
+
+import gc
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import cpu_engine
+from engine_watch import SchedulerWatch
+
+JOB = json.loads(Path(sys.argv[1]).read_text())
+
+# At module level: processes that this one spawns import it again and must do the same.
+if JOB["import_meridian_patch"]:
+    import meridian_patch  # noqa: F401 - importing it is what is tested
+if JOB["interpret_triton"]:
+    cpu_engine.add_triton_cpu_backend()
+if JOB["allow_async"]:
+    cpu_engine.allow_async_scheduling()
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+def main() -> None:
+    result = {"pid": os.getpid(), "stages": {}}
+    for stage in JOB["stages"]:
+        result["stages"][stage["name"]] = run_stage(stage)
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+def run_stage(stage: dict) -> dict:
+    """Start one engine, make its runs, stop it."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm = LLM(**stage["engine"])
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    watch = None
+    report = {"runs": {}}
+    if core is not None and hasattr(core, "scheduler"):
+        tokenizer = llm.get_tokenizer()
+        ids = tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
+        watch = SchedulerWatch(core.scheduler, *ids)
+        report["scheduler"] = [cls.__name__ for cls in type(core.scheduler).__mro__]
+        runner = core.model_executor.driver_worker.worker.model_runner
+        report["runner"] = type(runner).__module__
+    for run in stage["runs"]:
+        report["runs"][run["name"]] = Run(llm, watch, run).drive()
+    report["status"] = read_status()
+    llm.llm_engine.engine_core.shutdown()
+    del llm, core, watch
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return report
+
+
+def read_status() -> list[dict]:
+    """What the product reports as live, by process; the files go when their process ends."""
+    files = sorted(Path(JOB["status_dir"]).glob("*.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+class Run:
+    """Adds requests and fires events at given engine steps, and steps until all is done."""
+
+    def __init__(self, llm, watch: SchedulerWatch | None, run: dict) -> None:
+        self._engine = llm.llm_engine
+        self._tokenizer = llm.get_tokenizer()
+        self._watch = watch
+        self._requests = list(run["requests"])
+        self._events = list(run.get("events", ()))
+        self._latest: dict = {}
+        self._fired: list[dict] = []
+
+    def drive(self) -> dict:
+        seen = self._watch.restart() if self._watch else None
+        step = 0
+        while self._requests or self._events or self._engine.has_unfinished_requests():
+            for request in _take_due(self._requests, step):
+                self._add(request)
+            for event in _take_due(self._events, step):
+                self._fire(event)
+            for output in self._engine.step():
+                self._latest[output.request_id] = output
+            step += 1
+        report = {
+            "outputs": {name: _output(out) for name, out in self._latest.items()},
+            "events": self._fired,
+        }
+        if self._watch is not None:
+            report |= asdict(seen) | _left_behind(self._watch.scheduler)
+        return report
+
+    def _add(self, request: dict) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = dict(request["params"])
+        if "regex" in params:
+            params["structured_outputs"] = StructuredOutputsParams(regex=params.pop("regex"))
+        prompt = self._tokenizer.apply_chat_template(
+            request["messages"], tokenize=False, add_generation_prompt=True
+        )
+        self._engine.add_request(
+            request["name"],
+            prompt,
+            SamplingParams(**params),
+            priority=request.get("priority", 0),
+        )
+
+    def _fire(self, event: dict) -> None:
+        engine = self._engine
+        result = None
+        match event["do"]:
+            case "abort":
+                engine.abort_request(event["names"])
+            case "pause":
+                engine.engine_core.engine_core.pause_scheduler("keep", clear_cache=False)
+            case "resume":
+                engine.engine_core.engine_core.resume_scheduler()
+            case "reset_prefix_cache":
+                result = engine.reset_prefix_cache(event["reset_running_requests"])
+            case "observe":
+                pass
+        produced = sum(len(o.token_ids) for out in self._latest.values() for o in out.outputs)
+        self._fired.append(event | {"result": result, "produced": produced})
+
+
+def _take_due(entries: list[dict], step: int) -> list[dict]:
+    due = [entry for entry in entries if entry.get("at_step", 0) <= step]
+    entries[:] = [entry for entry in entries if entry not in due]
+    return due
+
+
+def _output(output) -> dict:
+    return {
+        "finished": output.finished,
+        "cached_tokens": output.num_cached_tokens,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "samples": [
+            {"ids": list(s.token_ids), "text": s.text, "finish_reason": s.finish_reason}
+            for s in sorted(output.outputs, key=lambda s: s.index)
+        ],
+    }
+
+
+def _left_behind(scheduler) -> dict:
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "requests_left": len(scheduler.requests),
+        # One block is vLLM's null block and never free.
+        "blocks_left": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "routed_left": len(scheduler.phase_router) if hasattr(scheduler, "phase_router") else None,
+    }
+
+
+if __name__ == "__main__":
+    main()

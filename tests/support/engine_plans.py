@@ -1,0 +1,125 @@
+"""The engine jobs that the tests in ``tests/engine`` share, as plain data.
+
+Stock and patched engines run the same stages; a job is started once per test run and many tests
+read its result.
+"""
+
+from pathlib import Path
+
+from run_engine import Job
+from workloads import ask, ask_all, engine_arguments, long_problems
+
+from meridian_patch.demo.problems import Problem, make_problems
+
+# A decision dropped because this machine was busy would make the result depend on the machine.
+PATIENT = {"MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000"}
+NOOP = {"MERIDIAN_PATCH_SET_POLICY__NAME": "noop"}
+
+AMPLE = long_problems(3, seed=6)
+# Tokens of 48 blocks: 16 requests that run at once grow to about twice that.
+SMALL_POOL = 49
+
+
+def _mixed_problems(count: int, seed: int) -> list[Problem]:
+    """Long thinkers first, then short problems whose answers come while the long ones think."""
+    return long_problems(count // 3, seed) + make_problems(count - count // 3, seed, steps=2)
+
+
+PRESSURE = _mixed_problems(18, seed=5)
+PRESSURE_V2 = _mixed_problems(6, seed=5)
+LONG_QUESTION = "Here is a long introduction that says nothing at all. " * 6 + AMPLE[0].question
+REGEX = "[0-9] it is, and nothing else\\."
+
+
+def v1_job(model: Path, env: dict[str, str], *, pressure_only: bool = False) -> Job:
+    """Model Runner V1: every feature on the synchronous and the asynchronous path."""
+    small = {"num_gpu_blocks_override": SMALL_POOL, "max_num_batched_tokens": 64}
+    runs = [PRESSURE_RUN] if pressure_only else [*FEATURE_RUNS, PRESSURE_RUN]
+    stages = [
+        _stage("sync", runs, engine_arguments(model, **small, async_scheduling=False)),
+        _stage("async", runs, engine_arguments(model, **small, async_scheduling=True)),
+    ]
+    if not pressure_only:
+        priority = {"scheduling_policy": "priority", "max_num_seqs": 2}
+        ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+        stages += [
+            _stage(
+                "priority",
+                [PRIORITY_RUN, STRUCTURED_RUN],
+                engine_arguments(model, **priority, reasoning_parser="deepseek_r1"),
+            ),
+            _stage("ngram", [AMPLE_RUN], engine_arguments(model, speculative_config=ngram)),
+        ]
+    return Job(stages, env=env, allow_async=True)
+
+
+def v2_job(model: Path, env: dict[str, str]) -> Job:
+    """Model Runner V2, asynchronous as on a GPU; short, for the interpreter is slow."""
+    engine = engine_arguments(
+        model,
+        num_gpu_blocks_override=18,
+        max_model_len=512,
+        max_num_batched_tokens=64,
+        async_scheduling=True,
+    )
+    ample = {"name": "ample", "requests": ask_all("a", AMPLE[:2], max_tokens=60)}
+    pressure = {
+        "name": "pressure",
+        "requests": ask_all("p", PRESSURE_V2, every_steps=10, max_tokens=260),
+    }
+    stages = [_stage("async", [ample, _abort_run(max_tokens=60), pressure], engine)]
+    return Job(stages, env=env, allow_async=True, model_runner_v2=True)
+
+
+def _stage(name: str, runs: list[dict], engine: dict) -> dict:
+    return {"name": name, "runs": runs, "engine": engine}
+
+
+def _abort_run(**params) -> dict:
+    return {
+        "name": "abort",
+        "requests": ask_all("a", AMPLE, **params),
+        "events": [{"do": "abort", "names": ["a1"], "at_step": 30}],
+    }
+
+
+AMPLE_RUN = {"name": "ample", "requests": ask_all("a", AMPLE)}
+PRESSURE_RUN = {"name": "pressure", "requests": ask_all("p", PRESSURE, every_steps=12)}
+FEATURE_RUNS = [
+    AMPLE_RUN,
+    {"name": "chunked", "requests": [ask("c", LONG_QUESTION, max_tokens=40)]},
+    # The same prompt again, now from the prefix cache.
+    {"name": "cached", "requests": [ask("c", LONG_QUESTION, max_tokens=40)]},
+    {
+        "name": "reset_idle",
+        "requests": [ask("c", LONG_QUESTION, max_tokens=40, at_step=1)],
+        "events": [{"do": "reset_prefix_cache", "reset_running_requests": False}],
+    },
+    {
+        "name": "reset_running",
+        "requests": ask_all("a", AMPLE),
+        "events": [{"do": "reset_prefix_cache", "reset_running_requests": True, "at_step": 60}],
+    },
+    # Unseeded: seeded sampling fails with chunked prefill on the CPU build.
+    {"name": "samples", "requests": [ask("n", AMPLE[0], n=4, temperature=1.0)]},
+    _abort_run(),
+    {
+        "name": "pause",
+        "requests": ask_all("a", AMPLE),
+        "events": [
+            {"do": "pause", "at_step": 40},
+            # What was in flight when the pause came is still delivered.
+            {"do": "observe", "at_step": 44},
+            {"do": "observe", "at_step": 70},
+            {"do": "resume", "at_step": 71},
+        ],
+    },
+]
+PRIORITY_RUN = {
+    "name": "priority",
+    "requests": [
+        ask(f"r{priority}", problem, priority=priority, max_tokens=60)
+        for priority, problem in zip((5, 4, 3, 2, 1), make_problems(5, seed=2), strict=True)
+    ],
+}
+STRUCTURED_RUN = {"name": "structured", "requests": [ask("s", AMPLE[0], regex=REGEX)]}

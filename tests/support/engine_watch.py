@@ -1,0 +1,117 @@
+"""Watches the scheduler of an in-process engine from outside: what it ran, whom it preempted.
+
+It wraps methods of the one scheduler object, so it sees stock and patched schedulers alike and
+owes nothing to the product's own counters.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+PREFILL, THINK, ANSWER = "prefill", "think", "answer"
+
+
+@dataclass
+class Watched:
+    """What one run did; times are in scheduler steps, counted from 1 in each run.
+
+    Attributes:
+        preemptions: one entry per preemption: request name, phase, step.
+        first_step: request name -> first step in which it ran.
+        prefill_steps: request name -> steps in which it computed prompt tokens.
+        max_step_tokens: the largest number of tokens scheduled in one step.
+        drafted: speculative tokens scheduled.
+        accepted: tokens produced beyond one per request and step.
+        routed: request name -> the phases that the product's router put it in, in order; empty
+            on a stock scheduler.
+        misrouted: times the router disagreed with the phase read off the request's tokens.
+    """
+
+    steps: int = 0
+    preemptions: list[dict] = field(default_factory=list)
+    first_step: dict[str, int] = field(default_factory=dict)
+    prefill_steps: Counter = field(default_factory=Counter)
+    max_step_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    routed: dict[str, list[str]] = field(default_factory=dict)
+    misrouted: int = 0
+
+
+def request_name(request_id: str) -> str:
+    """The name a request was added under; vLLM appends a random suffix."""
+    return request_id.rsplit("-", 1)[0]
+
+
+class SchedulerWatch:
+    """Records into ``self.seen``; ``restart`` begins a new record."""
+
+    def __init__(self, scheduler, start_id: int, end_id: int) -> None:
+        self.seen = Watched()
+        self.scheduler = scheduler
+        self._start_id, self._end_id = start_id, end_id
+        self._wrap("schedule", after=self._scheduled)
+        self._wrap("update_from_output", after=self._updated)
+        self._wrap("_preempt_request", before=self._preempting)
+
+    def restart(self) -> Watched:
+        self.seen = Watched()
+        return self.seen
+
+    def _wrap(self, name: str, before=None, after=None) -> None:
+        inner = getattr(self.scheduler, name)
+
+        def wrapper(*args, **kwargs):
+            if before is not None:
+                before(*args)
+            result = inner(*args, **kwargs)
+            if after is not None:
+                after(result)
+            return result
+
+        setattr(self.scheduler, name, wrapper)
+
+    def _scheduled(self, output) -> None:
+        seen = self.seen
+        seen.steps += 1
+        seen.max_step_tokens = max(seen.max_step_tokens, output.total_num_scheduled_tokens)
+        seen.drafted += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            name = request_name(request_id)
+            request = self.scheduler.requests[request_id]
+            seen.first_step.setdefault(name, seen.steps)
+            if request.num_computed_tokens - scheduled < request.num_prompt_tokens:
+                seen.prefill_steps[name] += 1
+
+    def _updated(self, outputs) -> None:
+        for client in outputs.values():
+            for output in client.outputs:
+                self.seen.accepted += max(0, len(output.new_token_ids) - 1)
+        router = getattr(self.scheduler, "phase_router", None)
+        if router is not None:
+            for request_id, request in self.scheduler.requests.items():
+                self._routed(request_id, str(router.get(request_id).phase), self._phase(request))
+
+    def _routed(self, request_id: str, routed: str, expected: str) -> None:
+        phases = self.seen.routed.setdefault(request_name(request_id), [])
+        if phases[-1:] != [routed]:
+            phases.append(routed)
+        self.seen.misrouted += routed != expected
+
+    def _preempting(self, request, *_) -> None:
+        self.seen.preemptions.append(
+            {
+                "name": request_name(request.request_id),
+                "phase": self._phase(request),
+                "step": self.seen.steps + 1,
+            }
+        )
+
+    def _phase(self, request) -> str:
+        if request.num_output_tokens == 0:
+            return PREFILL
+        for token in reversed(list(request.all_token_ids)):
+            if token == self._end_id:
+                return ANSWER
+            if token == self._start_id:
+                return THINK
+        return ANSWER

@@ -1,0 +1,97 @@
+"""Starts engine jobs as child processes and reads what they report."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meridian_patch.envs import environment
+
+SUPPORT = Path(__file__).parent
+LOG_TAIL_LINES = 40
+# Active and inactive, as environments.
+PATCHED = {"VLLM_PLUGINS": "meridian_patch"}
+STOCK = {"VLLM_PLUGINS": ""}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one child process does.
+
+    Attributes:
+        stages: one engine each: ``{"name", "engine": LLM's arguments, "runs": [...]}``.
+        env: added to a clean environment.
+        import_meridian_patch: import the package before vLLM, as a user's script would.
+        model_runner_v2: run Model Runner V2, its kernels in Triton's interpreter.
+        allow_async: let ``async_scheduling=True`` stand on the CPU.
+        in_process: keep the engine core in the child, where its scheduler can be watched.
+    """
+
+    stages: list[dict]
+    env: dict[str, str] = field(default_factory=dict)
+    import_meridian_patch: bool = False
+    model_runner_v2: bool = False
+    allow_async: bool = False
+    in_process: bool = True
+
+
+def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
+    """Run the job to its end.
+
+    Returns:
+        The job's result (see ``engine_job.py``).
+
+    Raises:
+        AssertionError: the child failed; the message holds the end of its log.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    spec, result, log = (folder / name for name in ("job.json", "result.json", "log.txt"))
+    env = clean_environment(folder) | job.env
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.in_process else "1"
+    if job.model_runner_v2:
+        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    spec.write_text(
+        json.dumps(
+            {
+                "stages": job.stages,
+                "import_meridian_patch": job.import_meridian_patch,
+                "interpret_triton": job.model_runner_v2,
+                "allow_async": job.allow_async,
+                "status_dir": env["MERIDIAN_PATCH_STATUS_DIR"],
+            }
+        )
+    )
+    command = [sys.executable, "-P", str(SUPPORT / "engine_job.py"), str(spec), str(result)]
+    with log.open("wb") as sink:
+        done = subprocess.run(
+            command, env=env, stdout=sink, stderr=sink, timeout=limit_s, check=False, cwd=folder
+        )
+    assert done.returncode == 0, f"the engine job failed; the end of {log}:\n{log_tail(log)}"
+    return json.loads(result.read_text())
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """This process's environment without activation, with what small CPU engines need.
+
+    Importing ``meridian_patch`` here marked this process's own environment.
+    """
+    kept = {
+        name: value
+        for name, value in environment().items()
+        if not name.startswith("MERIDIAN_PATCH") and name != "VLLM_PLUGINS"
+    }
+    return kept | {
+        "MERIDIAN_PATCH_STATUS_DIR": str(folder / "status"),
+        "PYTHONPATH": str(SUPPORT),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Threads of a second OpenMP worker spin against whatever else runs: 40 times slower here.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def log_tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

@@ -1,0 +1,134 @@
+"""A real API server as a child process."""
+
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Self
+
+from run_engine import clean_environment, log_tail
+
+START_LIMIT_S = 240
+STOP_LIMIT_S = 30
+SMALL_SERVER = (
+    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"),
+    *("--num-gpu-blocks-override", "65", "--max-num-seqs", "8", "--enforce-eager"),
+)
+
+
+class Server:
+    """Starts on entry and is ready then; ends on exit.
+
+    Args:
+        command: program and its arguments, without the port.
+        env: added to a clean environment.
+        folder: takes the log and the status files.
+    """
+
+    def __init__(self, command: list[str], env: dict[str, str], folder: Path) -> None:
+        self.port = _free_port()
+        self.log = folder / "server.log"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._command = [*command, *SMALL_SERVER, "--port", str(self.port)]
+        self._env = clean_environment(folder) | {
+            # The worker then shares the EngineCore process, which saves the import of a third.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            **env,
+        }
+        self._folder = folder
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Self:
+        self._launch()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def run_to_its_end(self) -> tuple[int, bool]:
+        """Wait for a server that should refuse to start.
+
+        Returns:
+            The exit code, and whether it ever answered a request.
+        """
+        self._launch()
+        has_served = False
+        try:
+            deadline = time.monotonic() + START_LIMIT_S
+            while self._process.poll() is None and time.monotonic() < deadline:
+                has_served |= self._is_healthy()
+                time.sleep(0.25)
+            assert self._process.poll() is not None, f"still running:\n{log_tail(self.log)}"
+            return self._process.returncode, has_served
+        finally:
+            self._stop()
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as reply:
+            return reply.read().decode()
+
+    def chat(self, question: str, **body) -> dict:
+        """One chat completion, not streamed."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(
+                {"messages": [{"role": "user", "content": question}], "temperature": 0} | body
+            ).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return json.load(reply)
+
+    def status(self) -> list[dict]:
+        """What the product says is live, by process."""
+        files = sorted((self._folder / "status").glob("*.json"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def _launch(self) -> None:
+        with self.log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdout=sink, stderr=sink, cwd=self._folder
+            )
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._is_healthy():
+            ended = self._process.poll() is not None
+            assert not ended, f"the server ended; the end of its log:\n{log_tail(self.log)}"
+            assert time.monotonic() < deadline, f"not ready in time:\n{log_tail(self.log)}"
+            time.sleep(0.25)
+
+    def _is_healthy(self) -> bool:
+        try:
+            self.get("/health")
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

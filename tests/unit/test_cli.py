@@ -1,0 +1,46 @@
+"""The `meridian` command's own behaviour; what it starts is tested on the engine."""
+
+import pytest
+
+from meridian_patch import cli
+
+
+def run(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return ended.value.code, capsys.readouterr()
+
+
+def test_serve_refuses_when_switched_off(monkeypatch, capsys):
+    """`meridian serve` under MERIDIAN_PATCH=0 would serve stock: it refuses."""
+    monkeypatch.setenv("MERIDIAN_PATCH", "0")
+    code, printed = run(["serve", "model"], capsys)
+    assert code == 1
+    assert "MERIDIAN_PATCH is 0" in printed.err
+    assert "vllm serve" in printed.err
+
+
+def test_serve_without_a_model_prints_its_usage(capsys):
+    """Nothing to serve is a usage error, asking for help is not."""
+    assert run(["serve"], capsys) == (2, ("usage: meridian serve MODEL [vLLM's own options, as "
+                                          "for 'vllm serve']\n", ""))
+    assert run(["serve", "--help"], capsys)[0] == 0
+
+
+def test_config_shows_values_and_origins(monkeypatch, capsys):
+    """`meridian config` prints every key with where its value came from."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    code, printed = run(["config"], capsys)
+    assert code == 0
+    assert "policy.name" in printed.out
+    assert "MERIDIAN_PATCH_SET_POLICY__NAME" in printed.out.replace("\n", "")
+
+
+def test_a_wrong_value_is_one_sentence(monkeypatch, capsys):
+    """Our errors end the command with one line and no traceback."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "fastest")
+    code, printed = run(["config"], capsys)
+    assert code == 1
+    assert printed.err.startswith("meridian: ")
+    assert "MERIDIAN_PATCH_SET_POLICY__NAME" in printed.err
+    assert "Traceback" not in printed.err

@@ -1,0 +1,179 @@
+"""The configuration: precedence, origins, and one clear error for each wrong input."""
+
+import pytest
+from pydantic import ValidationError
+
+from meridian_patch.config.load import load_config
+from meridian_patch.config.schema import Config
+from meridian_patch.errors import ConfigError
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes a configuration file and returns the environment that names it."""
+
+    def write(text):
+        path = tmp_path / "meridian.yaml"
+        path.write_text(text)
+        return {"MERIDIAN_PATCH_CONFIG": str(path)}
+
+    return write
+
+
+def error_of(env):
+    with pytest.raises(ConfigError) as error:
+        load_config(env)
+    return str(error.value)
+
+
+def test_defaults():
+    """With nothing set, every value is the schema's and says so."""
+    loaded = load_config({})
+    assert loaded.config == Config()
+    assert loaded.config.policy.name == "latency"
+    assert set(loaded.origins.values()) == {"default"}
+    assert "policy.max_preemptions" in loaded.origins
+
+
+def test_environment_beats_file_beats_default(config_file):
+    """Each value comes from the highest source that sets it, and its origin is told."""
+    env = config_file("version: 1\npolicy:\n  max_preemptions: 5\n  protected_answer_tokens: 4\n")
+    env["MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS"] = "7"
+    loaded = load_config(env)
+    policy = loaded.config.policy
+    assert (policy.max_preemptions, policy.protected_answer_tokens) == (7, 4)
+    assert policy.time_budget_us == Config().policy.time_budget_us
+    assert loaded.origins["policy.max_preemptions"] == (
+        "env MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS"
+    )
+    file = env["MERIDIAN_PATCH_CONFIG"]
+    assert loaded.origins["policy.protected_answer_tokens"] == f"file {file}"
+    assert loaded.origins["policy.time_budget_us"] == "default"
+
+
+def test_environment_alone():
+    """One variable switches the policy without a file."""
+    loaded = load_config({"MERIDIAN_PATCH_SET_POLICY__NAME": "noop"})
+    assert loaded.config.policy.name == "noop"
+
+
+def test_config_is_frozen():
+    """Nobody changes the configuration of a running engine."""
+    config = load_config({}).config
+    with pytest.raises(ValidationError):
+        config.family = "x"
+
+
+def test_digest_follows_values_not_origins(config_file):
+    """Two processes can compare digests: equal values, equal digest."""
+    by_file = load_config(config_file("version: 1\npolicy: {name: noop}\n"))
+    by_env = load_config({"MERIDIAN_PATCH_SET_POLICY__NAME": "noop"})
+    assert by_file.digest == by_env.digest
+    assert by_file.digest != load_config({}).digest
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("version: 1\npolicy:\n  nmae: noop\n", ["policy.nmae", "did you mean name?"]),
+        ("version: 1\npolcy: {}\n", ["unknown key polcy", "did you mean policy?"]),
+        ("version: 1\npolicy:\n  name: fast\n", ["policy.name is 'fast'", "latency", "noop"]),
+        ("version: 1\npolicy:\n  max_preemptions: 0\n", ["max_preemptions is 0", "equal to 1"]),
+        ("version: 1\npolicy:\n  max_preemptions: '3'\n", ["max_preemptions is '3'", "integer"]),
+        ("version: 1\npolicy:\n  max_preemptions: true\n", ["max_preemptions is True", "integer"]),
+        ("version: 1\npolicy:\n  protected_answer_tokens: -1\n", ["is -1", "equal to 0"]),
+        ("version: 1\npolicy:\n  time_budget_us: 49\n", ["time_budget_us is 49", "equal to 50"]),
+        ("version: 1\npolicy: 3\n", ["policy is 3", "PolicyConfig"]),
+        ("version: 1\nfamily: 3\n", ["family is 3", "string"]),
+        ("version: 1\nfamilies_dir: 3\n", ["families_dir is 3", "path"]),
+        ("version: 1\nfamilies_dir: none_such\n", ["families_dir is", "existing directory"]),
+        ("policy: {}\n", ["version is missing", "version: 1"]),
+        ("version: 2\n", ["version is 2", "expected 1"]),
+        ("version: true\n", ["version is True", "expected 1"]),
+        ("version: '1'\n", ["version is '1'", "expected 1"]),
+        ("- version\n", ["is a list", "expected a mapping"]),
+        ("", ["is empty", "expected a mapping"]),
+        ("version: 1\npolicy: {name: noop\n", ["line 3", "not valid YAML"]),
+        ("version: 1\nfamily: !!python/name:os.system\n", ["not valid YAML"]),
+        ("version: 1\n1: x\n", ["line 2", "key 1 is not text"]),
+        ("version: 1\nfamily: a\nfamily: b\n", ["line 3", "'family'", "already set in line 2"]),
+        (
+            "version: 1\npolicy:\n  name: noop\n  name: noop\n",
+            ["line 4", "'name'", "already set in line 3"],
+        ),
+    ],
+)
+def test_wrong_file(config_file, text, parts):
+    """Each wrong file gives one error that names the file, the key and what was expected."""
+    env = config_file(text)
+    message = error_of(env)
+    for part in [env["MERIDIAN_PATCH_CONFIG"], *parts]:
+        assert part in message
+
+
+def test_every_wrong_field_is_named_at_once(config_file):
+    """An operator mends a file in one go."""
+    message = error_of(config_file("version: 1\nfamily: 3\npolicy: {max_preemptions: 0}\n"))
+    assert "family is 3" in message
+    assert "policy.max_preemptions is 0" in message
+
+
+def test_missing_file():
+    """A path that leads nowhere names itself and the variable that set it."""
+    message = error_of({"MERIDIAN_PATCH_CONFIG": "/none/such.yaml"})
+    assert "file /none/such.yaml does not exist" in message
+    assert "MERIDIAN_PATCH_CONFIG" in message
+
+
+def test_directory_in_place_of_a_file(tmp_path):
+    """What cannot be read says so."""
+    message = error_of({"MERIDIAN_PATCH_CONFIG": str(tmp_path)})
+    assert f"file {tmp_path} cannot be read" in message
+
+
+def test_file_that_is_not_text(tmp_path):
+    """Binary content is no YAML."""
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in error_of({"MERIDIAN_PATCH_CONFIG": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("POLICY__NAME", "fast", ["policy.name is 'fast'", "latency"]),
+        ("POLICY__MAX_PREEMPTIONS", "many", ["policy.max_preemptions is 'many'", "integer"]),
+        ("POLICY__NMAE", "noop", ["unknown key policy.nmae", "did you mean name?"]),
+        ("POLCY__NAME", "noop", ["unknown key polcy.name", "policy"]),
+        ("POLICY__NAME__X", "noop", ["unknown key policy.name.x"]),
+        ("POLICY", "{name: noop}", ["policy is a section", "MERIDIAN_PATCH_SET_POLICY__NAME"]),
+        ("FAMILY", "[a", ["not valid YAML"]),
+        ("FAMILIES_DIR", "/none/such", ["families_dir is '/none/such'", "existing directory"]),
+    ],
+)
+def test_wrong_variable(config_file, name, value, parts):
+    """A wrong variable is named, not the file beside it."""
+    env = config_file("version: 1\npolicy: {name: noop}\n")
+    message = error_of({**env, f"MERIDIAN_PATCH_SET_{name}": value})
+    for part in [f"environment variable MERIDIAN_PATCH_SET_{name}", *parts]:
+        assert part in message
+    assert env["MERIDIAN_PATCH_CONFIG"] not in message
+
+
+def test_misspelled_variable_stops_the_load():
+    """A variable that nothing reads is found when the configuration is loaded."""
+    assert "MERIDIAN_PATCH_MODUS" in error_of({"MERIDIAN_PATCH_MODUS": "strict"})
+
+
+def test_null_unsets_a_value_of_the_file(config_file):
+    """An empty variable is YAML's null: no family is forced."""
+    env = config_file("version: 1\nfamily: gpt_oss\n")
+    assert load_config(env).config.family == "gpt_oss"
+    assert load_config({**env, "MERIDIAN_PATCH_SET_FAMILY": ""}).config.family is None
+
+
+def test_relative_families_dir_counts_from_the_file(config_file, tmp_path):
+    """A file and its families move together."""
+    (tmp_path / "families").mkdir()
+    loaded = load_config(config_file("version: 1\nfamilies_dir: families\n"))
+    assert loaded.config.families_dir == tmp_path / "families"

@@ -1,0 +1,39 @@
+"""Counters travel as differences and become Prometheus samples."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+from meridian_patch.telemetry.prometheus import PhaseMetrics
+
+
+def test_drain_gives_differences_and_keeps_totals():
+    """Each drain holds what happened since the last one; totals go on."""
+    events = PhaseCounters()
+    events.count(counters.PREEMPTION, "think")
+    events.count(counters.PREEMPTION, "think")
+    assert events.drain() == {"preemption:think": 2}
+    events.count(counters.FALLBACK, Fallback.SLOW)
+    assert events.drain() == {"fallback:slow": 1}
+    assert events.drain() == {}
+    assert events.totals == {"preemption:think": 2, "fallback:slow": 1}
+
+
+def samples(registry):
+    lines = generate_latest(registry).decode().splitlines()
+    return {line for line in lines if not line.startswith("#") and "_created" not in line}
+
+
+def test_metrics_have_the_documented_names_and_labels():
+    """The exported names are the ones the README and the demo use."""
+    registry = CollectorRegistry()
+    metrics = PhaseMetrics("m", registry)
+    metrics.initialize(0, ("think",), ("slow",))
+    metrics.record({"preemption:think": 2, "requests:answer": 5}, engine=0)
+    metrics.record({"preemption:think": 1, "fallback:slow": 1, "requests:answer": 3}, engine=0)
+    assert samples(registry) == {
+        'meridian_preemptions_total{engine="0",model_name="m",phase="think"} 3.0',
+        'meridian_policy_fallbacks_total{engine="0",model_name="m",reason="slow"} 1.0',
+        'meridian_phase_changes_total{engine="0",model_name="m",phase="think"} 0.0',
+        'meridian_requests{engine="0",model_name="m",phase="answer"} 3.0',
+    }

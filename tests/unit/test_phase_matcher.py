@@ -1,0 +1,63 @@
+"""The boundary automaton against plain search."""
+
+import pytest
+
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
+
+
+def matcher(start, end):
+    return BoundaryMatcher(Boundaries("test", tuple(start), tuple(end), end[0]))
+
+
+def events(automaton, tokens, state=ROOT):
+    found = []
+    for index, token in enumerate(tokens):
+        state, event = automaton.step(state, token)
+        if event:
+            found.append((index, event))
+    return found
+
+
+def test_single_token_markers():
+    """One-token markers are reported at their token."""
+    automaton = matcher([(1,)], [(2,)])
+    assert events(automaton, [9, 1, 9, 2, 2]) == [(1, Event.START), (3, Event.END), (4, Event.END)]
+
+
+def test_marker_that_restarts_inside_itself():
+    """A failed partial match falls back to the longest suffix that still matches."""
+    automaton = matcher([(5, 5, 6)], [(7,)])
+    assert events(automaton, [5, 5, 5, 6]) == [(3, Event.START)]
+
+
+def test_several_spellings_of_one_marker():
+    """Every spelling of a marker counts, also one that ends inside a longer one."""
+    automaton = matcher([(1,)], [(3, 4), (8, 3, 4, 5), (4, 9)])
+    assert events(automaton, [3, 4]) == [(1, Event.END)]
+    assert events(automaton, [8, 3, 4]) == [(2, Event.END)]
+    assert events(automaton, [7, 4, 9]) == [(2, Event.END)]
+
+
+def test_last_event_is_searched_from_the_end():
+    """The last marker of a prompt decides, however long the prompt is."""
+    automaton = matcher([(1, 2)], [(3,)])
+    assert automaton.last_event([0] * 1000) is Event.NONE
+    assert automaton.last_event([3, 1, 2, *([0] * 1000)]) is Event.START
+    assert automaton.last_event([1, 2, 3]) is Event.END
+    assert automaton.last_event([2]) is Event.NONE
+
+
+def test_half_open_marker_at_the_end_of_a_prompt():
+    """A marker may begin in the prompt and end in the output."""
+    automaton = matcher([(1, 2, 3)], [(4,)])
+    state = automaton.state_after([9, 9, 1, 2])
+    assert automaton.step(state, 3)[1] is Event.START
+
+
+def test_contradictory_markers_are_refused():
+    """A sequence cannot both open and end thinking, and cannot be empty."""
+    with pytest.raises(ValueError, match="both open and end"):
+        matcher([(1,)], [(1,)])
+    with pytest.raises(ValueError, match="at least one token"):
+        matcher([()], [(1,)])

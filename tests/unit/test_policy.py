@@ -1,0 +1,59 @@
+"""Who is served first and who is preempted last."""
+
+from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.phase.router import Phase
+from meridian_patch.policy.base import RequestView
+from meridian_patch.policy.factory import build_policy
+from meridian_patch.policy.latency import LatencyPolicy
+
+
+def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0):
+    return RequestView(phase, tokens, handed, prefilling, computed, preemptions)
+
+
+def order(**views):
+    policy = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3)
+    return sorted(views, key=lambda name: policy.rank(views[name]))
+
+
+def test_standing_of_all_kinds():
+    """Hand-off, answer, resuming answer, protected thinker, thinkers by work, prefill."""
+    assert order(
+        prefill=view(Phase.PREFILL, 900, prefilling=True),
+        small_thinker=view(Phase.THINK, 10),
+        resuming_thinker=view(Phase.THINK, 800, prefilling=True),
+        big_thinker=view(Phase.THINK, 700),
+        often_preempted=view(Phase.THINK, 1, preemptions=3),
+        resuming_answer=view(Phase.ANSWER, prefilling=True),
+        answer=view(Phase.ANSWER),
+        handoff=view(Phase.ANSWER, tokens=15),
+    ) == [
+        "handoff",
+        "answer",
+        "resuming_answer",
+        "often_preempted",
+        "big_thinker",
+        "small_thinker",
+        "prefill",
+        "resuming_thinker",
+    ]
+
+
+def test_answers_keep_the_stock_order():
+    """Among answers nothing is reordered, whatever they have computed."""
+    assert order(a=view(Phase.ANSWER, 5), b=view(Phase.ANSWER, 500)) == ["a", "b"]
+
+
+def test_plain_answers_have_no_handoff():
+    """A request that never thought stands with the answers from its first token."""
+    assert order(old=view(Phase.ANSWER), new=view(Phase.ANSWER, tokens=1, handed=False)) == [
+        "old",
+        "new",
+    ]
+
+
+def test_factory_follows_the_configuration():
+    """The configured name and numbers reach the policy."""
+    assert build_policy(PolicyConfig(name="noop")).is_noop
+    eager = build_policy(PolicyConfig(protected_answer_tokens=0))
+    assert eager.rank(view(Phase.ANSWER, tokens=0)) == eager.rank(view(Phase.ANSWER))
