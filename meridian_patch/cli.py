@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: list[str]) -> int:
-    from meridian_patch.engine.serve import serve
+    from meridian_patch.serve import serve
 
     return serve(arguments)
 

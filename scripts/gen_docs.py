@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from meridian_patch.config.docs import render_configuration
 from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
 from meridian_patch.patching.spec import Patch
 
@@ -58,6 +59,7 @@ def _code(names: Iterable[str]) -> str:
 
 # Page -> what renders it. A new generated page is a new line here.
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/configuration.md": render_configuration,
     "docs/patches.md": render_patches,
 }
 

@@ -102,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, help="stop early; the schedule stays as planned")
     parser.add_argument("--init-from", type=Path, help="model directory to go on from")
     parser.add_argument("--cut-share", type=float, default=0.25, help="share of cut thoughts")
+    parser.add_argument("--recovery-share", type=float, default=0.0, help="share of recoveries")
     return parser.parse_args()
 
 
@@ -117,7 +118,7 @@ def main() -> None:
     model.to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {args.device}")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    corpus = Corpus(tokenizer, args.seed, args.cut_share)
+    corpus = Corpus(tokenizer, args.seed, args.cut_share, args.recovery_share)
     stream = batches(corpus, args.tokens_per_batch, args.seed)
     curve: list[tuple[int, float]] = []
     started = time.monotonic()
@@ -146,7 +147,7 @@ def main() -> None:
             model.save_pretrained(args.out)
             record = {"seed": args.seed, "steps": step + 1, "planned_steps": args.steps}
             record |= {"tokens_per_batch": args.tokens_per_batch, "peak_lr": args.peak_lr}
-            record |= {"cut_share": args.cut_share, "init_from": str(args.init_from or "")}
+            record |= {"cut_share": args.cut_share, "recovery_share": args.recovery_share, "init_from": str(args.init_from or "")}
             record |= {"device": args.device, "torch": torch.__version__, "loss": curve}
             (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 

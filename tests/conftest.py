@@ -10,8 +10,4 @@ import meridian_patch.demo
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the packaged tiny reasoner."""
-    import os  # LOCAL ONLY, removed at the end
-
-    if os.environ.get("ENGINE_TEST_MODEL"):
-        return Path(os.environ["ENGINE_TEST_MODEL"])
     return Path(meridian_patch.demo.__file__).parent / "model"

@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugin": ("activation", "apply"),
     "demo": ("errors",),  # the tiny reasoner: weights, tokenizer, problems
     "bench": (*PLUGIN, "demo"),
+    "demo.card": (*ENGINE, "demo"),  # a command: measures the shipped weights
     "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
     "serve": PLUGIN,
     "cli": (*PLUGIN, "demo", "bench", "serve"),

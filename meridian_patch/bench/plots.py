@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
@@ -48,9 +49,7 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
     axes.set_xlabel("time since the start of the trace (s)")
     axes.set_ylabel("gap between two answer tokens (ms)")
     axes.legend(loc="upper left", markerscale=1.8, framealpha=0.9, ncols=len(runs))
-    _finish(
-        figure, axes, "Answer gaps: what a reader waits in the middle of an answer"
-    )
+    _finish(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
     return _png(figure, caption)
 
 
@@ -86,7 +85,7 @@ def distributions(runs: Runs, caption: str) -> bytes:
     left, right = figure.subplots(1, 2)
     for arm, run in runs.items():
         times = _times(run)
-        style = {"color": ARM_COLOURS[arm], "label": arm, "lw": 2.0}
+        style = {"color": ARM_COLOURS[arm], "lw": 2.0}
         gaps = np.sort([gap * 1000 for t in times for gap in t.answer_gaps_s])
         if gaps.size:
             # From every gap longer than the one before down to the single longest.
@@ -105,7 +104,8 @@ def distributions(runs: Runs, caption: str) -> bytes:
     right.set_ylabel("share of requests")
     right.set_xlim(left=0)
     right.set_ylim(0, 1.02)
-    left.legend(loc="upper right", frameon=False)
+    handles = [Line2D([], [], color=ARM_COLOURS[arm], lw=2.0, label=arm) for arm in runs]
+    left.legend(handles=handles, loc="upper right", frameon=False)
     _finish(figure, left, "Tail of the answer gaps")
     _finish(figure, right, "Time to first answer token (TTFAT)")
     return _png(figure, caption)

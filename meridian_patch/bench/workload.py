@@ -55,7 +55,7 @@ class Mix:
     rate_per_s: float
     burstiness: float = 0.5
     history_share: float = 0.25
-    history_turns: int = 8
+    history_turns: int = 5
     max_tokens: int = 1024
 
 

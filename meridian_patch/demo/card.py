@@ -83,7 +83,9 @@ def eat_curve(model: Path, problems: Sequence[Problem], texts: Sequence[str]) ->
 
 def eat_row(problems: Sequence[Problem], curves: Sequence[Sequence[float]]) -> list[str]:
     """Median EAT before the last step of the first pass, after it, and at the end."""
-    before, after, end = [], [], []
+    before: list[float] = []
+    after: list[float] = []
+    end: list[float] = []
     for problem, curve in zip(problems, curves, strict=True):
         solved = len(problem.steps)
         before += curve[: min(solved, len(curve))]

@@ -1,8 +1,10 @@
 """Training examples for the tiny reasoner: token ids and which of them carry loss.
 
-Three kinds: whole conversations (loss on thought and answer), cut thoughts (the thought is ended
+Four kinds: whole conversations (loss on thought and answer), cut thoughts (the thought is ended
 early and only the answer carries loss, so that the model learns what it knows so far and not to
-stop early), and conversations with a history, a few of them as long as the context.
+stop early), recoveries (a chain has derailed, and only what follows carries loss, so that the model
+finds back but does not derail more often), and conversations with a history, a few of them as long
+as the context.
 """
 
 import random
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from meridian_patch.demo.problems import make_problem
-from meridian_patch.demo.thoughts import Thought, make_thought
+from meridian_patch.demo.thoughts import DERAIL_RATE, Thought, make_thought
 from meridian_patch.demo.tokenizer import chat_template
 
 MAX_TOKENS = 4096
@@ -45,22 +47,35 @@ class Corpus:
         tokenizer: from ``build_tokenizer``.
         seed: fixes the whole stream of examples.
         cut_share: share of examples whose thought is cut, 0 to 1.
+        recovery_share: share of problems that are recoveries where they can be, 0 to 1.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, cut_share: float) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        seed: int,
+        cut_share: float,
+        recovery_share: float = 0.0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
-        self.cut_share = cut_share
+        self._cut_share = cut_share
+        self._recovery_share = recovery_share
         self._keep_template = chat_template(keep_thinking=True)
 
     def draw(self) -> Example:
         """The next example."""
         rng = self._rng
         problem = make_problem(rng)
-        thought = make_thought(problem, rng)
+        is_recovery = rng.random() < self._recovery_share
+        thought = make_thought(problem, rng, 1.0 if is_recovery else DERAIL_RATE)
         prompt = self._prompt(problem.question)
         end = "<|end|>"
-        if rng.random() < self.cut_share:
+        if is_recovery and thought.derailed_lines:
+            lost = thought.cut(thought.derailed_lines)
+            found = thought.text.removeprefix(lost)
+            return self._example(prompt + lost, f"{found}</think>{problem.answer_text}{end}")
+        if rng.random() < self._cut_share:
             seen = prompt + _cut(thought, rng) + "</think>"
             return self._example(seen, problem.answer_text + end)
         return self._example(prompt, f"{thought.text}</think>{problem.answer_text}{end}")

@@ -22,6 +22,8 @@ class Thought:
     """The text between ``<think>`` and ``</think>``, and where a cut leaves whole lines."""
 
     lines: tuple[str, ...]
+    # Number of lines up to the end of the derailed part; 0 when the chain never derails.
+    derailed_lines: int = 0
 
     @property
     def text(self) -> str:
@@ -32,17 +34,21 @@ class Thought:
         return "".join(line + "\n" for line in self.lines[:keep])
 
 
-def make_thought(problem: Problem, rng: random.Random) -> Thought:
-    """Draw one chain of thought for the problem."""
+def make_thought(
+    problem: Problem, rng: random.Random, derail_rate: float = DERAIL_RATE
+) -> Thought:
+    """Draw one chain of thought for the problem; easy problems never derail."""
     is_easy = len(problem.steps) <= EASY_STEPS
     error_rate = 0.0 if is_easy else ERROR_RATE
     lines, broken = _pass(problem, rng, error_rate, broken=frozenset())
-    if not is_easy and rng.random() < DERAIL_RATE:
+    derailed_lines = 0
+    if not is_easy and rng.random() < derail_rate:
         lines += ["", DERAIL_CUE, *_wander(problem, rng)]
+        derailed_lines = len(lines)
     for _ in range(_rechecks(is_easy, rng)):
         again, broken = _pass(problem, rng, 0.0, broken)
         lines += ["", rng.choice(CUES), *again]
-    return Thought(tuple(lines))
+    return Thought(tuple(lines), derailed_lines)
 
 
 def _rechecks(is_easy: bool, rng: random.Random) -> int:

@@ -42,6 +42,7 @@ def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | N
         logger.info("meridian_patch: model %s is single-phase: %s", model, reason)
         return None
     tokenizer = _load_tokenizer(model_config)
+    vocabulary = vocabulary_of(tokenizer, model)
     server = _server_strings(vllm_config, tokenizer, model)
     identity = ModelIdentity(
         names=model_names(
@@ -52,7 +53,7 @@ def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | N
         architectures=tuple(model_config.architectures),
         parser=server.parser or None,
     )
-    resolution = resolve_model(model, identity, server, vocabulary_of(tokenizer), loaded)
+    resolution = resolve_model(model, identity, server, vocabulary, loaded)
     if resolution is None:
         logger.warning("%s", describe_unknown(model, identity))
         return None
@@ -95,18 +96,17 @@ def describe_unknown(model: str, identity: ModelIdentity) -> str:
     )
 
 
-def model_names(model: str, served: str | list[str] | None, own: str) -> tuple[str, ...]:
+def model_names(model: str, served: str | None, own: str) -> tuple[str, ...]:
     """The names that a family may be found by, without repetition.
 
     Args:
         model: path or repository.
-        served: ``--served-model-name``.
+        served: the first of ``--served-model-name``, the only one that vLLM keeps.
         own: what config.json calls the model.
     """
-    served_names = [served] if isinstance(served, str) else served or []
     # A snapshot in the Hugging Face cache is named by a hash; its repository stands above it.
     cached = [part for part in model.split("/") if part.startswith("models--")]
-    names = [_last_part(model), *cached, *map(_last_part, served_names), _last_part(own)]
+    names = [_last_part(model), *cached, _last_part(served or ""), _last_part(own)]
     return tuple(dict.fromkeys(filter(None, names)))
 
 
@@ -114,8 +114,14 @@ def _last_part(path: str) -> str:
     return path.rstrip("/").split("/")[-1]
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
+def vocabulary_of(tokenizer: Any, model: str) -> Vocabulary:
     """What resolution asks of a tokenizer of vLLM or transformers."""
+    # Load-bearing: without files, transformers makes a tokenizer that knows no text at all.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise BoundaryError(
+            f"model {model}: the tokenizer cannot encode any text; expected the tokenizer's files "
+            "in the model's directory (or in that of --tokenizer)"
+        )
     return Vocabulary(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),

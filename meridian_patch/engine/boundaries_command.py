@@ -52,12 +52,13 @@ def run(model: str, reasoning_parser: str | None, family: str | None, as_json: b
             "and the tokenizer's files"
         )
     tokenizer = _load(AutoTokenizer.from_pretrained, model, "tokenizer")
+    vocabulary = vocabulary_of(tokenizer, model)
     identity = _identify(model, reasoning_parser)
     server = ServerStrings()
     if reasoning_parser is not None:
         start, end = parser_strings(reasoning_parser, tokenizer, model)
         server = ServerStrings(parser=reasoning_parser, parser_start=start, parser_end=end)
-    resolution = resolve_model(model, identity, server, vocabulary_of(tokenizer), loaded)
+    resolution = resolve_model(model, identity, server, vocabulary, loaded)
     if resolution is None:
         why = describe_unknown(model, identity)
         print(json.dumps({"model": model, "phases": 1, "why": why}) if as_json else why)
@@ -91,6 +92,8 @@ def _load(loader: Any, model: str, what: str) -> Any:
 def _identify(model: str, parser: str | None) -> ModelIdentity:
     # The raw dictionary: an architecture that transformers does not know is no hindrance.
     config, _ = _load(PretrainedConfig.get_config_dict, model, "config.json")
+    if not config:
+        raise BoundaryError(f"model directory {model} has no config.json, or an empty one")
     path = str(Path(model).absolute())
     return ModelIdentity(
         names=model_names(path, None, config.get("_name_or_path") or ""),

@@ -12,6 +12,9 @@ def generate(
 
     Args:
         model: model directory.
+        questions: one user message each.
+        max_tokens: bound on each text.
+        temperature: 0 is greedy.
         engine: further ``vllm.LLM`` arguments.
 
     Returns:

@@ -12,7 +12,8 @@ OWN_PACKAGE = __name__.partition(".")[0]
 
 def stale_bindings(original: type, sites: Iterable[Site]) -> tuple[StaleBinding, ...]:
     """Globals of loaded modules, outside the sites and this package, that hold the original."""
-    deriving = {cls.__module__ for cls in original.__subclasses__()}
+    subclasses: list[type] = original.__subclasses__()
+    deriving = {cls.__module__ for cls in subclasses}
     declared = {(site.module, site.attribute) for site in sites}
     found = []
     for name, module in list(sys.modules.items()):

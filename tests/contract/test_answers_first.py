@@ -1,5 +1,6 @@
 """The real scheduler under KV pressure: who is preempted, who resumes, what a failure costs."""
 
+import itertools
 import logging
 import random
 
@@ -52,7 +53,7 @@ def longest_answer_gap(driver):
     worst = 0
     for request_id, steps in driver.deliveries.items():
         answer = steps[(driver.jobs[request_id].think_tokens or 0) + 1 :]
-        worst = max([worst, *(b - a for a, b in zip(answer, answer[1:], strict=False))])
+        worst = max([worst, *(b - a for a, b in itertools.pairwise(answer))])
     return worst
 
 

@@ -1,6 +1,7 @@
 """`meridian boundaries`: what it prints for real model directories."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,12 @@ from meridian_patch.errors import BoundaryError, ConfigError
 def model_dir(tmp_path):
     """Writes a model directory: config.json and a tokenizer, no weights."""
 
-    def write(name, architecture="LlamaForCausalLM", tokenizer=True):
+    def write(name, architecture="LlamaForCausalLM", tokenizer=True, model_type="qwen3"):
         directory = tmp_path / name
         directory.mkdir()
         if tokenizer:
             save_tokenizer(directory)
-        config = {"model_type": "qwen3", "architectures": [architecture]}
+        config = {"model_type": model_type, "architectures": [architecture]}
         (directory / "config.json").write_text(json.dumps(config))
         return str(directory)
 
@@ -93,7 +94,7 @@ def test_single_phase(model_dir, capsys):
     ("parser", "family", "error", "part"),
     [
         (None, "tiny_raesoner", ConfigError, "did you mean tiny_reasoner?"),
-        ("ernie45", None, BoundaryError, "--reasoning-parser ernie45 cannot be used"),
+        ("minimax_m3", None, BoundaryError, "--reasoning-parser minimax_m3 cannot be used"),
         ("none_such", None, BoundaryError, "Available parsers"),
         (None, "deepseek_r1", BoundaryError, "deepseek_r1.yaml"),
     ],
@@ -111,9 +112,23 @@ def test_missing_directory():
         run("/none/such", None, None, as_json=False)
 
 
-def test_directory_without_tokenizer(model_dir):
-    """A directory without a tokenizer is named, with what is missing."""
-    directory = model_dir("x", tokenizer=False)
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [("qwen3", "cannot encode any text"), ("none_such", "has no usable tokenizer")],
+)
+def test_directory_without_tokenizer(model_dir, model_type, part):
+    """A directory without a tokenizer is named, also where transformers makes an empty one."""
+    directory = model_dir("x", tokenizer=False, model_type=model_type)
     with pytest.raises(BoundaryError) as error:
         run(directory, None, None, as_json=False)
-    assert f"model directory {directory} has no usable tokenizer" in str(error.value)
+    assert directory in str(error.value)
+    assert part in str(error.value)
+
+
+def test_directory_without_config(model_dir):
+    """A directory without config.json is named."""
+    directory = model_dir("x")
+    Path(directory, "config.json").unlink()
+    with pytest.raises(BoundaryError) as error:
+        run(directory, None, None, as_json=False)
+    assert f"model directory {directory} has no config.json" in str(error.value)

@@ -83,7 +83,7 @@ def test_named_model(config_for, log):
 
 def test_served_name(config_for):
     """A served name finds the family of a directory with another name."""
-    config = config_for("plain", served_model_name=["x", "my/tiny-reasoner"])
+    config = config_for("plain", served_model_name="my/tiny-reasoner")
     assert resolve_boundaries(config, load_config({})).family == "tiny_reasoner"
 
 
@@ -180,7 +180,7 @@ def test_parser_of_a_family(family, parser):
     ("model", "served", "own", "expected"),
     [
         ("Qwen/Qwen3-8B", None, "Qwen/Qwen3-8B", ("Qwen3-8B",)),
-        ("/models/x/", ["a", "b/c"], "", ("x", "a", "c")),
+        ("/models/x/", "b/c", "", ("x", "c")),
         (
             "/hub/models--Qwen--Qwen3-8B/snapshots/0a1b",
             "gpt",

@@ -7,33 +7,31 @@ read its result.
 from pathlib import Path
 
 from run_engine import Job
-from workloads import ask, ask_all, engine_arguments, long_problems
+from workloads import ask, ask_all, engine_arguments
 
-from meridian_patch.demo.problems import Problem, make_problems
+from meridian_patch.demo.problems import make_problems
 
 # A decision dropped because this machine was busy would make the result depend on the machine.
 PATIENT = {"MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000"}
 NOOP = {"MERIDIAN_PATCH_SET_POLICY__NAME": "noop"}
 
-AMPLE = long_problems(3, seed=6)
-# Tokens of 48 blocks: 16 requests that run at once grow to about twice that.
-SMALL_POOL = 49
-
-
-def _mixed_problems(count: int, seed: int) -> list[Problem]:
-    """Long thinkers first, then short problems whose answers come while the long ones think."""
-    return long_problems(count // 3, seed) + make_problems(count - count // 3, seed, steps=2)
-
-
-PRESSURE = _mixed_problems(18, seed=5)
-PRESSURE_V2 = _mixed_problems(6, seed=5)
+AMPLE = make_problems(3, seed=6, steps=4)
+# Room for the ample requests, and for about half of what the pressure requests grow to.
+SMALL_POOL = 37
+# Long thinkers first, then short problems whose answers come while the long ones still think.
+PRESSURE = make_problems(6, seed=5, steps=6) + make_problems(12, seed=5, steps=2)
+PRESSURE_V2 = make_problems(2, seed=5, steps=5) + make_problems(4, seed=5, steps=2)
 LONG_QUESTION = "Here is a long introduction that says nothing at all. " * 6 + AMPLE[0].question
 REGEX = "[0-9] it is, and nothing else\\."
 
 
 def v1_job(model: Path, env: dict[str, str], *, pressure_only: bool = False) -> Job:
     """Model Runner V1: every feature on the synchronous and the asynchronous path."""
-    small = {"num_gpu_blocks_override": SMALL_POOL, "max_num_batched_tokens": 64}
+    small = {
+        "num_gpu_blocks_override": SMALL_POOL,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 64,
+    }
     runs = [PRESSURE_RUN] if pressure_only else [*FEATURE_RUNS, PRESSURE_RUN]
     stages = [
         _stage("sync", runs, engine_arguments(model, **small, async_scheduling=False)),
@@ -75,15 +73,15 @@ def _stage(name: str, runs: list[dict], engine: dict) -> dict:
     return {"name": name, "runs": runs, "engine": engine}
 
 
-def _abort_run(**params) -> dict:
+def _abort_run(max_tokens: int) -> dict:
     return {
         "name": "abort",
-        "requests": ask_all("a", AMPLE, **params),
+        "requests": ask_all("a", AMPLE, max_tokens=max_tokens),
         "events": [{"do": "abort", "names": ["a1"], "at_step": 30}],
     }
 
 
-AMPLE_RUN = {"name": "ample", "requests": ask_all("a", AMPLE)}
+AMPLE_RUN = {"name": "ample", "requests": ask_all("a", AMPLE, max_tokens=300)}
 PRESSURE_RUN = {"name": "pressure", "requests": ask_all("p", PRESSURE, every_steps=12)}
 FEATURE_RUNS = [
     AMPLE_RUN,
@@ -97,15 +95,15 @@ FEATURE_RUNS = [
     },
     {
         "name": "reset_running",
-        "requests": ask_all("a", AMPLE),
+        "requests": ask_all("a", AMPLE, max_tokens=300),
         "events": [{"do": "reset_prefix_cache", "reset_running_requests": True, "at_step": 60}],
     },
     # Unseeded: seeded sampling fails with chunked prefill on the CPU build.
-    {"name": "samples", "requests": [ask("n", AMPLE[0], n=4, temperature=1.0)]},
-    _abort_run(),
+    {"name": "samples", "requests": [ask("n", AMPLE[0], n=4, temperature=1.0, max_tokens=150)]},
+    _abort_run(max_tokens=300),
     {
         "name": "pause",
-        "requests": ask_all("a", AMPLE),
+        "requests": ask_all("a", AMPLE, max_tokens=300),
         "events": [
             {"do": "pause", "at_step": 40},
             # What was in flight when the pause came is still delivered.
@@ -122,4 +120,4 @@ PRIORITY_RUN = {
         for priority, problem in zip((5, 4, 3, 2, 1), make_problems(5, seed=2), strict=True)
     ],
 }
-STRUCTURED_RUN = {"name": "structured", "requests": [ask("s", AMPLE[0], regex=REGEX)]}
+STRUCTURED_RUN = {"name": "structured", "requests": [ask("s", PRESSURE[-1], regex=REGEX, max_tokens=300)]}

@@ -4,7 +4,6 @@ It wraps methods of the one scheduler object, so it sees stock and patched sched
 owes nothing to the product's own counters.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 PREFILL, THINK, ANSWER = "prefill", "think", "answer"
@@ -29,7 +28,7 @@ class Watched:
     steps: int = 0
     preemptions: list[dict] = field(default_factory=list)
     first_step: dict[str, int] = field(default_factory=dict)
-    prefill_steps: Counter = field(default_factory=Counter)
+    prefill_steps: dict[str, int] = field(default_factory=dict)
     max_step_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -80,7 +79,7 @@ class SchedulerWatch:
             request = self.scheduler.requests[request_id]
             seen.first_step.setdefault(name, seen.steps)
             if request.num_computed_tokens - scheduled < request.num_prompt_tokens:
-                seen.prefill_steps[name] += 1
+                seen.prefill_steps[name] = seen.prefill_steps.get(name, 0) + 1
 
     def _updated(self, outputs) -> None:
         for client in outputs.values():

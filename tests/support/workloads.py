@@ -1,6 +1,6 @@
 """Requests for the tiny reasoner, as plain data, and what to read off their outputs."""
 
-from meridian_patch.demo.problems import Problem, grade, make_problems
+from meridian_patch.demo.problems import Problem, grade
 
 THINK_END = "</think>"
 
@@ -38,11 +38,6 @@ def ask_all(prefix: str, problems: list[Problem], *, every_steps: int = 0, **par
         ask(f"{prefix}{index}", problem, at_step=index * every_steps, **params)
         for index, problem in enumerate(problems)
     ]
-
-
-def long_problems(count: int, seed: int) -> list[Problem]:
-    """Problems with the longest thoughts."""
-    return make_problems(count, seed, steps=10)
 
 
 def sample(run: dict, name: str, index: int = 0) -> dict:

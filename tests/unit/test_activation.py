@@ -17,7 +17,11 @@ SHOW = (
 def run(code, **env):
     clean = {k: v for k, v in envs.environment().items() if not k.startswith(("MERIDIAN", "VLLM"))}
     result = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=clean | env, capture_output=True, text=True
+        [sys.executable, "-P", "-c", code],
+        env=clean | env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

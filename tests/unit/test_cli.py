@@ -22,8 +22,10 @@ def test_serve_refuses_when_switched_off(monkeypatch, capsys):
 
 def test_serve_without_a_model_prints_its_usage(capsys):
     """Nothing to serve is a usage error, asking for help is not."""
-    assert run(["serve"], capsys) == (2, ("usage: meridian serve MODEL [vLLM's own options, as "
-                                          "for 'vllm serve']\n", ""))
+    assert run(["serve"], capsys) == (
+        2,
+        ("usage: meridian serve MODEL [vLLM's own options, as for 'vllm serve']\n", ""),
+    )
     assert run(["serve", "--help"], capsys)[0] == 0
 
 

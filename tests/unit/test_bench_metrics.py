@@ -1,0 +1,109 @@
+import pytest
+
+from meridian_patch.bench.client import RequestRecord
+from meridian_patch.bench.metrics import (
+    FIGURE_KINDS,
+    first_answer_index,
+    quantile,
+    request_times,
+    run_figures,
+)
+from meridian_patch.bench.workload import TraceRequest
+
+END = (257,)
+
+
+def record(token_ids, token_s, *, submit_s=1.0, answer="6", finish="stop", error=None):
+    request = TraceRequest("a", submit_s, ({"role": "user", "content": "q?"},), "6", 64)
+    return RequestRecord(request, submit_s, token_ids, token_s, answer, finish, error)
+
+
+def one_request():
+    # Two think tokens, the boundary, then three answer tokens with one stall.
+    return record([10, 11, 257, 54, 10, 259], [1.5, 1.6, 1.7, 1.75, 2.75, 2.8])
+
+
+@pytest.mark.parametrize(
+    ("ids", "end", "first"),
+    [
+        ([1, 2, 9, 3], (9,), 3),
+        ([9], (9,), 1),
+        ([1, 2], (9,), None),
+        ([], (9,), None),
+        ([1, 7, 7, 8, 2], (7, 8), 4),
+        ([7, 1, 8], (7, 8), None),
+        ([9, 1, 9, 2], (9,), 1),
+    ],
+)
+def test_answer_begins_after_the_first_end_marker(ids, end, first):
+    """The first whole end marker decides, however many tokens it has."""
+    assert first_answer_index(ids, end) == first
+
+
+def test_times_of_one_request():
+    """Each wait is measured between the events its name says."""
+    times = request_times(one_request(), END)
+    assert times.ttft_s == pytest.approx(0.5)
+    assert times.boundary_s == pytest.approx(1.7)
+    assert times.ttfat_s == pytest.approx(0.75)
+    assert times.ttot_s == pytest.approx(0.05)
+    assert times.e2e_s == pytest.approx(1.8)
+    assert times.answer_gaps_s == pytest.approx((1.0, 0.05))
+    assert times.answer_gap_ends_s == (2.75, 2.8)
+
+
+def test_gaps_between_think_tokens_are_no_answer_gaps():
+    """A pause while thinking and the wait at the boundary count in no answer gap."""
+    times = request_times(record([10, 11, 257, 54, 10], [1.5, 9.0, 9.1, 15.0, 15.1]), END)
+    assert times.answer_gaps_s == pytest.approx((0.1,))
+
+
+def test_thought_that_never_ended_has_no_answer():
+    """Without a boundary there is a first token and an end, and nothing else."""
+    times = request_times(record([10, 11], [1.5, 1.6], finish="length"), END)
+    assert times.ttft_s == pytest.approx(0.5)
+    assert (times.boundary_s, times.ttfat_s, times.ttot_s) == (None, None, None)
+    assert times.answer_gaps_s == ()
+
+
+@pytest.mark.parametrize(
+    "broken", [record([], [], finish=None), record([1], [1.1], error="HTTP 500")]
+)
+def test_failed_request_has_no_times(broken):
+    """A request that failed or got nothing is left out of all times."""
+    assert request_times(broken, END) is None
+
+
+def test_figures_of_a_run():
+    """Stalls, accuracy, throughput and failures are counted over all requests."""
+    wrong = record([10, 257, 55, 259], [2.0, 2.1, 2.2, 2.3], answer="7")
+    broken = record([], [], finish=None, error="ServerDisconnectedError")
+    counters = {"preemptions": 5.0, "answer_preemptions": 2.0}
+    figures = run_figures([one_request(), wrong, broken], END, counters)
+    assert figures["answer_stalls"] == 1
+    assert figures["answer_gap_max_s"] == pytest.approx(1.0)
+    assert figures["accuracy"] == pytest.approx(0.5)
+    assert figures["failed_requests"] == 1
+    assert figures["tokens_per_s"] == pytest.approx(10 / 1.8)
+    assert figures["preemptions"] == 5
+    assert figures["answer_preemptions"] == 2
+    assert figures["think_preemptions"] is None
+
+
+def test_every_figure_has_a_kind():
+    """What is computed and what is shown are the same names."""
+    assert set(run_figures([], END, {})) == {kind.name for kind in FIGURE_KINDS}
+
+
+def test_figures_of_nothing():
+    """A run that broke off before the first token has figures, all unknown or zero."""
+    figures = run_figures([], END, {})
+    assert {value for value in figures.values() if value is not None} <= {0.0}
+    assert figures["ttft_p50_s"] is None
+
+
+def test_quantile():
+    """Quantiles interpolate; of nothing there is none."""
+    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
+    assert quantile([0.0, 10.0], 0.99) == pytest.approx(9.9)
+    assert quantile([], 0.5) is None

