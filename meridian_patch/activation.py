@@ -27,9 +27,13 @@ def activate_on_import() -> None:
     """Activate this process and its children when the user imported the package.
 
     vLLM imports the package too, to load its entry point, and that alone must change nothing.
+
+    Raises:
+        PatchRefused: vLLM would not find the plug-in, and the user would be served stock.
     """
     if _is_vllm_loading_plugins() or envs.activation(envs.environment()) is False:
         return
+    check_entry_point()
     envs.activate_children()
 
 

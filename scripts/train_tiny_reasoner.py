@@ -147,7 +147,8 @@ def main() -> None:
             model.save_pretrained(args.out)
             record = {"seed": args.seed, "steps": step + 1, "planned_steps": args.steps}
             record |= {"tokens_per_batch": args.tokens_per_batch, "peak_lr": args.peak_lr}
-            record |= {"cut_share": args.cut_share, "recovery_share": args.recovery_share, "init_from": str(args.init_from or "")}
+            record |= {"cut_share": args.cut_share, "recovery_share": args.recovery_share}
+            record |= {"init_from": str(args.init_from or "")}
             record |= {"device": args.device, "torch": torch.__version__, "loss": curve}
             (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 

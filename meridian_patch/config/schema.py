@@ -34,7 +34,7 @@ class PolicyConfig(StrictModel):
         "thinking requests.",
     )
     time_budget_us: int = Field(
-        default=1000,
+        default=3000,
         ge=50,
         description="Time for one scheduling decision, in microseconds. A decision that takes "
         "longer is dropped and the step runs as stock.",

@@ -67,7 +67,7 @@ class Corpus:
         """The next example."""
         rng = self._rng
         problem = make_problem(rng)
-        is_recovery = rng.random() < self._recovery_share
+        is_recovery = self._recovery_share > 0 and rng.random() < self._recovery_share
         thought = make_thought(problem, rng, 1.0 if is_recovery else DERAIL_RATE)
         prompt = self._prompt(problem.question)
         end = "<|end|>"

@@ -34,9 +34,7 @@ class Thought:
         return "".join(line + "\n" for line in self.lines[:keep])
 
 
-def make_thought(
-    problem: Problem, rng: random.Random, derail_rate: float = DERAIL_RATE
-) -> Thought:
+def make_thought(problem: Problem, rng: random.Random, derail_rate: float = DERAIL_RATE) -> Thought:
     """Draw one chain of thought for the problem; easy problems never derail."""
     is_easy = len(problem.steps) <= EASY_STEPS
     error_rate = 0.0 if is_easy else ERROR_RATE

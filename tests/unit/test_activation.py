@@ -44,6 +44,17 @@ def test_off_switch_wins_over_the_import():
     assert run(f"import meridian_patch; {SHOW}", MERIDIAN_PATCH="0") == "False None"
 
 
+def test_import_without_installation_is_refused():
+    """A checkout on the path that vLLM's processes would not load is no silent stock server."""
+    uninstalled = (
+        "import importlib.metadata as m; m.entry_points = lambda **_: ()\n"
+        "try:\n import meridian_patch\n"
+        "except Exception as e: print(type(e).__name__, 'pip install .' in str(e))"
+    )
+    assert run(uninstalled) == "PatchRefused True"
+    assert run(uninstalled, MERIDIAN_PATCH="0") == ""
+
+
 def test_loading_by_vllm_alone_activates_nothing():
     """vLLM imports the package to load its entry point; installing must change nothing."""
     as_vllm = (

@@ -16,7 +16,7 @@ def test_page_is_current():
 def test_page_names_every_key_and_family():
     """Nothing that can be set is left out."""
     page = render_configuration()
-    assert "`policy.time_budget_us` | int | `1000` | ≥ 50" in page
+    assert "`policy.time_budget_us` | int | `3000` | ≥ 50" in page
     assert "`MERIDIAN_PATCH_SET_POLICY__NAME`" in page
     assert "latency or noop" in page
     for name in load_families():
