@@ -154,7 +154,7 @@ the natural end. A uniform digit has 2.303.
 `meridian_patch/demo/problems.py` makes the problems, `thoughts.py` the chains (4 % of the first
 passes' steps wrong in problems of more than three steps, always checked afterwards; 3 % of chains
 derail for a while), `corpus.py` the examples: whole conversations, thoughts cut early with loss on
-the answer only, histories with thinking stripped or kept, up to 4 096 tokens. Two stages:
+the answer only, histories with thinking stripped or kept, up to 4 096 tokens. The stages:
 
 {stages}
 
