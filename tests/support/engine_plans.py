@@ -120,4 +120,7 @@ PRIORITY_RUN = {
         for priority, problem in zip((5, 4, 3, 2, 1), make_problems(5, seed=2), strict=True)
     ],
 }
-STRUCTURED_RUN = {"name": "structured", "requests": [ask("s", PRESSURE[-1], regex=REGEX, max_tokens=300)]}
+STRUCTURED_RUN = {
+    "name": "structured",
+    "requests": [ask("s", PRESSURE[-1], regex=REGEX, max_tokens=300)],
+}
