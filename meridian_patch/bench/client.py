@@ -55,15 +55,20 @@ class Client:
 
     def end_marker(self) -> tuple[int, ...]:
         """Token ids of ``</think>`` in the served model's own vocabulary."""
-        return asyncio.run(self._end_marker())
+        body = {"model": self.model, "prompt": END_MARKER, "add_special_tokens": False}
+        reply = json.loads(asyncio.run(self._ask("POST", "/tokenize", body)))
+        return tuple(reply["tokens"])
 
     def metrics_text(self) -> str:
         """The server's ``/metrics`` page."""
-        return asyncio.run(self._metrics_text())
+        return asyncio.run(self._ask("GET", "/metrics"))
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, so that no seed meets blocks of an earlier one."""
-        asyncio.run(self._reset_prefix_cache())
+        """Empty the prefix cache, so that no seed meets blocks of an earlier one.
+
+        Needs a server with ``VLLM_SERVER_DEV_MODE=1``.
+        """
+        asyncio.run(self._ask("POST", "/reset_prefix_cache"))
 
     def play(
         self,
@@ -94,7 +99,8 @@ class Client:
         on_end: Callable[[RequestRecord], None],
     ) -> None:
         timeout = aiohttp.ClientTimeout(total=self.request_limit_s)
-        connector = aiohttp.TCPConnector(limit=0)
+        # No connection is used twice: the server may close an idle one just as it is reused.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             begin = time.perf_counter()
 
@@ -108,21 +114,17 @@ class Client:
                     record.error = f"{type(error).__name__}: {error}"
                 on_end(record)
 
-            async def watch() -> None:
-                while True:
+            pending = {asyncio.ensure_future(run_one(request)) for request in trace}
+            try:
+                while pending:
+                    done, pending = await asyncio.wait(pending, timeout=_ALIVE_POLL_S)
+                    for task in done:
+                        task.result()
                     check_server()
-                    await asyncio.sleep(_ALIVE_POLL_S)
-
-            watcher = asyncio.ensure_future(watch())
-            requests = asyncio.gather(*(run_one(request) for request in trace))
-            await asyncio.wait((watcher, requests), return_when=asyncio.FIRST_COMPLETED)
-            if not requests.done():
-                requests.cancel()
-                await watcher
-            watcher.cancel()
-            await requests
-        # A server that died in the last moment broke its streams before the watcher looked.
-        check_server()
+            finally:
+                for task in pending:
+                    task.cancel()
+                await asyncio.gather(*pending, return_exceptions=True)
 
     async def _stream(
         self, session: aiohttp.ClientSession, record: RequestRecord, begin: float
@@ -144,33 +146,21 @@ class Client:
                 if line.startswith(b"data: {"):
                     _note(record, json.loads(line[6:]), time.perf_counter() - begin)
 
-    async def _end_marker(self) -> tuple[int, ...]:
-        body = {"model": self.model, "prompt": END_MARKER, "add_special_tokens": False}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/tokenize", json=body) as reply,
-        ):
-            if not reply.ok:
-                raise BenchError(
-                    f"{self.url}/tokenize answered HTTP {reply.status}; the boundary between "
-                    f"thinking and answer needs the token ids of {END_MARKER}"
-                )
-            return tuple((await reply.json())["tokens"])
-
-    async def _metrics_text(self) -> str:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as reply:
-            if not reply.ok:
-                raise BenchError(f"{self.url}/metrics answered HTTP {reply.status}, expected 200")
-            return await reply.text()
-
-    async def _reset_prefix_cache(self) -> None:
-        address = f"{self.url}/reset_prefix_cache"
-        async with aiohttp.ClientSession() as session, session.post(address) as reply:
-            if not reply.ok:
-                raise BenchError(
-                    f"{address} answered HTTP {reply.status}; start the server with "
-                    "VLLM_SERVER_DEV_MODE=1"
-                )
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
+        address = self.url + path
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.request(method, address, json=body) as reply,
+            ):
+                text = await reply.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise BenchError(f"the server does not answer at {address}: {error}") from None
+        if not reply.ok:
+            raise BenchError(
+                f"{method} {address} answered HTTP {reply.status}, expected 200: {text[:200]}"
+            )
+        return text
 
 
 def _note(record: RequestRecord, chunk: dict[str, Any], now_s: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meridian_patch.demo.problems import make_problem
+from meridian_patch.demo.problems import MAX_STEPS, make_problem
 from meridian_patch.errors import BenchError
 
 ROLES = ("system", "user", "assistant")
@@ -48,6 +48,7 @@ class Mix:
         burstiness: shape of the Gamma arrivals; 1 is Poisson, below 1 comes in bursts.
         history_share: share of requests that carry earlier turns, 0 to 1.
         history_turns: most earlier turns of one request.
+        hard_share: share of problems drawn with the most steps, whose thoughts are the longest.
         max_tokens: limit of every request.
     """
 
@@ -56,6 +57,7 @@ class Mix:
     burstiness: float = 0.5
     history_share: float = 0.25
     history_turns: int = 5
+    hard_share: float = 0.0
     max_tokens: int = 1024
 
 
@@ -71,7 +73,7 @@ def make_trace(mix: Mix, seed: int) -> list[TraceRequest]:
                 earlier = make_problem(rng)
                 messages.append({"role": "user", "content": earlier.question})
                 messages.append({"role": "assistant", "content": earlier.answer_text})
-        problem = make_problem(rng)
+        problem = make_problem(rng, MAX_STEPS if rng.random() < mix.hard_share else None)
         messages.append({"role": "user", "content": problem.question})
         trace.append(
             TraceRequest(

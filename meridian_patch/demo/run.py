@@ -206,7 +206,8 @@ def _arms(text: str) -> list[str]:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    # Ctrl-C, so that asyncio unwinds as it does for that.
+    signal.raise_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class PhaseMetrics:
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        _unregister_earlier(registry)
         self._model_name = model_name
         self._counters = {
             counters.PREEMPTION: Counter(
@@ -66,3 +67,10 @@ class PhaseMetrics:
                 self._requests.labels(*labels).set(value)
             else:
                 self._counters[event].labels(*labels).inc(value)
+
+
+def _unregister_earlier(registry: CollectorRegistry) -> None:
+    """Drop the metrics of an engine that this process ran before, as vLLM does with its own."""
+    for collector in list(registry._collector_to_names):
+        if getattr(collector, "_name", "").startswith("meridian_"):
+            registry.unregister(collector)

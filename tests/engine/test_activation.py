@@ -10,7 +10,7 @@ import meridian_patch.kernels
 import pytest
 from run_engine import PATCHED, STOCK, SUPPORT, Job, run_job
 from run_server import Server
-from workloads import ask, engine_arguments, sample
+from workloads import ask, engine_arguments, phases_after_prefill, sample
 
 import meridian_patch
 
@@ -47,7 +47,7 @@ def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
         reports, metrics = server.status(), server.get("/metrics")
         assert_live_in_engine_core(reports, server.pid)
     assert reply["usage"]["completion_tokens"] > 0
-    assert "meridian_requests" in metrics
+    assert "TYPE meridian_requests" in metrics
 
 
 def test_meridian_serve_patches_a_server(demo_model, tmp_path):
@@ -56,7 +56,7 @@ def test_meridian_serve_patches_a_server(demo_model, tmp_path):
     with Server(command, {}, tmp_path) as server:
         assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
         assert_live_in_engine_core(server.status(), server.pid)
-        assert "meridian_requests" in server.get("/metrics")
+        assert "TYPE meridian_requests" in server.get("/metrics")
 
 
 def test_import_patches_an_llm(demo_model, tmp_path):
@@ -74,7 +74,7 @@ def test_an_installed_package_changes_nothing(demo_model, tmp_path):
         assert server.status() == []
         metrics = server.get("/metrics")
     assert "vllm:num_requests_running" in metrics
-    assert "meridian_" not in metrics
+    assert "TYPE meridian_" not in metrics
     assert "meridian_patch live" not in server.log.read_text()
 
 
@@ -92,7 +92,7 @@ def test_scheduler_cls_needs_no_activation(demo_model, tmp_path):
     stage = run_job(job, tmp_path)["stages"]["only"]
     assert stage["scheduler"][0] == "AsyncPhaseScheduler"
     assert "patches" not in stage["status"][0]
-    assert stage["runs"]["one"]["routed"]["q"] == ["prefill", "think"]
+    assert phases_after_prefill(stage["runs"]["one"], "q") == ["think"]
     assert stage["runs"]["one"]["routed_left"] == 0
 
 

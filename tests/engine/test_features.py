@@ -129,7 +129,7 @@ def test_ngram_speculative_decoding(v1_patched, both):
     """Drafts are verified and accepted in batches, and greedy output is that without drafts."""
     stock, patched = both("ngram", "ample")
     plain = v1_patched["stages"]["sync"]["runs"]["ample"]
-    assert patched["drafted"] > patched["accepted"] > 0
+    assert patched["drafted"] >= patched["accepted"] > 0
     assert token_ids(patched) == token_ids(stock) == token_ids(plain)
     assert patched["misrouted"] == 0
     assert_nothing_left(patched)

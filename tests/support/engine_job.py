@@ -78,7 +78,7 @@ class Run:
         self._watch = watch
         self._requests = list(run["requests"])
         self._events = list(run.get("events", ()))
-        self._latest: dict = {}
+        self._outputs: dict[str, dict] = {}
         self._fired: list[dict] = []
 
     def drive(self) -> dict:
@@ -90,10 +90,10 @@ class Run:
             for event in _take_due(self._events, step):
                 self._fire(event)
             for output in self._engine.step():
-                self._latest[output.request_id] = output
+                self._take_in(output)
             step += 1
         report = {
-            "outputs": {name: _output(out) for name, out in self._latest.items()},
+            "outputs": {name: _listed(output) for name, output in self._outputs.items()},
             "events": self._fired,
         }
         if self._watch is not None:
@@ -117,6 +117,19 @@ class Run:
             priority=request.get("priority", 0),
         )
 
+    def _take_in(self, output) -> None:
+        """Keep the newest of each sample: with n > 1 they come one at a time."""
+        kept = self._outputs.setdefault(output.request_id, {"samples": {}})
+        kept["finished"] = output.finished
+        kept["cached_tokens"] = output.num_cached_tokens
+        kept["prompt_tokens"] = len(output.prompt_token_ids)
+        for sample in output.outputs:
+            kept["samples"][sample.index] = {
+                "ids": list(sample.token_ids),
+                "text": sample.text,
+                "finish_reason": sample.finish_reason,
+            }
+
     def _fire(self, event: dict) -> None:
         engine = self._engine
         result = None
@@ -131,7 +144,8 @@ class Run:
                 result = engine.reset_prefix_cache(event["reset_running_requests"])
             case "observe":
                 pass
-        produced = sum(len(o.token_ids) for out in self._latest.values() for o in out.outputs)
+        samples = [s for output in self._outputs.values() for s in output["samples"].values()]
+        produced = sum(len(sample["ids"]) for sample in samples)
         self._fired.append(event | {"result": result, "produced": produced})
 
 
@@ -141,16 +155,8 @@ def _take_due(entries: list[dict], step: int) -> list[dict]:
     return due
 
 
-def _output(output) -> dict:
-    return {
-        "finished": output.finished,
-        "cached_tokens": output.num_cached_tokens,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "samples": [
-            {"ids": list(s.token_ids), "text": s.text, "finish_reason": s.finish_reason}
-            for s in sorted(output.outputs, key=lambda s: s.index)
-        ],
-    }
+def _listed(output: dict) -> dict:
+    return output | {"samples": [sample for _, sample in sorted(output["samples"].items())]}
 
 
 def _left_behind(scheduler) -> dict:

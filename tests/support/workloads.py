@@ -64,3 +64,9 @@ def graded(run: dict, problems: list[Problem], prefix: str) -> list[bool]:
 
 def preempted_phases(run: dict) -> list[str]:
     return [entry["phase"] for entry in run["preemptions"]]
+
+
+def phases_after_prefill(run: dict, name: str) -> list[str]:
+    """The phases the router put a request in; prefill is seen only if it took several steps."""
+    phases = run["routed"][name]
+    return phases[1:] if phases[0] == "prefill" else phases

@@ -37,3 +37,13 @@ def test_metrics_have_the_documented_names_and_labels():
         'meridian_phase_changes_total{engine="0",model_name="m",phase="think"} 0.0',
         'meridian_requests{engine="0",model_name="m",phase="answer"} 3.0',
     }
+
+
+def test_a_second_engine_in_one_process_starts_over():
+    """vLLM makes a logger per engine; the later one's metrics replace the earlier one's."""
+    registry = CollectorRegistry()
+    PhaseMetrics("m", registry).record({"preemption:think": 2}, engine=0)
+    PhaseMetrics("m", registry).record({"preemption:think": 1}, engine=0)
+    assert samples(registry) == {
+        'meridian_preemptions_total{engine="0",model_name="m",phase="think"} 1.0'
+    }
