@@ -10,4 +10,4 @@ import meridian_patch.demo
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the packaged tiny reasoner."""
-    return Path(meridian_patch.demo.__file__).parent / "model"
+    return Path(meridian_patch.demo.__file__).parent / "tiny-reasoner"

@@ -44,6 +44,7 @@ FIGURE_KINDS = (
     FigureKind("think_preemptions", "think preemptions"),
     FigureKind("preemptions", "preemptions, all"),
     FigureKind("policy_fallbacks", "policy fallbacks"),
+    FigureKind("silence_max_s", "longest silence of all streams", "ms"),
     FigureKind("e2e_p50_s", "end to end p50", "ms"),
     FigureKind("tokens_per_s", "tokens/s"),
     FigureKind("accuracy", "graded accuracy", "%"),
@@ -138,11 +139,26 @@ def run_figures(
         "think_preemptions": counters.get("think_preemptions"),
         "preemptions": counters.get("preemptions"),
         "policy_fallbacks": counters.get("policy_fallbacks"),
+        "silence_max_s": longest_silence(records),
         "e2e_p50_s": quantile([t.e2e_s for t in times], 0.5),
         "tokens_per_s": _tokens_per_s(records),
         "accuracy": right / len(ended) if ended else None,
         "failed_requests": float(len(records) - len(ended)),
     }
+
+
+def longest_silence(records: Sequence[RequestRecord]) -> float | None:
+    """Longest time in which no stream got a token although one was under way.
+
+    The scheduler serves somebody in every step, so a long silence is the machine's doing (or one
+    very long step), and answer gaps of its size say nothing about scheduling.
+    """
+    streams = [record.token_s for record in records if record.token_s]
+    stamps = sorted(stamp for stream in streams for stamp in stream)
+    for begin, end in sorted(pairwise(stamps), key=lambda pair: pair[0] - pair[1]):
+        if any(stream[0] <= begin and end <= stream[-1] for stream in streams):
+            return end - begin
+    return None
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -136,7 +136,10 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # Its own group: Ctrl-C reaches us alone, and we end the whole group.
-                start_new_session=True,
+                # Its own group: Ctrl-C reaches us alone, and we end the whole group. But not its
+                # own session: Linux' autogroup gives each session its own share of a core, and
+                # beside the server's spinning worker the client then waited up to half a second.
+                process_group=0,
             )
         try:
             self._wait_until_healthy()

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def packaged_model() -> Path:
     """Directory of the tiny reasoner that ships with the package."""
-    return Path(str(files("meridian_patch.demo").joinpath("model")))
+    return Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner")))
 
 
 def _run(args: argparse.Namespace, command: str) -> int:

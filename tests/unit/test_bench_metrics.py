@@ -4,6 +4,7 @@ from meridian_patch.bench.client import RequestRecord
 from meridian_patch.bench.metrics import (
     FIGURE_KINDS,
     first_answer_index,
+    longest_silence,
     quantile,
     request_times,
     run_figures,
@@ -107,3 +108,16 @@ def test_quantile():
     assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
     assert quantile([0.0, 10.0], 0.99) == pytest.approx(9.9)
     assert quantile([], 0.5) is None
+
+
+def test_silence_needs_a_stream_under_way():
+    """The pause between two requests is no silence; one in the middle of a stream is."""
+    early, late = record([1, 2, 3], [1.0, 1.1, 1.4]), record([1, 2], [9.0, 9.1])
+    assert longest_silence([early, late]) == pytest.approx(0.3)
+
+
+def test_stream_served_meanwhile_breaks_a_silence():
+    """While any stream gets tokens there is no silence, however long another one waits."""
+    stalled, served = record([1, 2], [1.0, 2.0]), record([1, 2, 3], [1.2, 1.5, 1.9])
+    assert longest_silence([stalled, served]) == pytest.approx(0.4)
+    assert longest_silence([]) is None
