@@ -14,6 +14,7 @@ from meridian_patch.errors import BenchError
 
 END_MARKER = "</think>"
 _ALIVE_POLL_S = 0.5
+_RESET_LIMIT_S = 10.0
 
 
 @dataclass
@@ -68,7 +69,15 @@ class Client:
 
         Needs a server with ``VLLM_SERVER_DEV_MODE=1``.
         """
-        asyncio.run(self._ask("POST", "/reset_prefix_cache"))
+        deadline = time.monotonic() + _RESET_LIMIT_S
+        # The server refuses while a request that has just ended still holds blocks.
+        while not json.loads(asyncio.run(self._ask("POST", "/reset_prefix_cache")))["success"]:
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"the prefix cache of {self.url} was still in use after {_RESET_LIMIT_S:.0f} s;"
+                    " something else sends requests to this server"
+                )
+            time.sleep(_ALIVE_POLL_S)
 
     def play(
         self,

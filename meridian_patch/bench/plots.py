@@ -1,6 +1,7 @@
 """Plots of a served comparison, as PNG."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -25,6 +26,9 @@ _PHASE_COLOURS = {
     "answer stalled": "#D55E00",
 }
 _DPI = 130
+_CAPTION_WIDTH = 150
+# Gaps above this are drawn large: there are few of them, and they are what is looked for.
+_STANDS_OUT_MS = 100.0
 
 Runs = Mapping[str, SeedRun]
 
@@ -33,12 +37,16 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
     """Each answer gap over the time it ended, one colour per arm."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axes = figure.subplots()
+    handles = []
     for arm, run in runs.items():
         times = _times(run)
         ends = [end for t in times for end in t.answer_gap_ends_s]
-        gaps = [max(gap, 1e-5) * 1000 for t in times for gap in t.answer_gaps_s]
+        gaps = np.array([gap * 1000 for t in times for gap in t.answer_gaps_s])
+        worst = f"{arm}, worst {gaps.max():,.0f} ms" if gaps.size else arm
         marker, colour = _ARM_MARKERS[arm], ARM_COLOURS[arm]
-        axes.scatter(ends, gaps, s=14, alpha=0.55, marker=marker, color=colour, lw=0, label=arm)
+        sizes = np.where(gaps > _STANDS_OUT_MS, 40, 7)
+        axes.scatter(ends, gaps, s=sizes, alpha=0.6, marker=marker, color=colour, lw=0)
+        handles.append(Line2D([], [], marker=marker, color=colour, lw=0, ms=7, label=worst))
     axes.axhline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
     axes.text(
         1.0, STALL_S * 1000, " stall", transform=axes.get_yaxis_transform(), va="center", size=9
@@ -48,7 +56,7 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
     axes.yaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
     axes.set_xlabel("time since the start of the trace (s)")
     axes.set_ylabel("gap between two answer tokens (ms)")
-    axes.legend(loc="upper left", markerscale=1.8, framealpha=0.9, ncols=len(runs))
+    axes.legend(handles=handles, loc="upper left", framealpha=0.9, ncols=len(runs))
     _finish(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
     return _png(figure, caption)
 
@@ -65,8 +73,7 @@ def phase_bars(runs: Runs, caption: str) -> bytes:
             if times is not None:
                 _draw_bar(axes, row, times, record.token_s)
         axes.set_xlabel("time since the start of the trace (s)")
-        stalled = sum(gap > STALL_S for t in _times(run) for gap in t.answer_gaps_s)
-        _finish(figure, axes, f"{arm}: {stalled} answer stalls")
+        _finish(figure, axes, f"{arm}: {_count_stalls(_times(run))}")
         axes.grid(axis="y", visible=False)
     panels[0].set_ylabel("request, by arrival")
     panels[0].invert_yaxis()
@@ -121,6 +128,8 @@ def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float
         for gap, end in zip(times.answer_gaps_s, times.answer_gap_ends_s, strict=True)
         if gap > STALL_S
     ]
+    if times.ttot_s is not None and times.ttot_s > STALL_S:
+        stalls.append((boundary, times.ttot_s))
     spans = {
         "waiting, prefill": [(times.submit_s, times.ttft_s)],
         "thinking": [(first, boundary - first)],
@@ -130,6 +139,12 @@ def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float
     }
     for name, ranges in spans.items():
         axes.broken_barh(ranges, (row - 0.42, 0.84), facecolors=_PHASE_COLOURS[name], lw=0)
+
+
+def _count_stalls(times: Sequence[RequestTimes]) -> str:
+    stalled = sum(gap > STALL_S for t in times for gap in t.answer_gaps_s)
+    late = sum(t.ttot_s is not None and t.ttot_s > STALL_S for t in times)
+    return f"{stalled} answer stalls, {late} answers late to begin"
 
 
 def _times(run: SeedRun) -> list[RequestTimes]:
@@ -150,7 +165,9 @@ def _finish(figure: Figure, axes: Axes, title: str) -> None:
 
 
 def _png(figure: Figure, caption: str) -> bytes:
-    figure.supxlabel(caption, fontsize=7, color="#555555", x=0.01, ha="left")
+    figure.supxlabel(
+        textwrap.fill(caption, _CAPTION_WIDTH), fontsize=7, color="#555555", x=0.01, ha="left"
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()

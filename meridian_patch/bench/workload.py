@@ -54,10 +54,10 @@ class Mix:
 
     requests: int
     rate_per_s: float
-    burstiness: float = 0.5
+    burstiness: float = 0.25
     history_share: float = 0.25
     history_turns: int = 5
-    hard_share: float = 0.0
+    hard_share: float = 0.3
     max_tokens: int = 1024
 
 

@@ -147,7 +147,8 @@ def _traces(args: argparse.Namespace) -> tuple[dict[int, Sequence[TraceRequest]]
     mix = Mix(requests=args.requests, rate_per_s=args.rate)
     words = (
         f"{mix.requests} arithmetic problems per seed, {mix.rate_per_s:g} per second in bursts "
-        f"(Gamma, shape {mix.burstiness:g}), {mix.history_share:.0%} with earlier turns."
+        f"(Gamma, shape {mix.burstiness:g}), {mix.hard_share:.0%} of them hard, "
+        f"{mix.history_share:.0%} with earlier turns."
     )
     return {seed: make_trace(mix, seed) for seed in seeds}, words
 
@@ -167,8 +168,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -P -m {_MODULE}", description=__doc__)
     whole = "a whole number above 0"
     parser.add_argument("--seeds", type=_count, default=1, help=f"traces per arm, {whole}")
-    parser.add_argument("--requests", type=_count, default=120, help=f"per trace, {whole}")
-    parser.add_argument("--rate", type=_rate, default=4.0, help="mean arrivals per second")
+    parser.add_argument("--requests", type=_count, default=160, help=f"per trace, {whole}")
+    parser.add_argument("--rate", type=_rate, default=10.0, help="mean arrivals per second")
     parser.add_argument("--blocks", type=_count, default=80, help="KV pool of each server")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the report")
     parser.add_argument("--model", type=Path, help="model directory (default: the packaged one)")

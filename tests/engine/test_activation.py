@@ -102,7 +102,9 @@ def tampered(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("tampered")
     package = root / "meridian_patch"
     shutil.copytree(
-        Path(meridian_patch.__file__).parent, package, ignore=shutil.ignore_patterns("tiny-reasoner")
+        Path(meridian_patch.__file__).parent,
+        package,
+        ignore=shutil.ignore_patterns("tiny-reasoner"),
     )
     for part in (meridian_patch.configs, meridian_patch.kernels):
         name = part.__name__.rpartition(".")[2]

@@ -69,7 +69,9 @@ def test_wheel_holds_every_module(wheel_files: set[str]) -> None:
 def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
     """Family files, the upstream lock and the tiny reasoner travel with the wheel."""
     families = tracked("configs", "families/*.yaml")
-    model = {path for path in tracked("meridian_patch/demo/tiny-reasoner", "*") if path.suffix != ".md"}
+    model = {
+        path for path in tracked("meridian_patch/demo/tiny-reasoner", "*") if path.suffix != ".md"
+    }
     assert families
     assert Path("model.safetensors") in model
     expected = {f"meridian_patch/configs/{path}" for path in families}

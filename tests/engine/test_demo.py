@@ -1,0 +1,131 @@
+"""The demo on real servers: what it measures, and what it leaves when it is broken off."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+COMMAND = (sys.executable, "-P", "-m", "meridian_patch.demo.run")
+
+
+def start_demo(folder: Path, model: Path, *options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, "--out", str(folder), "--model", str(model), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def server_of(demo: subprocess.Popen) -> int:
+    """Process id, and so group id, of the server that the demo started."""
+    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pids = [int(pid) for pid in children.read_text().split()]
+        if pids:
+            return pids[0]
+        time.sleep(0.1)
+    raise AssertionError("the demo started no server")
+
+
+def wait_for(line: str, log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not (log.exists() and line in log.read_text(errors="replace")):
+        assert time.monotonic() < deadline, f"no {line!r} in {log}"
+        time.sleep(0.1)
+
+
+def group_is_gone(group: int) -> bool:
+    """True when nothing of the process group runs; dead processes nobody reaped do not count."""
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        listed = subprocess.run(
+            ["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True
+        )
+        rows = [row.split() for row in listed.stdout.splitlines()]
+        if not [row for row in rows if row[0] == str(group) and not row[1].startswith("Z")]:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory, demo_model) -> tuple[str, Path]:
+    """One short demo of noop and patched; its output and folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    options = ("--arms", "noop,patched", "--requests", "60", "--seeds", "2", "--rate", "12")
+    demo = start_demo(folder, demo_model, *options)
+    output, _ = demo.communicate(timeout=480)
+    assert demo.returncode == 0, output
+    return output, folder
+
+
+def test_answers_are_never_preempted(demo_run):
+    """Under a pressure that preempts answers in stock order, the patched server preempts none."""
+    arms = json.loads((demo_run[1] / "report.json").read_text())["arms"]
+    for seed in ("1", "2"):
+        assert arms["patched"]["by_seed"][seed]["answer_preemptions"] == 0
+    noop = [figures["answer_preemptions"] for figures in arms["noop"]["by_seed"].values()]
+    assert sum(noop) > 0
+
+
+def test_every_request_is_answered_right(demo_run):
+    """All streams end, and the tiny reasoner is right far above chance in both arms."""
+    arms = json.loads((demo_run[1] / "report.json").read_text())["arms"]
+    for arm in arms.values():
+        assert arm["error"] is None
+        for figures in arm["by_seed"].values():
+            assert figures["failed_requests"] == 0
+            assert figures["accuracy"] > 0.9
+            assert 0 < figures["ttft_p50_s"] < figures["ttfat_p50_s"] < figures["e2e_p50_s"]
+            assert figures["policy_fallbacks"] == 0
+
+
+def test_table_and_report_are_shown(demo_run):
+    """The output ends in the table and the path of a page that holds its plots."""
+    output, folder = demo_run
+    for words in ("answer preemptions", "worst answer gap", "TTFAT p99", "noop", "patched"):
+        assert words in output
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "measured-cpu" in page
+
+
+def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
+    """A killed server ends its arm with the log's last lines; what it served is reported."""
+    demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "60", "--rate", "2")
+    server = server_of(demo)
+    # The third trace request at the earliest: warm-up requests come before the metrics are read.
+    wait_for("Resetting prefix cache", tmp_path / "server-noop.log")
+    time.sleep(5)
+    os.killpg(server, signal.SIGKILL)
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "the vLLM server ended with exit code -9" in output
+    arm = json.loads((tmp_path / "report.json").read_text())["arms"]["noop"]
+    assert arm["is_partial"]
+    assert "the last lines:" in arm["error"]
+    assert arm["by_seed"]["1"]["tokens_per_s"] > 0
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_no_server(tmp_path, demo_model, number):
+    """Ctrl-C and a polite kill while the server starts end the demo and all of the server."""
+    demo = start_demo(tmp_path, demo_model, "--arms", "stock")
+    server = server_of(demo)
+    wait_for("EngineCore", tmp_path / "server-stock.log")
+    demo.send_signal(number)
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "stock: interrupted" in output
+    assert "Traceback" not in output
+    assert group_is_gone(server)
