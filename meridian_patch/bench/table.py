@@ -59,7 +59,7 @@ def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
     rows = build_rows(arms)
     note = BORROWED_NOTE if has_borrowed(rows) else None
     table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in column_titles(arms):
         table.add_column(name, justify="right")
     for row in rows:

@@ -56,7 +56,7 @@ class Mix:
     rate_per_s: float
     burstiness: float = 0.25
     history_share: float = 0.25
-    history_turns: int = 5
+    history_turns: int = 3
     hard_share: float = 0.3
     max_tokens: int = 1024
 
