@@ -21,7 +21,7 @@ class FigureKind:
     Attributes:
         name: key in the report's JSON; ends in its unit.
         label: what a reader sees.
-        unit: ``"ms"`` and ``"%"`` are shown scaled; the value itself is in seconds or a share.
+        unit: shown; the value itself is in seconds, a share, or a count.
     """
 
     name: str
@@ -30,22 +30,22 @@ class FigureKind:
 
 
 FIGURE_KINDS = (
-    FigureKind("ttft_p50_s", "TTFT p50", "ms"),
-    FigureKind("ttft_p99_s", "TTFT p99", "ms"),
-    FigureKind("ttfat_p50_s", "TTFAT p50", "ms"),
-    FigureKind("ttfat_p99_s", "TTFAT p99", "ms"),
+    FigureKind("ttft_p50_s", "TTFT p50", "s"),
+    FigureKind("ttft_p99_s", "TTFT p99", "s"),
+    FigureKind("ttfat_p50_s", "TTFAT p50", "s"),
+    FigureKind("ttfat_p99_s", "TTFAT p99", "s"),
     FigureKind("ttot_p50_s", "TTOT p50", "ms"),
     FigureKind("ttot_max_s", "TTOT max", "ms"),
     FigureKind("answer_itl_p50_s", "answer ITL p50", "ms"),
     FigureKind("answer_itl_p99_s", "answer ITL p99", "ms"),
     FigureKind("answer_gap_max_s", "worst answer gap", "ms"),
-    FigureKind("answer_stalls", f"answer stalls (gap > {STALL_S * 1000:.0f} ms)"),
+    FigureKind("answer_stalls", f"answer stalls > {STALL_S * 1000:.0f} ms"),
     FigureKind("answer_preemptions", "answer preemptions"),
     FigureKind("think_preemptions", "think preemptions"),
     FigureKind("preemptions", "preemptions, all"),
     FigureKind("policy_fallbacks", "policy fallbacks"),
     FigureKind("silence_max_s", "longest silence", "ms"),
-    FigureKind("e2e_p50_s", "end to end p50", "ms"),
+    FigureKind("e2e_p50_s", "end to end p50", "s"),
     FigureKind("tokens_per_s", "tokens/s"),
     FigureKind("accuracy", "graded accuracy", "%"),
     FigureKind("failed_requests", "failed requests"),

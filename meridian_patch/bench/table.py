@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 
 from meridian_patch.bench.metrics import FIGURE_KINDS, FigureKind
 from meridian_patch.bench.summary import ArmSummary, Spread, seed_ratios
 
-ABSENT = "-"
 BORROWED_NOTE = (
     "* counted in the noop arm (our scheduler class deciding as stock does): stock counts "
     "preemptions, but not in which phase the victim was"
@@ -17,30 +17,53 @@ _BORROWED = ("answer_preemptions", "think_preemptions")
 
 
 @dataclass(frozen=True)
+class Cell:
+    """One value as text.
+
+    Attributes:
+        middle: the value, or the median over seeds.
+        span: lowest and highest, empty for a single value.
+        mark: footnote mark, or empty.
+    """
+
+    middle: str
+    span: str = ""
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.middle, self._bracketed, self.mark) if part)
+
+    @property
+    def stacked(self) -> str:
+        """The span below the value, for narrow columns."""
+        first = f"{self.middle} {self.mark}" if self.mark else self.middle
+        return f"{first}\n{self.span}" if self.span else first
+
+    @property
+    def _bracketed(self) -> str:
+        return f"({self.span})" if self.span else ""
+
+
+@dataclass(frozen=True)
 class Row:
-    """One figure as text: a cell per arm, then patched over stock."""
+    """One figure: a cell per arm, then patched over stock."""
 
     label: str
-    cells: tuple[str, ...]
-    ratio: str
+    cells: tuple[Cell, ...]
+    ratio: Cell
 
 
 def build_rows(arms: Sequence[ArmSummary]) -> list[Row]:
     """Rows for the arms; the stock cells that stock cannot count come from noop, marked ``*``."""
     by_name = {arm.name: arm for arm in arms}
-    rows = []
-    for kind in FIGURE_KINDS:
-        cells = []
-        for arm in arms:
-            spread = arm.spreads.get(kind.name)
-            noop = by_name.get("noop")
-            if arm.name == "stock" and kind.name in _BORROWED and spread is None and noop:
-                borrowed = noop.spreads.get(kind.name)
-                cells.append(f"{_show(kind, borrowed)} *" if borrowed else ABSENT)
-            else:
-                cells.append(_show(kind, spread))
-        rows.append(Row(kind.label + _unit(kind), tuple(cells), _ratio(kind, by_name)))
-    return rows
+    return [
+        Row(
+            f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
+            tuple(_arm_cell(kind, arm, by_name.get("noop")) for arm in arms),
+            _ratio_cell(kind, by_name),
+        )
+        for kind in FIGURE_KINDS
+    ]
 
 
 def column_titles(arms: Sequence[ArmSummary]) -> list[str]:
@@ -51,49 +74,58 @@ def column_titles(arms: Sequence[ArmSummary]) -> list[str]:
 
 def has_borrowed(rows: Sequence[Row]) -> bool:
     """True when a cell needs ``BORROWED_NOTE``."""
-    return any(cell.endswith("*") for row in rows for cell in row.cells)
+    return any(cell.mark for row in rows for cell in row.cells)
 
 
 def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
     """The table for a terminal."""
     rows = build_rows(arms)
     note = BORROWED_NOTE if has_borrowed(rows) else None
-    table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
+    table = Table(
+        title=title,
+        caption=note,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
     table.add_column("", no_wrap=True)
     for name in column_titles(arms):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row.label, *row.cells, row.ratio)
+        table.add_row(row.label, *(cell.stacked for cell in row.cells), row.ratio.stacked)
     return table
 
 
-def _unit(kind: FigureKind) -> str:
-    return f", {kind.unit}" if kind.unit else ""
+def _arm_cell(kind: FigureKind, arm: ArmSummary, noop: ArmSummary | None) -> Cell:
+    spread = arm.spreads.get(kind.name)
+    if spread is None and noop and arm.name == "stock" and kind.name in _BORROWED:
+        return _spread_cell(noop.spreads.get(kind.name), _SCALES.get(kind.unit, 1.0), mark="*")
+    return _spread_cell(spread, _SCALES.get(kind.unit, 1.0))
 
 
-def _show(kind: FigureKind, spread: Spread | None) -> str:
-    if spread is None:
-        return ABSENT
-    scale = {"ms": 1000.0, "%": 100.0}.get(kind.unit, 1.0)
-    text = _number(spread.median * scale)
-    if spread.count == 1:
-        return text
-    return f"{text} ({_number(spread.low * scale)}..{_number(spread.high * scale)})"
-
-
-def _ratio(kind: FigureKind, by_name: dict[str, ArmSummary]) -> str:
+def _ratio_cell(kind: FigureKind, by_name: dict[str, ArmSummary]) -> Cell:
     if "stock" not in by_name or "patched" not in by_name:
-        return ABSENT
+        return _ABSENT
     ratios = seed_ratios(by_name["patched"], by_name["stock"], kind.name)
-    spread = Spread.of(list(ratios.values()))
+    return _spread_cell(Spread.of(list(ratios.values())), 1.0)
+
+
+def _spread_cell(spread: Spread | None, scale: float, mark: str = "") -> Cell:
     if spread is None:
-        return ABSENT
-    if spread.count == 1:
-        return f"{spread.median:.2f}"
-    return f"{spread.median:.2f} ({spread.low:.2f}..{spread.high:.2f})"
+        return _ABSENT
+    middle, low, high = (_number(v * scale) for v in (spread.median, spread.low, spread.high))
+    return Cell(middle, f"{low}..{high}" if spread.count > 1 else "", mark)
 
 
 def _number(value: float) -> str:
-    if value and abs(value) < 10:  # noqa: PLR2004 - below ten one decimal says something
-        return f"{value:.1f}".removesuffix(".0")
-    return f"{value:,.0f}"
+    """Three digits, or the whole number when it has more."""
+    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004 - digits
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+# Values are kept in seconds and shares.
+_SCALES = {"ms": 1000.0, "%": 100.0}
+_ABSENT = Cell("-")

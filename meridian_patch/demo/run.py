@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
     played = [run for run in runs if run.seeds or run.error]
     if not any(run.seeds for run in played):
         return code
-    title = f"{args.seeds} seeds, median (lowest..highest)" if args.seeds > 1 else ""
+    title = f"{args.seeds} seeds: median, and lowest..highest" if args.seeds > 1 else ""
     console.print(terminal_table([summarise(run) for run in played], title))
     console.print(f"report: {write_report(folder, played, origin)}", highlight=False)
     return code

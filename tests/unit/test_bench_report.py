@@ -1,8 +1,10 @@
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from meridian_patch.bench.arms import ArmRun, SeedRun
 from meridian_patch.bench.client import RequestRecord
@@ -10,7 +12,13 @@ from meridian_patch.bench.machine import Machine, describe_machine
 from meridian_patch.bench.report import Origin, write_report
 from meridian_patch.bench.server import ServerSettings
 from meridian_patch.bench.summary import Spread, seed_ratios, summarise
-from meridian_patch.bench.table import BORROWED_NOTE, build_rows, column_titles, has_borrowed
+from meridian_patch.bench.table import (
+    BORROWED_NOTE,
+    build_rows,
+    column_titles,
+    has_borrowed,
+    terminal_table,
+)
 from meridian_patch.bench.workload import TraceRequest
 
 END = (257,)
@@ -56,7 +64,7 @@ def origin() -> Origin:
 
 def cells(label: str, runs: list[ArmRun]) -> tuple[tuple[str, ...], str]:
     row = next(r for r in build_rows([summarise(run) for run in runs]) if r.label.startswith(label))
-    return row.cells, row.ratio
+    return tuple(str(cell) for cell in row.cells), str(row.ratio)
 
 
 def test_spread_is_median_and_range():
@@ -101,13 +109,13 @@ def test_times_are_shown_in_milliseconds_with_range_and_ratio():
     """The worst gap is the median over seeds, its range, and the median of the seeds' ratios."""
     shown, ratio = cells("worst answer gap", three_arms())
     assert shown == ("1,750 (1,000..2,500)", "1,000 (1,000..1,000)", "100 (100..100)")
-    assert ratio == "0.07 (0.04..0.10)"
+    assert ratio == "0.07 (0.04..0.1)"
 
 
 def test_one_seed_shows_no_range():
     """With one seed a cell is one number."""
     runs = [ArmRun(run.name, run.seeds[:1]) for run in three_arms()]
-    assert cells("worst answer gap", runs) == (("1,000", "1,000", "100"), "0.10")
+    assert cells("worst answer gap", runs) == (("1,000", "1,000", "100"), "0.1")
 
 
 def test_partial_arm_is_marked_in_its_title():
@@ -175,3 +183,26 @@ def test_machine_is_described():
     assert machine.cores >= 1
     assert machine.memory_gib > 0
     assert machine.vllm.startswith("vllm")
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "shown"),
+    [(0.0042, "4.2"), (0.0333, "33.3"), (0.25, "250"), (1.5, "1,500"), (12.3456, "12,346")],
+)
+def test_numbers_have_three_digits(stall_s, shown):
+    """Small numbers keep a decimal, large ones none."""
+    run = seed_run(1, stall_s, {})
+    for record in run.records:
+        record.token_s[4] = record.token_s[3]
+        record.token_s[5] = record.token_s[4] + stall_s
+    assert cells("worst answer gap", [ArmRun("stock", [run])])[0] == (shown,)
+
+
+def test_table_of_seeds_fits_a_narrow_terminal():
+    """With ranges in every cell, 80 columns hold three arms and cut nothing off."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal_table([summarise(run) for run in three_arms()], ""))
+    text = console.export_text()
+    assert "…" not in text
+    assert "1,000..2,500" in text
+    assert "answer stalls > 250 ms" in text
