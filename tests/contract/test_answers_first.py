@@ -29,7 +29,7 @@ def driver_for(demo_model, *, is_async=False, queue_policy="fcfs", blocks=BLOCKS
     return Driver.build(build(AsyncScheduler if is_async else Scheduler), config, is_async=is_async)
 
 
-def load(driver, seed, requests=40, thinks=True):
+def load(driver, seed, requests=40, thinks=True, longest_answer=60):
     """Requests that arrive every few steps; together they want twice the pool, answers a part."""
     rng = random.Random(seed)
     for number in range(requests):
@@ -38,7 +38,7 @@ def load(driver, seed, requests=40, thinks=True):
                 f"r{number}",
                 tuple(make_prompt(rng, rng.randrange(10, 120), thinks=thinks, shared=number)),
                 rng.randrange(20, 300) if thinks else None,
-                rng.randrange(20, 60),
+                rng.randrange(20, longest_answer),
                 arrival_time=float(number),
             )
         )
@@ -94,6 +94,26 @@ def test_no_reasoning_traffic_means_stock_decisions(monkeypatch, demo_model):
     totals = load(stock, seed=4, thinks=False)
     assert totals["preemption:answer"] > 0
     assert patched.deliveries == stock.deliveries
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_an_answer_is_preempted_only_when_nobody_else_is_left(demo_model, is_async):
+    """Long answers outgrow the pool: each preempted answer was among answers only."""
+    driver = driver_for(demo_model, is_async=is_async)
+    scheduler, preempt = driver.scheduler, driver.scheduler._preempt_request
+    company = []
+
+    def watch(request, *args, **kwargs):
+        phases = {scheduler.phase_router.get(r.request_id).phase for r in scheduler.running}
+        if scheduler.phase_router.get(request.request_id).phase is Phase.ANSWER:
+            company.append(phases)
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = watch
+    for seed in (1, 2, 3):
+        load(driver, seed, longest_answer=300)
+    assert len(company) > 3
+    assert set().union(*company) <= {Phase.ANSWER}
 
 
 def test_last_resort_preempts_an_answer_and_resumes_it_first(demo_model):
