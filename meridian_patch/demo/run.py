@@ -169,7 +169,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     whole = "a whole number above 0"
     parser.add_argument("--seeds", type=_count, default=1, help=f"traces per arm, {whole}")
     parser.add_argument("--requests", type=_count, default=160, help=f"per trace, {whole}")
-    parser.add_argument("--rate", type=_rate, default=10.0, help="mean arrivals per second")
+    parser.add_argument("--rate", type=_rate, default=8.0, help="mean arrivals per second")
     parser.add_argument("--blocks", type=_count, default=96, help="KV pool of each server")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the report")
     parser.add_argument("--model", type=Path, help="model directory (default: the packaged one)")
