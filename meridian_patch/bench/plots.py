@@ -56,7 +56,7 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
     axes.yaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
     axes.set_xlabel("time since the start of the trace (s)")
     axes.set_ylabel("gap between two answer tokens (ms)")
-    axes.legend(handles=handles, loc="upper left", framealpha=0.9, ncols=len(runs))
+    figure.legend(handles=handles, loc="outside upper right", frameon=False, ncols=len(runs))
     _finish(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
     return _png(figure, caption)
 
