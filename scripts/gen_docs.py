@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from meridian_patch.config.docs import render_configuration
+from meridian_patch.config.family_docs import render_families
 from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
 from meridian_patch.patching.spec import Patch
 
@@ -45,6 +46,8 @@ def _patch_section(patch: Patch) -> str:
         "Looked up by": _code(lookup.replace(":", ".") for lookup in contract.lookups),
         "Overrides or calls": _code(contract.calls),
         "Relies on the behaviour of": _code(contract.behaviour),
+        "And on that of others": _code(each.replace(":", ".") for each in contract.collaborators)
+        or "-",
         "Reads": _code(contract.reads),
         "Offered upstream": patch.upstream,
         "Remove when": patch.remove_when,
@@ -60,6 +63,7 @@ def _code(names: Iterable[str]) -> str:
 # Page -> what renders it. A new generated page is a new line here.
 PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": render_configuration,
+    "docs/model-families.md": render_families,
     "docs/patches.md": render_patches,
 }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -89,7 +89,7 @@ def _config_rows(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]
             yield from _config_rows(section, below)
             continue
         default = "unset" if field.default is None else _code(field.default)
-        bounds = ", ".join(f"≥ {bound.ge}" for bound in field.metadata if isinstance(bound, Ge))
+        bounds = ", ".join(filter(None, map(_bound, field.metadata)))
         variable = envs.OVERRIDE_PREFIX + "__".join(below).upper()
         yield _table_row(
             _code(".".join(below)), _type(field), default, bounds, _code(variable), _meaning(field)
@@ -118,6 +118,12 @@ def _family_row(family: Family) -> str:
         family.history,
         family.documented_ids.provenance,
     )
+
+
+def _bound(constraint: object) -> str:
+    if isinstance(constraint, Ge):
+        return f"≥ {constraint.ge}"
+    return f"> {constraint.gt}" if isinstance(constraint, Gt) else ""
 
 
 def _type(field: FieldInfo) -> str:

@@ -24,6 +24,7 @@ def _lower_case(text: str) -> str:
 
 
 Marker = Annotated[str, AfterValidator(_not_blank)]
+Excerpt = Annotated[str, Field(max_length=160), AfterValidator(_not_blank)]
 NameGlob = Annotated[str, AfterValidator(_lower_case)]
 # YAML has lists; a list is taken for a tuple, its items are still checked strictly.
 Ids = Annotated[tuple[int, ...], Field(strict=False, min_length=1)]
@@ -71,6 +72,30 @@ class DocumentedIds(StrictModel):
         return len(ids) == 1 if ids else self.single_token
 
 
+class HistoryEvidence(StrictModel):
+    """What shows the history rule."""
+
+    line: Excerpt | None = Field(
+        default=None, description="The line that decides, at most 160 characters; unset: not seen."
+    )
+    source: Marker = Field(description="Where it was read.")
+    provenance: Provenance = Field(
+        description="`verified`: in the model's own template, a copy without visible changes, or "
+        "vLLM's renderer; `third_party`: in a changed copy or as others quote it; `unverified`: "
+        "neither."
+    )
+    note: str = Field(default="", description="When the rule differs, with a switch's default.")
+
+    @model_validator(mode="after")
+    def _check_line(self) -> Self:
+        if self.provenance != "unverified" and self.line is None:
+            raise ValueError(
+                f"a line, because provenance is {self.provenance!r}; quote the line of the "
+                "template or set provenance to unverified"
+            )
+        return self
+
+
 class Family(StrictModel):
     """One family file."""
 
@@ -101,6 +126,17 @@ class Family(StrictModel):
     )
     history: History = Field(
         description="What the chat template does with earlier turns' thinking."
+    )
+    history_evidence: HistoryEvidence | None = Field(
+        default=None,
+        description="The template's `line`, the `source` and `provenance` of the rule, a `note`; "
+        "every packaged file with a history has it.",
+    )
+    tool_call: tuple[Marker, ...] = Field(
+        default=(),
+        strict=False,
+        description="Texts by which a tool call in the output is known, only used with history "
+        "`keep_in_tool_loop`; without one, outputs are kept as stock does.",
     )
     notes: str = Field(default="", description="What else a reader should know.")
 

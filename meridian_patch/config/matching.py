@@ -128,6 +128,9 @@ def _common(fitting: list[FamilyFile]) -> Family:
         update={
             "documented_ids": no_ids,
             "history": histories.pop() if len(histories) == 1 else "unverified",
+            "history_evidence": None,
+            # A loop that any of them would go on with is kept.
+            "tool_call": tuple({text: None for family in families for text in family.tool_call}),
             "prompt_start": prompt_starts.pop() if len(prompt_starts) == 1 else "unverified",
             "notes": "",
         }

@@ -41,6 +41,35 @@ class PolicyConfig(StrictModel):
     )
 
 
+class KvConfig(StrictModel):
+    """Which free KV blocks are evicted first."""
+
+    tiers: bool = Field(
+        default=True,
+        description="Evict finished thoughts before what can be hit again. Off, and with policy "
+        "`noop`: vLLM's own order, least recently used first.",
+    )
+    retain_s: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a block that nobody hit loses its precedence over "
+        "blocks of preempted thinkers.",
+    )
+    history: Literal["auto", "strip", "keep", "keep_in_tool_loop"] = Field(
+        default="auto",
+        description="What clients and chat template do with earlier turns' thinking. `auto`: as "
+        "the model's family file says; where it does not know, outputs are kept as stock does.",
+    )
+    check_interval_s: float = Field(
+        default=60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Least seconds between two integrity checks of the free blocks. They run "
+        "when no request is left.",
+    )
+
+
 class Config(StrictModel):
     """The whole configuration."""
 
@@ -60,4 +89,7 @@ class Config(StrictModel):
     )
     policy: PolicyConfig = Field(
         default_factory=PolicyConfig, description="How running requests are ordered."
+    )
+    kv: KvConfig = Field(
+        default_factory=KvConfig, description="Which free KV blocks are evicted first."
     )

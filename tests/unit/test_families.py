@@ -1,5 +1,8 @@
 """Family files: the packaged ones, an operator's own, and which one fits a model."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from meridian_patch.config.families import get_family, load_families, packaged_directory
@@ -19,6 +22,7 @@ end: "</t>"
 documented_ids: {{provenance: unverified, source: a test}}
 prompt_start: think
 history: {history}
+history_evidence: {{source: a test, provenance: unverified}}
 """
 DEFAULTS = {
     "glob": "none-such",
@@ -80,6 +84,59 @@ def test_verified_ids_come_with_a_tokenizer_as_source():
             assert documented.end, file.path
 
 
+def test_known_history_comes_with_what_shows_it():
+    """A line that was read has a source; a rule that came without one says so."""
+    for file in PACKAGED.values():
+        evidence = file.family.history_evidence
+        if file.family.history == "unverified":
+            assert evidence is None, file.path
+        else:
+            assert evidence.source, file.path
+            assert bool(evidence.line) == (evidence.provenance != "unverified"), file.path
+
+
+def test_packaged_tool_loops_can_be_seen():
+    """Without a tool-call marker the rule could not be followed."""
+    for file in PACKAGED.values():
+        if file.family.history == "keep_in_tool_loop":
+            assert file.family.tool_call, file.path
+
+
+@pytest.mark.parametrize(
+    ("package", "files"), [("vllm", 5), ("mistral_common", 1), ("meridian_patch", 1)]
+)
+def test_lines_of_installed_files_still_stand(package, files):
+    """What renders prompts on this machine can be read again: it must say what is quoted."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    root = Path(spec.submodule_search_locations[0]).parent
+    quoted = [
+        (root / evidence.source.split()[0], evidence.line)
+        for file in PACKAGED.values()
+        if (evidence := file.family.history_evidence) and evidence.source.startswith(f"{package}/")
+    ]
+    assert len(quoted) == files
+    for path, line in quoted:
+        assert " ".join(line.split()) in " ".join(path.read_text(encoding="utf-8").split()), path
+
+
+def test_tool_call_is_optional(own):
+    """A family without a tool-call marker is valid: its outputs are kept as stock does."""
+    directory = own(mine=family_text("mine", history="keep_in_tool_loop"))
+    assert load_families(directory)["mine"].family.tool_call == ()
+    own(mine=family_text("mine", 'tool_call: ["<call>", "<calls>"]\n'))
+    assert load_families(directory)["mine"].family.tool_call == ("<call>", "<calls>")
+
+
+def test_own_file_needs_no_evidence(own):
+    """Who writes a family file knows the template; only packaged files must show it."""
+    evidence = "history_evidence: {source: a test, provenance: unverified}\n"
+    family = load_families(own(mine=family_text("mine").replace(evidence, "")))["mine"].family
+    assert family.history_evidence is None
+    assert family.history == "strip"
+
+
 @pytest.mark.parametrize(
     ("model", "family"),
     [
@@ -93,7 +150,9 @@ def test_verified_ids_come_with_a_tokenizer_as_source():
         ("Qwen3-8B", "qwen3_hybrid"),
         ("Qwen3-30B-A3B-Thinking-2507", "qwen3_thinking_2507"),
         ("Qwen3-Next-80B-A3B-Thinking", "qwen3_next_thinking"),
-        ("Qwen3.5-397B-A17B", "qwen35_36_38"),
+        ("Qwen3.5-397B-A17B", "qwen35_36"),
+        ("Qwen3.6-35B-A3B", "qwen35_36"),
+        ("Qwen3.8-27B", "qwen38"),
         ("QwQ-32B", "qwq_32b"),
         ("gpt-oss-20b", "gpt_oss"),
         ("GLM-4.5-Air", "glm45_46"),
@@ -260,6 +319,15 @@ def test_missing_directory(tmp_path):
         (("source: a test", "source: a, end: []"), ["documented_ids.end is []", "1 item"]),
         (("provenance: unverified", "provenance: sure"), ["is 'sure'", "third_party"]),
         (("*none-such*", "*None*"), ["match.names.0 is '*None*'", "lower case"]),
+        (
+            ("test, provenance: unverified}\n", "test, provenance: verified}\n"),
+            ["history_evidence is", "expected a line", "provenance is 'verified'"],
+        ),
+        (
+            ("{source: a test, provenance", "{line: " + "x" * 161 + ", source: a test, provenance"),
+            ["history_evidence.line is", "at most 160 characters"],
+        ),
+        (("history: strip", "history: strip\ntool_call: ['']"), ["tool_call.0 is ''", "not blank"]),
         (("version: 1", "version: 2"), ["version is 2"]),
         (("version: 1\n", ""), ["version is missing"]),
         (("history: strip", "history: strip\nhistory: keep"), ["already set in line 11"]),
