@@ -19,6 +19,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_update_request_as_session",
         "_update_request_with_output",
         "_preempt_request",
+        "_free_blocks",
         "_free_request",
     ),
     behaviour=(
@@ -30,10 +31,12 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_update_request_as_session",
         "_update_request_with_output",
         "_preempt_request",
+        "_free_blocks",
         "_free_request",
     ),
-    reads=("policy", "requests", "running", "vllm_config", "waiting"),
+    reads=("kv_cache_manager", "policy", "requests", "running", "vllm_config", "waiting"),
     lookups=("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",),
+    collaborators=(),
 )
 
 SCHEDULER: Final = Patch(
@@ -69,6 +72,62 @@ ASYNC_SCHEDULER: Final = Patch(
     remove_when="patch `scheduler` is removed",
 )
 
+FREE_QUEUE: Final = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
+FREE_QUEUE_METHODS: Final = (
+    "__init__",
+    "popleft",
+    "popleft_n",
+    "remove",
+    "prepend_n",
+    "append_n",
+    "get_all_free_blocks",
+    "iter_blocks_after",
+)
+
+KV_CACHE_MANAGER: Final = Patch(
+    name="kv_cache_manager",
+    sites=(
+        Site("vllm.v1.core.kv_cache_manager", "KVCacheManager"),
+        # Where the scheduler looks it up: the definition alone would do nothing.
+        Site("vllm.v1.core.sched.scheduler", "KVCacheManager"),
+    ),
+    build="meridian_patch.engine.kv_cache:build_phase_kv_cache_manager",
+    versions=SUPPORTED,
+    contract=Contract(
+        calls=(
+            "__init__",
+            "allocate_slots",
+            "new_step_starts",
+            "pop_blocks_for_free",
+            "record_prefix_cache_stats",
+            "reset_prefix_cache",
+        ),
+        behaviour=(
+            "free",
+            "pop_blocks_for_free",
+            "record_prefix_cache_stats",
+            "reset_prefix_cache",
+        ),
+        reads=("coordinator", "enable_caching"),
+        lookups=("vllm.v1.core.sched.scheduler:Scheduler.__init__",),
+        collaborators=(
+            *(f"{FREE_QUEUE}.{name}" for name in FREE_QUEUE_METHODS),
+            "vllm.v1.core.block_pool:BlockPool.free_blocks",
+            "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+            "vllm.v1.core.block_pool:BlockPool.touch",
+            "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.free",
+        ),
+    ),
+    process="engine_core",
+    why=(
+        "Stock evicts the least recently used block, so that finished thoughts, which no later "
+        "prompt holds, push out the prompts that the next turn asks for. The subclass evicts them "
+        "first."
+    ),
+    upstream="none: the order of free blocks has no hook; vLLM issues 39806 and 41938 ask for it",
+    remove_when="vLLM lets a plug-in say how long a request's blocks are worth keeping",
+)
+
 SCHEDULER_STATS: Final = Patch(
     name="scheduler_stats",
     sites=(Site("vllm.v1.metrics.loggers", "PrometheusStatLogger"),),
@@ -79,6 +138,7 @@ SCHEDULER_STATS: Final = Patch(
         behaviour=("record",),
         reads=("engine_indexes",),
         lookups=("vllm.v1.metrics.loggers:StatLoggerManager.__init__",),
+        collaborators=(),
     ),
     process="api_server",
     why=(
@@ -92,7 +152,7 @@ SCHEDULER_STATS: Final = Patch(
     remove_when="vLLM exports plug-in statistics to `/metrics`, or loads stat loggers on request",
 )
 
-PATCHES: Final = (SCHEDULER, ASYNC_SCHEDULER, SCHEDULER_STATS)
+PATCHES: Final = (SCHEDULER, ASYNC_SCHEDULER, KV_CACHE_MANAGER, SCHEDULER_STATS)
 
 
 def load_lock() -> dict[str, Entry]:

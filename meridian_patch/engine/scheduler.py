@@ -15,6 +15,7 @@ from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.guard import StepGuard
+from meridian_patch.engine.kv_binding import bind_kv_phases
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.factory import build_policy
@@ -55,6 +56,14 @@ class PhaseScheduling(UpstreamScheduler):
         self._phase_guard = StepGuard(self.phase_counters)
         self._phase_order = RunningOrder(policy, self.phase_router, policy_config.time_budget_us)
         self._is_phase_noop = policy.is_noop
+        self._kv_phases = bind_kv_phases(
+            self.kv_cache_manager,
+            loaded.config,
+            boundaries,
+            self.phase_router,
+            self._phase_guard,
+            self.phase_counters,
+        )
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
         self._waiting_answers: dict[str, Any] = {}
         facts = {
@@ -66,6 +75,7 @@ class PhaseScheduling(UpstreamScheduler):
             "boundaries": {"start": boundaries.start, "end": boundaries.end}
             if boundaries
             else None,
+            "kv_tiers": self._kv_phases.history if self._kv_phases else "off",
         }
         status.publish(role="engine_core", **facts)
         logger.info("meridian_patch live in EngineCore: %s", facts)
@@ -81,9 +91,23 @@ class PhaseScheduling(UpstreamScheduler):
         self._track(session)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._kv_phases:
+            self._kv_phases.finished(request)
         self.phase_router.remove(request.request_id)
         self._waiting_answers.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
+
+    def _free_blocks(self, request: Any) -> None:
+        if self._kv_phases is None:
+            super()._free_blocks(request)
+            return
+        self._kv_phases.begin_free(request)
+        try:
+            super()._free_blocks(request)
+        finally:
+            self._kv_phases.end_free()
+        if not self.requests:
+            self._kv_phases.check()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
@@ -120,7 +144,13 @@ class PhaseScheduling(UpstreamScheduler):
         return None
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        super()._preempt_request(request, *args, **kwargs)
+        if self._kv_phases:
+            self._kv_phases.begin_preemption(request)
+        try:
+            super()._preempt_request(request, *args, **kwargs)
+        finally:
+            if self._kv_phases:
+                self._kv_phases.end_free()
         state = self.phase_router.get(request.request_id)
         phase = state.phase if state else Phase.ANSWER
         self.phase_counters.count(counters.PREEMPTION, phase)
@@ -141,6 +171,8 @@ class PhaseScheduling(UpstreamScheduler):
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
+            if self._kv_phases:
+                self._kv_phases.count_evictions()
             payload = self.phase_counters.drain()
             for phase, number in self.phase_router.drain_entered().items():
                 payload[f"{counters.PHASE_CHANGE}:{phase}"] = number

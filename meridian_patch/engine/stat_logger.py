@@ -4,8 +4,19 @@ from typing import Any
 
 from meridian_patch.engine import stats_field
 from meridian_patch.phase.router import Phase
+from meridian_patch.policy.retention import Tier
+from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback
 from meridian_patch.telemetry.prometheus import PhaseMetrics
+
+_TIERS = tuple(tier.label for tier in Tier)
+LABELS = {
+    counters.PREEMPTION: tuple(Phase),
+    counters.FALLBACK: tuple(Fallback),
+    counters.PHASE_CHANGE: tuple(Phase),
+    counters.EVICTION: _TIERS,
+    counters.HIT_TOKENS: (*_TIERS, counters.IN_USE),
+}
 
 
 def build_prometheus_stat_logger(original: type) -> type:
@@ -17,7 +28,7 @@ def build_prometheus_stat_logger(original: type) -> type:
             super().__init__(vllm_config, *args, **kwargs)
             self._meridian = PhaseMetrics(vllm_config.model_config.served_model_name)
             for engine in self.engine_indexes:
-                self._meridian.initialize(engine, tuple(Phase), tuple(Fallback))
+                self._meridian.initialize(engine, LABELS)
 
         def record(
             self,

@@ -85,8 +85,8 @@ def locked_methods(patch: Patch) -> Iterator[LockedMethod]:
         yield LockedMethod(owner, "parameters", name)
     for name in patch.contract.behaviour:
         yield LockedMethod(owner, "source", name)
-    for lookup in patch.contract.lookups:
-        cls, _, name = lookup.rpartition(".")
+    for other in (*patch.contract.lookups, *patch.contract.collaborators):
+        cls, _, name = other.rpartition(".")
         yield LockedMethod(cls, "source", name)
 
 

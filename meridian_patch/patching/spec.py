@@ -30,12 +30,14 @@ class Contract:
         reads: instance attributes touched; each must be assigned by the class or its bases.
         lookups: ``"module:Class.method"`` that reads the sites' names each time it is called,
             which is what makes rebinding them take effect.
+        collaborators: ``"module:Class.method"`` of other classes whose bodies are relied on.
     """
 
     calls: tuple[str, ...]
     behaviour: tuple[str, ...]
     reads: tuple[str, ...]
     lookups: tuple[str, ...]
+    collaborators: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from meridian_patch.config.family import History
+
 TokenIds = tuple[int, ...]
 
 
@@ -14,9 +16,13 @@ class Boundaries:
         start: sequences of which any one opens thinking.
         end: sequences of which any one ends thinking.
         close: the sequence to force when thinking must be ended.
+        history: what the chat template does with earlier turns' thinking.
+        tool_call: sequences of which any one opens a tool call.
     """
 
     family: str
     start: tuple[TokenIds, ...]
     end: tuple[TokenIds, ...]
     close: TokenIds
+    history: History = "unverified"
+    tool_call: tuple[TokenIds, ...] = ()

@@ -32,6 +32,8 @@ class BoundaryMatcher:
         self._events: list[Event] = [Event.NONE]
         self._endings: dict[int, list[tuple[TokenIds, Event]]] = {}
         self._longest = 0
+        # Tokens of the longest start sequence.
+        self.longest_start = max(map(len, boundaries.start), default=0)
         for sequences, event in ((boundaries.start, Event.START), (boundaries.end, Event.END)):
             for sequence in sequences:
                 self._insert(sequence, event)

@@ -68,8 +68,36 @@ def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
     if markers.match is not None:
         notes += _compare_ids(model, markers, markers.match, sequences, close)
     return Resolution(
-        Boundaries(markers.label, start, end, close), markers, sequences, tuple(notes)
+        Boundaries(
+            markers.label,
+            start,
+            end,
+            close,
+            history=markers.match.family.history if markers.match else "unverified",
+            tool_call=_find_tool_calls(model, markers, vocabulary, notes),
+        ),
+        markers,
+        sequences,
+        tuple(notes),
     )
+
+
+def _find_tool_calls(
+    model: str, markers: Markers, vocabulary: Vocabulary, notes: list[str]
+) -> tuple[TokenIds, ...]:
+    """Sequences that open a tool call; one that cannot be followed is noted and left out."""
+    if markers.match is None:
+        return ()
+    sequences: dict[TokenIds, None] = {}
+    for text in markers.match.family.tool_call:
+        found = find_sequences(text, vocabulary)
+        sequences.update(dict.fromkeys(found.sequences))
+        if not found.sequences:
+            notes.append(
+                f"model {model}: tool_call {text!r} (file {markers.match.files}) cannot be "
+                "followed in tokens and is not seen"
+            )
+    return tuple(sequences)
 
 
 def _joined(

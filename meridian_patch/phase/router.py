@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
+from meridian_patch.phase.thoughts import find_first_thought
 
 
 class Phase(StrEnum):
@@ -29,6 +30,10 @@ class RequestPhase:
     first_phase: Phase
     # Automaton state after the last accepted token.
     match_state: int
+    # Known tokens, prompt included.
+    num_tokens: int
+    # Index of the token at which the first thought begins; None before there is one.
+    first_thought: int | None = None
     # Accepted tokens since this phase began; the boundary belongs to the phase it ends.
     tokens_in_phase: int = 0
     # Accepted think tokens over the whole request.
@@ -52,6 +57,7 @@ class PhaseRouter:
     """
 
     def __init__(self, boundaries: Boundaries | None, handoff_tokens: int = 0) -> None:
+        self._boundaries = boundaries
         self._matcher = BoundaryMatcher(boundaries) if boundaries else None
         self._first_ids = self._matcher.first_ids if self._matcher else frozenset()
         self._handoff_tokens = handoff_tokens
@@ -77,7 +83,9 @@ class PhaseRouter:
             if self._matcher.last_event(prompt_token_ids) is Event.START:
                 first_phase = Phase.THINK
             match_state = self._matcher.state_after(prompt_token_ids)
-        state = RequestPhase(Phase.PREFILL, first_phase, match_state)
+        state = RequestPhase(Phase.PREFILL, first_phase, match_state, len(prompt_token_ids))
+        if self._boundaries:
+            state.first_thought = find_first_thought(prompt_token_ids, self._boundaries)
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
@@ -105,6 +113,7 @@ class PhaseRouter:
             self._enter(state, state.first_phase)
             is_changed = True
         for token_id in token_ids:
+            state.num_tokens += 1
             state.tokens_in_phase += 1
             if state.phase is Phase.THINK:
                 state.think_tokens += 1
@@ -129,6 +138,8 @@ class PhaseRouter:
             return True
         if event is Event.START and state.phase is Phase.ANSWER:
             self._mark_reasoning(state)
+            if state.first_thought is None:
+                state.first_thought = state.num_tokens - self._matcher.longest_start
             self._enter(state, Phase.THINK)
             return True
         return False

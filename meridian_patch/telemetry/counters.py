@@ -8,6 +8,7 @@ class Fallback(StrEnum):
 
     EXCEPTION = "exception"
     SLOW = "slow"
+    KV_INTEGRITY = "kv_integrity"
 
 
 class PhaseCounters:
@@ -22,11 +23,11 @@ class PhaseCounters:
         # Totals since the start, for the status report and tests.
         self.totals: dict[str, int] = {}
 
-    def count(self, event: str, label: str) -> None:
-        """Count one event."""
+    def count(self, event: str, label: str, number: int = 1) -> None:
+        """Count ``number`` events."""
         key = f"{event}:{label}"
-        self._events[key] = self._events.get(key, 0) + 1
-        self.totals[key] = self.totals.get(key, 0) + 1
+        self._events[key] = self._events.get(key, 0) + number
+        self.totals[key] = self.totals.get(key, 0) + number
 
     def drain(self) -> dict[str, int]:
         """Events since the last call."""
@@ -37,5 +38,9 @@ class PhaseCounters:
 PREEMPTION = "preemption"
 FALLBACK = "fallback"
 PHASE_CHANGE = "phase_change"
+EVICTION = "kv_eviction"
+HIT_TOKENS = "kv_hit_tokens"
+# Label of hit tokens whose blocks other requests were using; the others are tiers.
+IN_USE = "in_use"
 # Gauges ride along under this prefix: requests in each phase.
 REQUESTS = "requests"

@@ -4,7 +4,7 @@ Plain counters and gauges with a multiprocess mode, so that they also work with 
 servers (custom collectors do not).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
@@ -43,6 +43,18 @@ class PhaseMetrics:
                 (*_LABELS, "phase"),
                 registry=registry,
             ),
+            counters.EVICTION: Counter(
+                "meridian_kv_evictions",
+                "Cached KV blocks evicted, by the tier they were in.",
+                (*_LABELS, "tier"),
+                registry=registry,
+            ),
+            counters.HIT_TOKENS: Counter(
+                "meridian_kv_hit_tokens",
+                "Prefix-cache hit tokens, by the tier of the free block, or in use by others.",
+                (*_LABELS, "tier"),
+                registry=registry,
+            ),
         }
         self._requests = Gauge(
             "meridian_requests",
@@ -52,10 +64,15 @@ class PhaseMetrics:
             multiprocess_mode="mostrecent",
         )
 
-    def initialize(self, engine: int, phases: tuple[str, ...], reasons: tuple[str, ...]) -> None:
-        """Export zeros for an engine before anything happened."""
+    def initialize(self, engine: int, labels: Mapping[str, Iterable[str]]) -> None:
+        """Export zeros for an engine before anything happened.
+
+        Args:
+            engine: index of the engine.
+            labels: per event, the values of its label.
+        """
         for event, metric in self._counters.items():
-            for label in reasons if event == counters.FALLBACK else phases:
+            for label in labels[event]:
                 metric.labels(self._model_name, str(engine), label)
 
     def record(self, stats: Mapping[str, int], engine: int) -> None:

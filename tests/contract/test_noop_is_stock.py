@@ -106,7 +106,7 @@ def test_same_outputs_as_stock(noop, demo_model, is_async, queue_policy):
         nonlocal steps, preemptions
         stock_outputs, patched_outputs = [], []
         run(Driver.build(stock_class, config, is_async=is_async), operations, stock_outputs.append)
-        patched = Driver.build(patched_class, config, is_async=is_async)
+        patched = Driver.build(patched_class, config, is_async=is_async, tiered=True)
         run(patched, operations, patched_outputs.append)
         assert patched_outputs == stock_outputs
         assert len(patched.scheduler.phase_router) == 0

@@ -8,8 +8,14 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import scheduler, stat_logger
-from meridian_patch.patches import ASYNC_SCHEDULER, PATCHES, SCHEDULER, SCHEDULER_STATS
+from meridian_patch.engine import kv_cache, scheduler, stat_logger
+from meridian_patch.patches import (
+    ASYNC_SCHEDULER,
+    KV_CACHE_MANAGER,
+    PATCHES,
+    SCHEDULER,
+    SCHEDULER_STATS,
+)
 from meridian_patch.patching.lock import locked_methods
 from meridian_patch.patching.spec import Patch
 
@@ -23,11 +29,13 @@ from meridian_patch.patches import PATCHES, load_lock
 from meridian_patch.patching.registry import Registry
 import vllm.v1.core.sched.async_scheduler as async_module
 import vllm.v1.core.sched.scheduler as sync_module
+import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
 
 def classes():
     configs = [SchedulerConfig.default_factory(async_scheduling=each) for each in (False, True)]
-    return [*(config.get_scheduler_cls() for config in configs), loggers.PrometheusStatLogger]
+    schedulers = [config.get_scheduler_cls() for config in configs]
+    return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger]
 
 def refusal():
     lock = load_lock()
@@ -63,7 +71,8 @@ print("RESULT" + json.dumps({
     "marks": [vars(cls)["__meridian_patch__"] for cls in live],
     "restored": [now is then for now, then in zip(classes(), stock)],
     "restored_modules": [sync_module.Scheduler is originals[0],
-                         async_module.AsyncScheduler is originals[1]],
+                         async_module.AsyncScheduler is originals[1],
+                         kv_module.KVCacheManager is stock[2]],
 }))
 """
 
@@ -77,11 +86,12 @@ def seen() -> dict:
     return json.loads(run.stdout.rpartition("RESULT")[2])
 
 
-def test_vllm_builds_our_schedulers(seen: dict) -> None:
-    """SchedulerConfig.get_scheduler_cls returns our class, synchronous and asynchronous."""
+def test_vllm_builds_our_classes(seen: dict) -> None:
+    """Where vLLM looks up schedulers, cache manager and stat logger, it finds ours."""
     assert seen["names"] == [
         "PhaseScheduler",
         "AsyncPhaseScheduler",
+        "PhaseKVCacheManager",
         "PhasePrometheusStatLogger",
     ]
     assert seen["marks"] == [patch.name for patch in PATCHES]
@@ -167,7 +177,12 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 
 @pytest.mark.parametrize(
     ("patch", "module"),
-    [(SCHEDULER, scheduler), (ASYNC_SCHEDULER, scheduler), (SCHEDULER_STATS, stat_logger)],
+    [
+        (SCHEDULER, scheduler),
+        (ASYNC_SCHEDULER, scheduler),
+        (KV_CACHE_MANAGER, kv_cache),
+        (SCHEDULER_STATS, stat_logger),
+    ],
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_contract_lists_all_that_our_class_touches(patch: Patch, module) -> None:

@@ -83,6 +83,7 @@ class Run:
 
     def drive(self) -> dict:
         seen = self._watch.restart() if self._watch else None
+        counted = _totals(self._watch.scheduler) if self._watch else {}
         step = 0
         while self._requests or self._events or self._engine.has_unfinished_requests():
             for request in _take_due(self._requests, step):
@@ -98,6 +99,8 @@ class Run:
         }
         if self._watch is not None:
             report |= asdict(seen) | _left_behind(self._watch.scheduler)
+            totals = _totals(self._watch.scheduler)
+            report["counted"] = {n: v - counted.get(n, 0) for n, v in totals.items()}
         return report
 
     def _add(self, request: dict) -> None:
@@ -165,7 +168,21 @@ def _left_behind(scheduler) -> dict:
         "requests_left": len(scheduler.requests),
         # One block is vLLM's null block and never free.
         "blocks_left": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "routed_left": len(scheduler.phase_router) if hasattr(scheduler, "phase_router") else None,
+        **(_of_product(scheduler) if hasattr(scheduler, "phase_router") else {}),
+    }
+
+
+def _totals(scheduler) -> dict[str, int]:
+    return dict(scheduler.phase_counters.totals) if hasattr(scheduler, "phase_counters") else {}
+
+
+def _of_product(scheduler) -> dict:
+    """What our scheduler and cache manager say of themselves."""
+    from meridian_patch.engine.kv_integrity import find_faults
+
+    return {
+        "routed_left": len(scheduler.phase_router),
+        "kv_faults": find_faults(scheduler.kv_cache_manager.block_pool),
     }
 
 

@@ -22,6 +22,7 @@ SMALL_POOL = 37
 PRESSURE = make_problems(6, seed=5, steps=6) + make_problems(12, seed=5, steps=2)
 PRESSURE_V2 = make_problems(2, seed=5, steps=5) + make_problems(4, seed=5, steps=2)
 LONG_QUESTION = "Here is a long introduction that says nothing at all. " * 6 + AMPLE[0].question
+SHORT_QUESTION = LONG_QUESTION[-150:]
 REGEX = "[0-9] it is, and nothing else\\."
 
 
@@ -32,7 +33,7 @@ def v1_job(model: Path, env: dict[str, str], *, pressure_only: bool = False) -> 
         "max_model_len": 1024,
         "max_num_batched_tokens": 64,
     }
-    runs = [PRESSURE_RUN] if pressure_only else [*FEATURE_RUNS, PRESSURE_RUN]
+    runs = [*([] if pressure_only else FEATURE_RUNS), turns_run(), PRESSURE_RUN]
     stages = [
         _stage("sync", runs, engine_arguments(model, **small, async_scheduling=False)),
         _stage("async", runs, engine_arguments(model, **small, async_scheduling=True)),
@@ -65,8 +66,29 @@ def v2_job(model: Path, env: dict[str, str]) -> Job:
         "name": "pressure",
         "requests": ask_all("p", PRESSURE_V2, every_steps=10, max_tokens=260),
     }
-    stages = [_stage("async", [ample, _abort_run(max_tokens=60), pressure], engine)]
+    turns = turns_run(question=SHORT_QUESTION, fillers=2, every_steps=215, max_tokens=210)
+    stages = [_stage("async", [ample, _abort_run(max_tokens=60), turns, pressure], engine)]
     return Job(stages, env=env, allow_async=True, model_runner_v2=True)
+
+
+def turns_run(
+    question: str = LONG_QUESTION, fillers: int = 5, every_steps: int = 330, max_tokens: int = 320
+) -> dict:
+    """A conversation whose second turn comes after thinkers that fill the pool."""
+    last = 20 + fillers * every_steps + max_tokens + 20
+    thinkers = make_problems(fillers, seed=8, steps=6)
+    return {
+        "name": "turns",
+        "requests": [
+            ask("first", question, max_tokens=12, at_step=1),
+            *[
+                ask(f"t{i}", problem, at_step=20 + i * every_steps, max_tokens=max_tokens)
+                for i, problem in enumerate(thinkers)
+            ],
+            ask("next", AMPLE[1], earlier=(question, "1"), at_step=last, max_tokens=12),
+        ],
+        "events": [{"do": "reset_prefix_cache", "reset_running_requests": False}],
+    }
 
 
 def _stage(name: str, runs: list[dict], engine: dict) -> dict:

@@ -8,22 +8,34 @@ after the next step was scheduled, as in the engine.
 import functools
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
 
 BLOCK_SIZE = 32
 THINK_START, THINK_END, TURN_END = 256, 257, 259
@@ -36,6 +48,8 @@ class Job:
 
     Attributes:
         think_tokens: tokens before the end marker; None for a request that does not think.
+        opening: the answer's first tokens, where they matter.
+        max_tokens: of the output; with fewer than it wants to say it ends by its length.
     """
 
     request_id: str
@@ -44,12 +58,16 @@ class Job:
     answer_tokens: int
     priority: int = 0
     arrival_time: float = 0.0
+    opening: tuple[int, ...] = ()
+    max_tokens: int = 1500
 
     def token(self, index: int) -> int:
         """The output token at ``index``."""
         thinking = 0 if self.think_tokens is None else self.think_tokens + 1
         if index == thinking - 1:
             return THINK_END
+        if thinking <= index < thinking + len(self.opening):
+            return self.opening[index - thinking]
         return TURN_END if index == thinking + self.answer_tokens else WORD
 
 
@@ -59,6 +77,22 @@ def make_prompt(rng: random.Random, tokens: int, *, thinks: bool, shared: int = 
     prefix = [common.randrange(60, 120) for _ in range(tokens // 2)]
     prompt = prefix + [rng.randrange(60, 120) for _ in range(tokens - len(prefix) - 1)]
     return [*prompt, THINK_START if thinks else WORD]
+
+
+def full_attention(block_size: int = BLOCK_SIZE) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+
+
+def sliding_window(window: int, block_size: int = BLOCK_SIZE) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.float32,
+        sliding_window=window,
+    )
 
 
 @functools.cache
@@ -87,39 +121,61 @@ class Driver:
 
     scheduler: Any
     is_async: bool
+    hash_block_size: int = BLOCK_SIZE
     jobs: dict[str, Job] = field(default_factory=dict)
     # Step index at which each output token of a request was delivered.
     deliveries: dict[str, list[int]] = field(default_factory=dict)
     steps: int = 0
+    # Prompt tokens found in the cache, as vLLM's own statistics have it.
+    hits: int = 0
+    preempted_hits: int = 0
+    # KV events, as a subscriber would get them.
+    kv_events: list[Any] = field(default_factory=list)
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
 
     @classmethod
-    def build(cls, scheduler_class: type | None, config: Any, *, is_async: bool) -> "Driver":
-        """A driver of ``scheduler_class``, or of the stock class when it is None."""
+    def build(
+        cls,
+        scheduler_class: type | None,
+        config: Any,
+        *,
+        is_async: bool,
+        tiered: bool = False,
+        groups: Sequence[KVCacheSpec] = (),
+    ) -> "Driver":
+        """A driver of ``scheduler_class``, or of the stock class when it is None.
+
+        Args:
+            tiered: with our KV cache manager, in the place where the scheduler looks it up.
+            groups: of KV cache; block sizes divide BLOCK_SIZE. One of full attention by default.
+        """
         blocks = config.cache_config.num_gpu_blocks
-        spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
-        )
+        specs = groups or [full_attention()]
         kv_cache_config = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[KVCacheGroupSpec([f"layer{n}"], s) for n, s in enumerate(specs)],
         )
         init_none_hash(sha256)
         chosen = scheduler_class or (AsyncScheduler if is_async else Scheduler)
-        scheduler = chosen(
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            log_stats=True,
-        )
-        return cls(scheduler, is_async)
+        manager = build_phase_kv_cache_manager(KVCacheManager) if tiered else KVCacheManager
+        with patch.object(scheduler_module, "KVCacheManager", manager):
+            scheduler = chosen(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_SIZE,
+                hash_block_size=(hash_block_size := min(spec.block_size for spec in specs)),
+                log_stats=True,
+            )
+        # An event publisher would open a socket; the driver stands in for it.
+        scheduler.kv_event_publisher = driver = cls(scheduler, is_async, hash_block_size)
+        return driver
 
     def add(self, job: Job) -> None:
         self.jobs[job.request_id] = job
         self.deliveries[job.request_id] = []
-        parameters = SamplingParams(temperature=0, max_tokens=1500)
+        parameters = SamplingParams(temperature=0, max_tokens=job.max_tokens)
         parameters.update_from_generation_config({}, TURN_END)
         self.scheduler.add_request(
             Request(
@@ -129,7 +185,7 @@ class Driver:
                 pooling_params=None,
                 arrival_time=job.arrival_time,
                 priority=job.priority,
-                block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+                block_hasher=get_request_block_hasher(self.hash_block_size, sha256),
             )
         )
 
@@ -155,6 +211,10 @@ class Driver:
         while self._in_flight:
             self._deliver()
 
+    def publish(self, batch: Any) -> None:
+        """Take the place of vLLM's event publisher."""
+        self.kv_events += batch.events
+
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         request_ids = list(output.num_scheduled_tokens)
         sampled = []
@@ -174,5 +234,9 @@ class Driver:
     def _deliver(self) -> None:
         output, result = self._in_flight.popleft()
         for engine_outputs in self.scheduler.update_from_output(output, result).values():
+            if engine_outputs.scheduler_stats is not None:
+                found = engine_outputs.scheduler_stats.prefix_cache_stats
+                self.hits += found.hits
+                self.preempted_hits += found.preempted_hits
             for item in engine_outputs.outputs:
                 self.deliveries[item.request_id] += [self.steps] * len(item.new_token_ids)

@@ -76,6 +76,7 @@ ENGINE = Patch(
         behaviour=("run",),
         reads=("finished", "items", "size"),
         lookups=("toy.user:Factory.make",),
+        collaborators=(),
     ),
     process="any",
     why="a test",

@@ -20,12 +20,26 @@ def engine_arguments(model, **changes) -> dict:
     } | changes
 
 
-def ask(name: str, problem: Problem | str, *, at_step: int = 0, priority: int = 0, **params):
-    """One request: a greedy chat turn unless ``params`` say otherwise."""
+def ask(
+    name: str,
+    problem: Problem | str,
+    *,
+    earlier: tuple[str, str] | None = None,
+    at_step: int = 0,
+    priority: int = 0,
+    **params,
+):
+    """One request: a greedy chat turn unless ``params`` say otherwise.
+
+    Args:
+        earlier: question and answer of the turn before, without its thinking.
+    """
     question = problem if isinstance(problem, str) else problem.question
+    roles = ("user", "assistant")
+    history = [{"role": r, "content": c} for r, c in zip(roles, earlier or (), strict=False)]
     return {
         "name": name,
-        "messages": [{"role": "user", "content": question}],
+        "messages": [*history, {"role": "user", "content": question}],
         "params": {"temperature": 0, "max_tokens": 600} | params,
         "at_step": at_step,
         "priority": priority,

@@ -1,6 +1,7 @@
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from meridian_patch.bench.counters import difference, read_counters
+from meridian_patch.engine.stat_logger import LABELS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 
@@ -11,7 +12,7 @@ def page_of(*, ours: bool) -> str:
     stock.labels("1").inc(4)
     if ours:
         metrics = PhaseMetrics("m", registry)
-        metrics.initialize(0, ("prefill", "think", "answer"), ("exception", "slow"))
+        metrics.initialize(0, LABELS)
         metrics.record({"preemption:think": 5, "preemption:answer": 2, "fallback:slow": 1}, 0)
         metrics.record({"preemption:think": 6}, 1)
     return generate_latest(registry).decode()

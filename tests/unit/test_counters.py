@@ -28,13 +28,23 @@ def test_metrics_have_the_documented_names_and_labels():
     """The exported names are the ones the README and the demo use."""
     registry = CollectorRegistry()
     metrics = PhaseMetrics("m", registry)
-    metrics.initialize(0, ("think",), ("slow",))
+    labels = {
+        "preemption": ["think"],
+        "fallback": ["slow"],
+        "phase_change": ["think"],
+        "kv_eviction": ["think_complete"],
+        "kv_hit_tokens": ["in_use"],
+    }
+    metrics.initialize(0, labels)
     metrics.record({"preemption:think": 2, "requests:answer": 5}, engine=0)
     metrics.record({"preemption:think": 1, "fallback:slow": 1, "requests:answer": 3}, engine=0)
+    metrics.record({"kv_eviction:think_complete": 7, "kv_hit_tokens:in_use": 64}, engine=0)
     assert samples(registry) == {
         'meridian_preemptions_total{engine="0",model_name="m",phase="think"} 3.0',
         'meridian_policy_fallbacks_total{engine="0",model_name="m",reason="slow"} 1.0',
         'meridian_phase_changes_total{engine="0",model_name="m",phase="think"} 0.0',
+        'meridian_kv_evictions_total{engine="0",model_name="m",tier="think_complete"} 7.0',
+        'meridian_kv_hit_tokens_total{engine="0",model_name="m",tier="in_use"} 64.0',
         'meridian_requests{engine="0",model_name="m",phase="answer"} 3.0',
     }
 

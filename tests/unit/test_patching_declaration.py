@@ -60,6 +60,7 @@ def test_everything_missing_is_listed(tmp_path: Path) -> None:
         behaviour=("stop", "start"),
         reads=("items", "colour"),
         lookups=("toy.user:Factory.sell", "toy.gone:Factory.make"),
+        collaborators=(),
     )
     with (
         toy_package.toy_package(tmp_path) as toy,
