@@ -47,7 +47,6 @@ class PhaseKVCaching(UpstreamManager):
         self.clock: Callable[[], float] = time.monotonic
         self.phases: Phases | None = None
         managers = self.coordinator.single_type_managers
-        self._skips_blocks = any(type(m.kv_cache_spec) is not FullAttentionSpec for m in managers)
         self.pools: list[Any] = []
         self.queues: list[TieredFreeQueue] = []
         # Without prefix caching a free block holds nothing that could be hit.
@@ -60,6 +59,10 @@ class PhaseKVCaching(UpstreamManager):
             queue = TieredFreeQueue(pool.free_block_queue.get_all_free_blocks(), retain_s)
             pool.free_block_queue = queue
             self.queues.append(queue)
+        # Load-bearing: with full attention alone, allocation frees nothing. A wrapper that does
+        # nothing would still cost every request of every step.
+        if any(type(manager.kv_cache_spec) is not FullAttentionSpec for manager in managers):
+            self.allocate_slots = self._allocate_and_retain
 
     def begin_free(self, request_id: str, retention: Retention | None) -> None:
         """What is freed from now on are blocks of this request, to be kept like this."""
@@ -94,16 +97,6 @@ class PhaseKVCaching(UpstreamManager):
             self._assign(blocks, retention)
         return blocks
 
-    def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        # Load-bearing: with full attention alone, allocation frees nothing.
-        if not self._skips_blocks or self.phases is None:
-            return super().allocate_slots(request, *args, **kwargs)
-        self.begin_free(request.request_id, self.phases.skipped(request.request_id))
-        try:
-            return super().allocate_slots(request, *args, **kwargs)
-        finally:
-            self.end_free()
-
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
         super().record_prefix_cache_stats(request, num_hits)
         # Load-bearing: called once per admission, when the hit blocks are the request's.
@@ -116,6 +109,15 @@ class PhaseKVCaching(UpstreamManager):
             for queue in self.queues:
                 queue.blank_all()
         return is_reset
+
+    def _allocate_and_retain(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """``allocate_slots``; what the request no longer attends to goes where it belongs."""
+        retention = self.phases.skipped(request.request_id) if self.phases else None
+        self.begin_free(request.request_id, retention)
+        try:
+            return super().allocate_slots(request, *args, **kwargs)
+        finally:
+            self.end_free()
 
     def _assign(self, blocks: Iterable[Any], retention: Retention) -> None:
         """Remember the tier of blocks that are not free yet."""
