@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meridian_patch import __version__, envs
+from meridian_patch.bench.commands import add_bench
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
 
@@ -58,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser("config", help="every configuration value and its origin")
     config.set_defaults(run=_config)
+
+    add_bench(commands)
     return parser
 
 

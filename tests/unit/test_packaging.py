@@ -67,14 +67,16 @@ def test_wheel_holds_every_module(wheel_files: set[str]) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
-    """Family files, the upstream lock and the tiny reasoner travel with the wheel."""
+    """Family files, cost models, the upstream lock and the tiny reasoner travel with the wheel."""
     families = tracked("configs", "families/*.yaml")
+    costs = tracked("configs", "cost/*.yaml")
     model = {
         path for path in tracked("meridian_patch/demo/tiny-reasoner", "*") if path.suffix != ".md"
     }
     assert families
+    assert costs
     assert Path("model.safetensors") in model
-    expected = {f"meridian_patch/configs/{path}" for path in families}
+    expected = {f"meridian_patch/configs/{path}" for path in families | costs}
     expected |= {f"meridian_patch/demo/tiny-reasoner/{path}" for path in model}
     assert expected | {"meridian_patch/upstream_lock.json"} <= wheel_files
 

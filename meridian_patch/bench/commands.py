@@ -1,0 +1,159 @@
+"""``meridian bench``: comparisons that need no accelerator."""
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from meridian_patch.errors import BenchError
+
+if TYPE_CHECKING:
+    from meridian_patch.bench.turns_grid import Grid
+
+Value = TypeVar("Value", int, float)
+
+EXIT_INTERRUPTED = 130
+# What --grid runs where an option is not given.
+GRID_HISTORIES = "stripped,kept,tool-loop,plain"
+GRID_POOLS = "100000,200000"
+GRID_RATES = "0.15,0.3,0.6"
+
+
+def add_bench(commands: Any) -> None:
+    """Add ``bench`` to the subcommands of the ``meridian`` command."""
+    bench = commands.add_parser("bench", help="comparisons with stock vLLM")
+    benches = bench.add_subparsers(required=True, metavar="BENCH")
+    turns = benches.add_parser(
+        "turns",
+        help="prefix hits over conversations, replayed on vLLM's real scheduler",
+        description="Replays conversations of 2 to 8 turns on vLLM's real scheduler and KV cache "
+        "manager, without a model and on a virtual clock. Options with a comma take several "
+        "values; all combinations are run.",
+    )
+    turns.add_argument("--history", help="stripped, kept, tool-loop, plain (default: stripped)")
+    turns.add_argument("--pool", help="KV pool in tokens (default: 100000)")
+    turns.add_argument("--rate", help="conversations per second (default: 0.3)")
+    turns.add_argument("--seeds", default="1", help="for example 1,2 or 11-15")
+    turns.add_argument("--arms", help="comma list, 'stock' is always run (default: all main arms)")
+    turns.add_argument("--conversations", default="100", help="per replay")
+    turns.add_argument("--cost", default=None, help="cost model: a packaged name, or a YAML file")
+    turns.add_argument("--workers", default="2", help="processes")
+    turns.add_argument("--out", type=Path, default=Path("out/bench/turns"), help="folder")
+    turns.add_argument(
+        "--grid",
+        action="store_true",
+        help=f"histories {GRID_HISTORIES}, pools {GRID_POOLS}, rates {GRID_RATES} where not given",
+    )
+    turns.set_defaults(run=_turns)
+
+
+def _turns(parsed: argparse.Namespace) -> int:
+    try:
+        from meridian_patch.bench.turns_figures import summarise_turns
+        from meridian_patch.bench.turns_grid import run_grid
+        from meridian_patch.bench.turns_report import (
+            TABLE_NOTE,
+            TurnsOrigin,
+            turns_tables,
+            write_turns_report,
+        )
+    except ModuleNotFoundError as error:
+        raise BenchError(
+            f"{error.name} is missing; install what benches need with "
+            "'pip install meridian-patch[bench]' and an engine"
+        ) from error
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from meridian_patch.bench.cost import load_cost
+
+    grid = _grid(parsed)
+    workers = _whole("--workers", parsed.workers)
+    cost = load_cost(grid.cost)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        task = progress.add_task("replays", total=sum(1 for _ in grid.jobs()))
+        try:
+            runs = run_grid(grid, workers, lambda _: progress.advance(task))
+        except KeyboardInterrupt:
+            print("meridian: interrupted, nothing was written", file=sys.stderr)
+            return EXIT_INTERRUPTED
+    rows = summarise_turns(runs)
+    date = datetime.now().astimezone().isoformat(timespec="seconds")
+    origin = TurnsOrigin(date, shlex.join(["meridian", *sys.argv[1:]]), cost, grid)
+    title = f"s-turns, simulated, {grid.conversations} conversations, cost {cost.name}"
+    console.print(f"{title}, seeds {parsed.seeds}", *turns_tables(rows), TABLE_NOTE, sep="\n")
+    for path in write_turns_report(parsed.out, rows, runs, origin):
+        console.print(str(path), highlight=False)
+    return 0
+
+
+def _grid(parsed: argparse.Namespace) -> "Grid":
+    from meridian_patch.bench.cost import DEFAULT_COST
+    from meridian_patch.bench.turns import History
+    from meridian_patch.bench.turns_arms import DEFAULT_ARMS, turns_arm
+    from meridian_patch.bench.turns_grid import Grid
+
+    def chosen(value: str | None, otherwise: str, in_grid: str) -> list[str]:
+        return (value or (in_grid if parsed.grid else otherwise)).split(",")
+
+    known = [history.value for history in History]
+    histories = chosen(parsed.history, "stripped", GRID_HISTORIES)
+    for name in histories:
+        if name not in known:
+            raise BenchError(f"--history: unknown mode {name!r}; known: {', '.join(known)}")
+    arms = parsed.arms.split(",") if parsed.arms else list(DEFAULT_ARMS)
+    for name in arms:
+        turns_arm(name, History.STRIPPED)
+    return Grid(
+        histories=[History(name) for name in histories],
+        pools=_each("--pool", chosen(parsed.pool, "100000", GRID_POOLS), _whole),
+        rates=_each("--rate", chosen(parsed.rate, "0.3", GRID_RATES), _rate),
+        seeds=_seeds(parsed.seeds),
+        arms=arms,
+        conversations=_whole("--conversations", parsed.conversations),
+        cost=parsed.cost or DEFAULT_COST,
+    )
+
+
+def _each(option: str, texts: Sequence[str], read: Callable[[str, str], Value]) -> list[Value]:
+    return list(dict.fromkeys(read(option, text) for text in texts))
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise BenchError(f"{option} is {text!r}, expected a whole number above 0")
+    return int(text)
+
+
+def _rate(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise BenchError(f"{option} is {text!r}, expected a number above 0")
+    return value
+
+
+def _seeds(text: str) -> list[int]:
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise BenchError(f"--seeds is {text!r}, expected seeds such as 1,2 or 11-15")
+        seeds += range(int(first), int(last if dash else first) + 1)
+    if not seeds:
+        raise BenchError(f"--seeds is {text!r}, which holds none; expected the lower number first")
+    return list(dict.fromkeys(seeds))

@@ -1,0 +1,73 @@
+"""Cost models: how long a step would take on a machine that is not here."""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from meridian_patch.config.schema import StrictModel
+from meridian_patch.config.validate import validate
+from meridian_patch.config.yaml_file import parse_mapping, read_text
+from meridian_patch.engine.replay_types import StepWork
+from meridian_patch.errors import BenchError, ConfigError
+
+SUFFIX = ".yaml"
+DEFAULT_COST = "h100-8b-dense"
+
+
+class CostModel(StrictModel):
+    """Seconds per step: ``fixed + max(memory, compute)``.
+
+    ``memory`` reads the weights once and the KV of every sequence in the step. ``compute`` is
+    linear in the step's tokens, plus attention over each token's context. Numbers are floats in
+    YAML's sense: write ``1.0e-3``.
+    """
+
+    version: Literal[1]
+    name: str = Field(min_length=1)
+    provenance: str = Field(
+        pattern=r"^(derived|measured on .+)$", description="`derived`, or `measured on MACHINE`."
+    )
+    derivation: str = Field(min_length=1, description="Where each number comes from.")
+    fixed_s: float = Field(ge=0, allow_inf_nan=False)
+    weights_s: float = Field(gt=0, allow_inf_nan=False)
+    kv_read_s_per_token: float = Field(ge=0, allow_inf_nan=False)
+    token_s: float = Field(gt=0, allow_inf_nan=False)
+    attention_s_per_pair: float = Field(ge=0, allow_inf_nan=False)
+
+    def step_seconds(self, work: StepWork) -> float:
+        """Seconds of one step; 0 for a step without tokens."""
+        tokens = work.prefill_tokens + work.decode_seqs
+        if not tokens:
+            return 0.0
+        memory = self.weights_s + self.kv_read_s_per_token * work.context_tokens
+        compute = self.token_s * tokens + self.attention_s_per_pair * work.attended_tokens
+        return self.fixed_s + max(memory, compute)
+
+
+def load_cost(name_or_path: str) -> CostModel:
+    """A packaged cost model by name, or one from a file.
+
+    Raises:
+        BenchError: unknown name, unreadable file, wrong value; the message names file and field.
+    """
+    path = _packaged_directory() / f"{name_or_path}{SUFFIX}"
+    if "/" in name_or_path or name_or_path.endswith((SUFFIX, ".yml")):
+        path = Path(name_or_path)
+    elif not path.is_file():
+        known = ", ".join(sorted(file.stem for file in _packaged_directory().glob(f"*{SUFFIX}")))
+        raise BenchError(
+            f"unknown cost model {name_or_path!r}; known: {known}. A file of your own is given as "
+            f"a path that ends in {SUFFIX}"
+        )
+    origin = f"cost model {path}"
+    try:
+        return validate(CostModel, parse_mapping(read_text(path), origin), lambda _: origin)
+    except ConfigError as error:
+        raise BenchError(str(error)) from error
+
+
+def _packaged_directory() -> Path:
+    # Load-bearing: the package is installed as files, never imported from an archive.
+    return Path(str(files("meridian_patch.configs"))) / "cost"

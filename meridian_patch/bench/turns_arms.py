@@ -1,0 +1,47 @@
+"""Arms of an ``s-turns`` replay: what is compared with what."""
+
+from meridian_patch.bench.turns import History
+from meridian_patch.engine.replay_types import ReplayArm
+from meridian_patch.errors import BenchError
+
+STOCK = "stock"
+# Reported beside the arms, not replayed: see ``ReplayRecord.bound_tokens``.
+INFINITE = "infinite"
+
+_SET = "MERIDIAN_PATCH_SET_"
+# A decision that runs into its time budget falls back to stock: a replay must not depend on that.
+_PATIENT = {f"{_SET}POLICY__TIME_BUDGET_US": "10000000"}
+# The workload knows what it does with thinking, as an operator does.
+_HISTORY_RULES = {
+    History.STRIPPED: "strip",
+    History.KEPT: "keep",
+    History.TOOL_LOOP: "keep_in_tool_loop",
+    History.PLAIN: "strip",
+}
+_NO_TIERS = {f"{_SET}KV__TIERS": "false"}
+# What each arm sets, and what it is in words.
+_ARMS: dict[str, tuple[dict[str, str], bool, str]] = {
+    "noop": ({f"{_SET}POLICY__NAME": "noop", **_NO_TIERS}, False, "our classes, deciding as stock"),
+    "tiers": ({}, True, "stock order, KV tiers"),
+    "latency": (_NO_TIERS, False, "latency policy, no KV tiers"),
+    "meridian": ({}, False, "latency policy and KV tiers"),
+    "no-decay": ({f"{_SET}KV__RETAIN_S": "1.0e+9"}, True, "as tiers, prompts never decay"),
+    "fast-decay": ({f"{_SET}KV__RETAIN_S": "30.0"}, True, "as tiers, prompts decay after 30 s"),
+}
+ARM_WORDS = {STOCK: "vLLM as it is", **{name: words for name, (_, _, words) in _ARMS.items()}}
+DEFAULT_ARMS = (STOCK, "noop", "tiers", "meridian")
+
+
+def turns_arm(name: str, history: History) -> ReplayArm:
+    """The arm called ``name``, set up for what the workload does with thinking.
+
+    Raises:
+        BenchError: there is no such arm.
+    """
+    if name == STOCK:
+        return ReplayArm(STOCK)
+    if name not in _ARMS:
+        raise BenchError(f"unknown arm {name!r}; known: {', '.join(ARM_WORDS)}")
+    settings, keeps_stock_order, _ = _ARMS[name]
+    rule = {f"{_SET}KV__HISTORY": _HISTORY_RULES[history]}
+    return ReplayArm(name, True, {**_PATIENT, **rule, **settings}, keeps_stock_order)

@@ -1,0 +1,185 @@
+"""Drives vLLM's real scheduler on a virtual clock; what the model would sample is given."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from meridian_patch.engine.replay_counts import InfiniteCache, RecomputedTokens
+from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, MAX_MODEL_LEN, build_scheduler
+from meridian_patch.engine.replay_types import (
+    Markers,
+    ReplayArm,
+    ReplayRecord,
+    ReplayRequest,
+    ReplayTotals,
+    StepWork,
+)
+from meridian_patch.errors import BenchError
+
+
+class ReplayEngine:
+    """One scheduler under test and its pretended model.
+
+    Under async scheduling a step's tokens are handed over only after the next step was scheduled,
+    as in the engine.
+
+    Attributes:
+        now: the virtual clock, in seconds; whoever drives may set it forward while idle.
+        totals: sums since the start.
+    """
+
+    def __init__(
+        self,
+        arm: ReplayArm,
+        blocks: int,
+        step_seconds: Callable[[StepWork], float],
+        markers: Markers,
+        *,
+        is_async: bool = True,
+    ) -> None:
+        self.now = 0.0
+        self.totals = ReplayTotals()
+        self.scheduler = build_scheduler(arm, blocks, is_async=is_async)
+        manager = self.scheduler.kv_cache_manager
+        if hasattr(manager, "clock"):
+            manager.clock = lambda: self.now
+        self._is_async = is_async
+        self._step_seconds = step_seconds
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._sampling = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN)
+        self._sampling.update_from_generation_config({}, markers.turn_end)
+        self._live: dict[str, tuple[Request, ReplayRecord]] = {}
+        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._finished: list[ReplayRecord] = []
+        self._infinite = InfiniteCache()
+        self._recomputed = RecomputedTokens()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs, or is on its way back."""
+        return not self._live and not self._in_flight
+
+    def counters(self) -> dict[str, int]:
+        """What a patched scheduler counted since the start; empty for stock."""
+        counted = getattr(self.scheduler, "phase_counters", None)
+        return dict(sorted(counted.totals.items())) if counted else {}
+
+    def add(self, request: ReplayRequest, arrival_s: float) -> None:
+        """Submit a request; ``arrival_s`` is not after ``now``."""
+        upstream = Request(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            sampling_params=self._sampling,
+            pooling_params=None,
+            arrival_time=arrival_s,
+            block_hasher=self._hasher,
+        )
+        self._live[request.request_id] = (upstream, ReplayRecord(request, arrival_s))
+        self.scheduler.add_request(upstream)
+
+    def step(self) -> StepWork:
+        """Schedule one step, let its time pass, and deliver the tokens that are due.
+
+        Raises:
+            BenchError: nothing can be scheduled any more although requests wait.
+        """
+        output = self.scheduler.schedule()
+        if not output.num_scheduled_tokens and not self._in_flight:
+            raise BenchError(
+                f"the scheduler is stuck with {len(self._live)} requests: one of them needs more "
+                "KV blocks than the pool holds; give a larger --pool"
+            )
+        self._note_admissions(output)
+        work, result = self._run(output)
+        self.totals.steps += 1
+        self._in_flight.append((output, result))
+        if self._is_async:
+            self._deliver_down_to(1 if output.num_scheduled_tokens else 0)
+            self.now += self._step_seconds(work)
+        else:
+            self.now += self._step_seconds(work)
+            self._deliver_down_to(0)
+        return work
+
+    def take_finished(self) -> list[ReplayRecord]:
+        """Records of the requests that finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _note_admissions(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            request, record = self._live[new.req_id]
+            record.admitted_s = self.now
+            record.hit_tokens = new.num_computed_tokens
+            record.bound_tokens = self._infinite.hit_tokens(
+                request.block_hashes, request.num_tokens
+            )
+            self._infinite.add(request.block_hashes, request.num_tokens)
+        for request_id in output.preempted_req_ids or ():
+            self.totals.preemptions += 1
+            self._recomputed.preempted(request_id, self._live[request_id][0].num_tokens)
+
+    def _run(self, output: Any) -> tuple[StepWork, ModelRunnerOutput]:
+        prefill_tokens = decode_seqs = context_tokens = attended_tokens = 0
+        request_ids = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request, record = self._live[request_id]
+            computed = request.num_computed_tokens
+            context_tokens += computed
+            if scheduled == 1:
+                decode_seqs += 1
+                attended_tokens += computed
+            else:
+                prefill_tokens += scheduled
+                attended_tokens += scheduled * computed - scheduled * (scheduled - 1) // 2
+            self._recomputed.ran(
+                request_id,
+                computed - scheduled,
+                computed,
+                is_prefill_chunk=request.is_prefill_chunk,
+            )
+            if request.is_prefill_chunk:
+                sampled.append([])
+                continue
+            tokens = record.request.output
+            # Under async scheduling one more token is sampled before the stop is seen.
+            index = min(computed - request.num_prompt_tokens, len(tokens) - 1)
+            sampled.append([tokens[index]])
+        work = StepWork(prefill_tokens, decode_seqs, context_tokens, attended_tokens)
+        positions = {request_id: index for index, request_id in enumerate(request_ids)}
+        result = ModelRunnerOutput(
+            req_ids=request_ids, req_id_to_index=positions, sampled_token_ids=sampled
+        )
+        return work, result
+
+    def _deliver_down_to(self, steps_in_flight: int) -> None:
+        while len(self._in_flight) > steps_in_flight:
+            output, result = self._in_flight.popleft()
+            for engine_outputs in self.scheduler.update_from_output(output, result).values():
+                self._note_statistics(engine_outputs.scheduler_stats)
+                for item in engine_outputs.outputs:
+                    self._note_output(item)
+
+    def _note_output(self, item: Any) -> None:
+        request, record = self._live[item.request_id]
+        record.token_s.extend([self.now] * len(item.new_token_ids))
+        if item.finish_reason is not None:
+            record.finish_reason = str(item.finish_reason)
+            # Load-bearing: the last sampled token was never fed to the model.
+            self._infinite.add(request.block_hashes, request.num_tokens - 1)
+            self._recomputed.forget(item.request_id)
+            self.totals.recomputed_tokens = self._recomputed.total
+            del self._live[item.request_id]
+            self._finished.append(record)
+
+    def _note_statistics(self, stats: Any) -> None:
+        if stats is not None and stats.prefix_cache_stats is not None:
+            self.totals.engine_hits += stats.prefix_cache_stats.hits
+            self.totals.engine_queries += stats.prefix_cache_stats.queries

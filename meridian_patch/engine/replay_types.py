@@ -1,0 +1,106 @@
+"""What a replay is fed with and what it hands back; imports no vLLM."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ReplayArm:
+    """One side of a replay comparison.
+
+    Attributes:
+        name: as in tables.
+        is_patched: our scheduler and KV manager over vLLM's, or vLLM's own.
+        settings: ``MERIDIAN_PATCH_SET_*`` names and values. The process environment is not read.
+        keeps_stock_order: run requests in stock order whatever the policy; the KV tiers alone act.
+    """
+
+    name: str
+    is_patched: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    keeps_stock_order: bool = False
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Token ids of the replayed model's chat template; ids below ``content_ids`` are plain text.
+
+    Attributes:
+        tool_call: what an answer that is a tool call begins with.
+    """
+
+    think_start: int
+    think_end: int
+    turn_end: int
+    system: int
+    user: int
+    assistant: int
+    tool_call: tuple[int, ...]
+    content_ids: int
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """One request: its prompt and the tokens that it will sample.
+
+    Attributes:
+        output: ends with the turn end token, which stops the request.
+        answer_start: index in ``output`` of the first token that a user reads.
+    """
+
+    request_id: str
+    prompt: list[int]
+    output: list[int]
+    answer_start: int
+
+
+@dataclass(slots=True)
+class ReplayRecord:
+    """What became of one request; times in seconds of the virtual clock.
+
+    Attributes:
+        hit_tokens: prompt tokens found in the prefix cache when it was first admitted.
+        bound_tokens: those that a cache which never evicts would have held at that time.
+        token_s: when each output token was delivered.
+    """
+
+    request: ReplayRequest
+    arrival_s: float
+    hit_tokens: int = 0
+    bound_tokens: int = 0
+    admitted_s: float | None = None
+    token_s: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What the model would have to do in one step.
+
+    Attributes:
+        prefill_tokens: tokens computed for prompts and for resumes.
+        decode_seqs: sequences that compute one token each.
+        context_tokens: tokens whose KV is read, summed over all sequences of the step.
+        attended_tokens: context length summed over all *tokens* of the step.
+    """
+
+    prefill_tokens: int = 0
+    decode_seqs: int = 0
+    context_tokens: int = 0
+    attended_tokens: int = 0
+
+
+@dataclass(slots=True)
+class ReplayTotals:
+    """Sums over a replay.
+
+    Attributes:
+        recomputed_tokens: tokens computed once more because a preemption had thrown them away.
+        engine_hits, engine_queries: hit and asked tokens as vLLM's own statistics count them.
+    """
+
+    steps: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    engine_hits: int = 0
+    engine_queries: int = 0
