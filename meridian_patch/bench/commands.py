@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meridian_patch.bench.served_command import add_served_turns
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def add_bench(commands: Any) -> None:
         help=f"histories {GRID_HISTORIES}, pools {GRID_POOLS}, rates {GRID_RATES} where not given",
     )
     turns.set_defaults(run=_turns)
+    add_served_turns(benches)
 
 
 def _turns(parsed: argparse.Namespace) -> int:

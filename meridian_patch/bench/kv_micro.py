@@ -1,5 +1,6 @@
 """``meridian bench kv-micro``: what the KV tiers cost per operation, against stock."""
 
+import gc
 import json
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,8 @@ def run(rounds: int, out: Path) -> int:
     console = Console()
     micro = KVMicro()
     seen: dict[str, list[dict[str, float]]] = {STOCK: [], PLAIN: [], THINKING: []}
+    # As vLLM does with its engine core: a collection would hit whichever side it comes in.
+    gc.freeze()
     for _ in track(range(rounds + 1), "rounds", console=console, transient=True):
         for name, seconds in micro.round():
             seen[name].append(seconds | {TOTAL: sum(seconds.values())})

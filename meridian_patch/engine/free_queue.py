@@ -53,7 +53,9 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         # Load-bearing: upstream's methods read these two attributes anew in each call.
         self.front = self.fake_free_list_head
         self._back = self.fake_free_list_tail
-        self._ends = [make_fence() for _ in Tier]  # of blank, THINK_COMPLETE, THINK_ACTIVE
+        self._blank_end = make_fence()
+        # Of all tiers but the last, which ends where the list does.
+        self._tier_ends = [make_fence() for _ in list(Tier)[:-1]]
         self._marks: deque[tuple[KVCacheBlock, float]] = deque()
         self._segment = 0
         self._spare_marks = [make_fence() for _ in range(AGE_PARTS)]
@@ -63,7 +65,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         self._passed = 0
         self._next_fence = self._no_fence = make_fence()
         self._no_fence.next_free_block = self._no_fence
-        for fence in self._ends:
+        for fence in (self._blank_end, *self._tier_ends):
             link_before(self._back, fence)
         self._renumber()
 
@@ -149,7 +151,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         self._spare_marks += [mark for mark, _ in self._marks]
         for fence in self.fences:
             unlink(fence)
-        for fence in self._ends:
+        for fence in (self._blank_end, *self._tier_ends):
             link_before(self._back, fence)
         self._marks.clear()
         self._entries.clear()
@@ -161,8 +163,8 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         while self._marks and now_s - self._marks[0][1] >= self._retain_s:
             mark, _ = self._marks.popleft()
             # What stands before the mark is at the end of THINK_ACTIVE from now on.
-            unlink(self._ends[-1])
-            link_before(mark, self._ends[-1])
+            unlink(self._tier_ends[-1])
+            link_before(mark, self._tier_ends[-1])
             unlink(mark)
             self._spare_marks.append(mark)
         self._renumber()
@@ -177,9 +179,9 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         """
         self._entries[last.block_id] = last.block_hash, tier
         if tier is not Tier.OUTPUT_CRITICAL:
-            if self._passed > tier + 1:
+            if self._passed:
                 self._go_to_front()
-            move_before(self._ends[tier + 1], first, last)
+            move_before(self._tier_ends[tier], first, last)
 
     def _add_assigned(self, blocks: list[KVCacheBlock]) -> None:
         by_tier: dict[Tier, list[KVCacheBlock]] = {tier: [] for tier in Tier}
@@ -228,7 +230,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         return blocks + self.popleft_n(num_fences)
 
     def _renumber(self) -> None:
-        self.fences = [*self._ends, *(mark for mark, _ in self._marks)]
+        self.fences = [self._blank_end, *self._tier_ends, *(mark for mark, _ in self._marks)]
         self._go_to_front()
 
 
@@ -241,12 +243,17 @@ def count_behind(blocks: list[KVCacheBlock], kept_tokens: int, kept_blocks: int)
         kept_blocks: a guess at the number of blocks that do not end behind.
     """
     guess = len(blocks) - kept_blocks
-    if 0 < guess < len(blocks) and end_of(blocks[guess]) <= kept_tokens < end_of(blocks[guess - 1]):
+    if (
+        0 < guess < len(blocks)
+        and end_of(blocks[guess]) <= kept_tokens
+        and end_of(blocks[guess - 1]) > kept_tokens
+    ):
         return guess
     return bisect_left(blocks, -kept_tokens, key=lambda block: -end_of(block))
 
 
 def end_of(block: KVCacheBlock) -> int:
     """Tokens of the prefix that ends with a cached block; 0 for a blank one."""
-    # Load-bearing: upstream notes it for every cached block of every cache group.
-    return block.block_hash_num_tokens or 0
+    # Load-bearing: upstream notes it for every cached block of every cache group. The attribute
+    # behind the property: this runs several times per freed request.
+    return block._block_hash_num_tokens or 0

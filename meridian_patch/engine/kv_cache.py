@@ -71,7 +71,6 @@ class PhaseKVCaching(UpstreamManager):
         for manager in self.coordinator.single_type_managers:
             blocks = manager.req_to_blocks.get(request_id, ())
             first_behind = retention.kept_tokens // manager.block_size
-            # Load-bearing: who holds a block of a prefix holds all blocks before it.
             if first_behind < len(blocks) and not is_own(blocks[first_behind]):
                 self._assign(blocks[first_behind : count_shared(blocks)], retention)
             manager.block_pool.free_block_queue.kept_blocks = first_behind
@@ -113,7 +112,8 @@ class PhaseKVCaching(UpstreamManager):
     def _allocate_and_retain(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """``allocate_slots``; what the request no longer attends to goes where it belongs."""
         retention = self.phases.skipped(request.request_id) if self.phases else None
-        self.begin_free(request.request_id, retention)
+        for queue in self.queues:
+            queue.retention = retention
         try:
             return super().allocate_slots(request, *args, **kwargs)
         finally:

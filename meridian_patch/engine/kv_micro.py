@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,11 @@ class KVMicro:
     def __init__(self) -> None:
         # Any hash does; the cheapest shows most of the rest.
         init_none_hash(_hash)
-        self._requests = [_make_request(number) for number in range(REQUESTS)]
+        # Two sets take turns, so that nobody allocates what is still cached; a third one grows.
+        self._sets = [
+            [_make_request(f"{name}{number}", tokens) for number in range(REQUESTS)]
+            for name, tokens in (("a", TOKENS), ("b", TOKENS), ("grow", BLOCK_SIZE))
+        ]
         # Where the patches are live the name holds our class.
         stock = next(c for c in KVCacheManager.__mro__ if c.__module__.startswith("vllm."))
         ours = build_phase_kv_cache_manager(stock)
@@ -40,29 +44,30 @@ class KVMicro:
 
     def round(self) -> Iterator[tuple[str, Seconds]]:
         """Per arm, the seconds per request of each operation: allocate, free, hit, grow."""
+        self._sets[:2] = reversed(self._sets[:2])
         for name, manager in self._managers.items():
-            total = self._cycle(manager, THOUGHT if name == THINKING else None)
-            yield name, {operation: s / REQUESTS for operation, s in total.items()}
+            yield name, self._cycle(manager, THOUGHT if name == THINKING else None)
 
     def _cycle(self, manager: Any, retention: Retention | None) -> Seconds:
+        requests, _, growing = self._sets
         seconds = {
-            "allocate": self._time(lambda r: manager.allocate_slots(r, TOKENS)),
-            "free": self._time(lambda r: _free(manager, r, retention)),
-            "hit": self._time(lambda r: _hit(manager, r)),
+            "allocate": _time(requests, lambda r: manager.allocate_slots(r, TOKENS)),
+            "free": _time(requests, lambda r: _free(manager, r, retention)),
+            "hit": _time(requests, lambda r: _hit(manager, r)),
         }
-        self._time(lambda r: _free(manager, r, retention))
+        _time(requests, lambda r: _free(manager, r, retention))
         # Decoding: slots for one token at a time, for as long as one block lasts.
-        seconds["grow"] = self._time(lambda r: _grow(manager, r))
-        self._time(lambda r: _free(manager, r, None))
-        for request in self._requests:
-            request.num_computed_tokens = 0
+        seconds["grow"] = _time(growing, lambda r: _grow(manager, r))
+        _time(growing, lambda r: _free(manager, r, None))
         return seconds
 
-    def _time(self, operation: Callable[[Request], None]) -> float:
-        start = time.perf_counter()
-        for request in self._requests:
-            operation(request)
-        return time.perf_counter() - start
+
+def _time(requests: Sequence[Request], operation: Callable[[Request], None]) -> float:
+    """Seconds per request."""
+    start = time.perf_counter()
+    for request in requests:
+        operation(request)
+    return (time.perf_counter() - start) / len(requests)
 
 
 def _free(manager: Any, request: Request, retention: Retention | None) -> None:
@@ -95,20 +100,25 @@ def _build(cls: type) -> Any:
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
-    return cls(
+    manager = cls(
         kv_cache_config=config,
         max_model_len=TOKENS,
         scheduler_block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,
         log_stats=True,
     )
+    # A pool that has served for a while: neighbours in the queue are far apart in memory.
+    blocks = manager.block_pool.get_new_blocks(BLOCKS)
+    random.Random(0).shuffle(blocks)
+    manager.block_pool.free_blocks(blocks)
+    return manager
 
 
-def _make_request(number: int) -> Request:
-    rng = random.Random(number)
+def _make_request(request_id: str, tokens: int) -> Request:
+    rng = random.Random(request_id)
     return Request(
-        request_id=str(number),
-        prompt_token_ids=[rng.randrange(1000) for _ in range(TOKENS)],
+        request_id=request_id,
+        prompt_token_ids=[rng.randrange(1000) for _ in range(tokens)],
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, _hash),

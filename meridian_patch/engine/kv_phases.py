@@ -1,5 +1,6 @@
 """What phases mean for KV blocks: tells the cache manager what to keep, and counts."""
 
+import math
 from typing import Any
 
 from vllm.logger import init_logger
@@ -130,6 +131,8 @@ class KVPhases:
         if faults:
             self._counters.count(counters.FALLBACK, Fallback.KV_INTEGRITY)
             self.history = "keep"
+            # Said once: a fault does not go away.
+            self._check_interval_s = math.inf
             logger.error(
                 "meridian_patch: the free KV blocks are not in order, KV tiers are off from now "
                 "on: %s",

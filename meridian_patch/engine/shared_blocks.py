@@ -11,7 +11,8 @@ def count_shared(blocks: Sequence[Any]) -> int:
     Args:
         blocks: of one cache group, in order. Null blocks count as shared.
     """
-    # Load-bearing: who holds a block of a prefix holds all blocks before it.
+    # Load-bearing: who holds a block of a prefix holds those before it. Where two requests computed
+    # the same prefix at once that may fail, and a block's place in the order is stock's.
     return bisect_left(range(len(blocks)), True, key=lambda i: is_own(blocks[i]))
 
 

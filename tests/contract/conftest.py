@@ -1,0 +1,32 @@
+"""Fixtures of the tests on the real scheduler and KV manager."""
+
+import pytest
+import yaml
+
+from meridian_patch.config.families import load_families
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """A busy test machine must not run into the policy's time budget."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US", "10000000")
+
+
+@pytest.fixture
+def use_family(monkeypatch, tmp_path):
+    """Replaces the tiny reasoner's family file by a changed copy."""
+
+    def write(**changes):
+        packaged = load_families()["tiny_reasoner"].family.model_dump(exclude_none=True)
+        family = {**packaged, "replaces": True, **changes}
+        (tmp_path / "tiny_reasoner.yaml").write_text(yaml.safe_dump(plain(family)))
+        monkeypatch.setenv("MERIDIAN_PATCH_SET_FAMILIES_DIR", str(tmp_path))
+
+    return write
+
+
+def plain(value):
+    """Tuples as lists: YAML has no others."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,137 @@
+"""Where the first thought of a request stands."""
+
+import pytest
+
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.router import PhaseRouter
+from meridian_patch.phase.thoughts import MAX_EMPTY_TOKENS, find_first_thought, holds_any
+
+START, END, WORD, LINE = 1, 2, 9, 10
+SIMPLE = Boundaries("test", ((START,),), ((END,),), (END,))
+LONG = Boundaries("test", ((5, 6, 7),), ((8, 8, 3),), (8, 8, 3))
+# Two spellings of each marker; the short start is the tail of the long one.
+SPELLINGS = Boundaries("test", ((5, 6), (4, 5, 6)), ((8,), (7, 7)), (8,))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], None),
+        ([WORD] * 5, None),
+        ([WORD, END, WORD], None),
+        ([START, WORD], 0),
+        ([WORD, WORD, START], 2),
+        ([WORD, START, WORD, START], 1),
+        ([WORD, START, *[WORD] * 20, END, WORD, START], 1),
+    ],
+    ids=["empty", "none", "end-only", "first", "last", "two", "closed-then-open"],
+)
+def test_first_thought_of_a_prompt(tokens, expected):
+    """It begins at the first start marker."""
+    assert find_first_thought(tokens, SIMPLE) == expected
+
+
+@pytest.mark.parametrize("between", range(MAX_EMPTY_TOKENS + 1))
+def test_empty_thoughts_are_no_thoughts(between):
+    """Markers with line ends between them stand for a turn without thinking."""
+    empty = [START, *[LINE] * between, END]
+    assert find_first_thought([WORD, *empty], SIMPLE) is None
+    assert find_first_thought([WORD, *empty, WORD, *empty], SIMPLE) is None
+    assert find_first_thought([WORD, *empty, WORD, START], SIMPLE) == 1 + len(empty) + 1
+
+
+def test_a_short_thought_is_a_thought():
+    """One token more than line ends could be, and it counts."""
+    short = [START, *[WORD] * (MAX_EMPTY_TOKENS + 1), END]
+    assert find_first_thought([WORD, *short], SIMPLE) == 1
+
+
+def test_markers_of_several_tokens():
+    """All tokens of a marker count; a part of one does not."""
+    assert find_first_thought([5, 6, WORD, 5, 6, 7, WORD], LONG) == 3
+    assert find_first_thought([WORD, 5, 6, 7], LONG) == 1
+    assert find_first_thought([WORD, 5, 6], LONG) is None
+    assert find_first_thought([5, 5, 6, 7], LONG) == 1
+    gap = [WORD] * MAX_EMPTY_TOKENS
+    assert find_first_thought([WORD, 5, 6, 7, *gap, 8, 8, 3], LONG) is None
+    assert find_first_thought([WORD, 5, 6, 7, WORD, *gap, 8, 8, 3], LONG) == 1
+    assert find_first_thought([WORD, 5, 6, 7, WORD, 8, 8], LONG) == 1
+
+
+def test_several_spellings():
+    """Any spelling opens a thought, any spelling closes an empty one."""
+    assert find_first_thought([WORD, 5, 6, WORD], SPELLINGS) == 1
+    assert find_first_thought([WORD, 4, 5, 6, WORD], SPELLINGS) == 1
+    assert find_first_thought([5, 6, 8, WORD, 4, 5, 6], SPELLINGS) == 4
+    assert find_first_thought([4, 5, 6, LINE, 7, 7, WORD, 5, 6], SPELLINGS) == 7
+    assert find_first_thought([5, 6, LINE, 7, 7], SPELLINGS) is None
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_and_tuples(kind):
+    """Prompts come as either."""
+    assert find_first_thought(kind([WORD, 5, 6, 7]), LONG) == 1
+
+
+def test_holds_any():
+    """Found anywhere, whole only."""
+    markers = ((3, 4), (6,))
+    assert holds_any([WORD, 3, 4], markers)
+    assert holds_any([6], markers)
+    assert holds_any([3, 3, 4, WORD], markers)
+    assert not holds_any([3, WORD, 4, 3], markers)
+    assert not holds_any([], markers)
+    assert not holds_any([3, 4], ())
+
+
+def first_thought(boundaries, prompt, *steps):
+    router = PhaseRouter(boundaries)
+    router.add("r", prompt)
+    for step in steps:
+        router.observe("r", step)
+    return router.get("r").first_thought
+
+
+def test_the_router_knows_a_thought_that_the_prompt_opened():
+    """It is known before the first token, and a later thought does not move it."""
+    prompt = [WORD, WORD, START]
+    assert first_thought(SIMPLE, prompt) == 2
+    assert first_thought(SIMPLE, prompt, [WORD, END, WORD, START]) == 2
+
+
+def test_the_router_knows_a_thought_that_earlier_turns_kept():
+    """A kept thought in the prompt is the first one, though the request answers."""
+    history = [WORD, START, *[WORD] * 9, END, WORD]
+    assert first_thought(SIMPLE, history, [WORD]) == 1
+
+
+def test_the_router_knows_a_thought_that_the_output_opened():
+    """It is the index among all tokens, the prompt's first."""
+    assert first_thought(SIMPLE, [WORD] * 3, [WORD, WORD]) is None
+    assert first_thought(SIMPLE, [WORD] * 3, [WORD, WORD], [START]) == 5
+    assert first_thought(SIMPLE, [WORD] * 3, [WORD, START, WORD, END], [START]) == 4
+
+
+def test_a_marker_of_several_tokens_may_span_prompt_and_steps():
+    """The thought begins where its marker does."""
+    assert first_thought(LONG, [WORD] * 3, [5], [6], [7]) == 3
+    assert first_thought(LONG, [WORD, 5], [6, 7]) == 1
+    assert first_thought(LONG, [WORD, 5], [6]) is None
+
+
+def test_with_several_spellings_an_output_thought_is_never_placed_too_late():
+    """Which spelling was written is not remembered; the longest one is assumed."""
+    assert first_thought(SPELLINGS, [WORD] * 3, [4, 5, 6]) == 3
+    assert first_thought(SPELLINGS, [WORD] * 3, [5, 6]) == 2
+
+
+def test_an_empty_thought_in_the_prompt_leaves_room_for_a_later_one():
+    """Thinking was off in the prompt; the model thinks nevertheless."""
+    prompt = [WORD, START, LINE, END]
+    assert first_thought(SIMPLE, prompt, [WORD]) is None
+    assert first_thought(SIMPLE, prompt, [WORD, START]) == 5
+
+
+def test_no_boundaries_no_thought():
+    """A single-phase model has none."""
+    assert first_thought(None, [START, WORD], [START]) is None
