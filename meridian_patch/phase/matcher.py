@@ -48,14 +48,17 @@ class BoundaryMatcher:
         state = self._edges[state].get(token_id, ROOT)
         return state, self._events[state]
 
-    def last_event(self, token_ids: Sequence[int]) -> Event:
-        """The last boundary in ``token_ids``, found from the end."""
+    def last_boundary(self, token_ids: Sequence[int]) -> tuple[Event, int]:
+        """The last boundary in ``token_ids``, found from the end, and where it begins.
+
+        ``Event.NONE`` and 0 when there is none.
+        """
         for index in range(len(token_ids) - 1, -1, -1):
             for sequence, event in self._endings.get(token_ids[index], ()):
                 begin = index + 1 - len(sequence)
                 if begin >= 0 and tuple(token_ids[begin : index + 1]) == sequence:
-                    return event
-        return Event.NONE
+                    return event, begin
+        return Event.NONE, 0
 
     def state_after(self, token_ids: Sequence[int]) -> int:
         """State of a stream that has just seen ``token_ids``: a marker may be half open."""

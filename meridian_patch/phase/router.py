@@ -32,8 +32,10 @@ class RequestPhase:
     match_state: int
     # Known tokens, prompt included.
     num_tokens: int
-    # Index of the token at which the first thought begins; None before there is one.
+    # Index of the token at which the first thought begins, that of an earlier request included.
     first_thought: int | None = None
+    # The same for the first thought that this request itself thinks.
+    own_thought: int | None = None
     # Accepted tokens since this phase began; the boundary belongs to the phase it ends.
     tokens_in_phase: int = 0
     # Accepted think tokens over the whole request.
@@ -79,11 +81,14 @@ class PhaseRouter:
         """Track a request; again for a known id starts it over (a streaming session went on)."""
         self.remove(request_id)
         first_phase, match_state = Phase.ANSWER, ROOT
+        own_thought = None
         if self._matcher:
-            if self._matcher.last_event(prompt_token_ids) is Event.START:
-                first_phase = Phase.THINK
+            event, begin = self._matcher.last_boundary(prompt_token_ids)
+            if event is Event.START:
+                first_phase, own_thought = Phase.THINK, begin
             match_state = self._matcher.state_after(prompt_token_ids)
         state = RequestPhase(Phase.PREFILL, first_phase, match_state, len(prompt_token_ids))
+        state.own_thought = own_thought
         if self._boundaries:
             state.first_thought = find_first_thought(prompt_token_ids, self._boundaries)
         self._states[request_id] = state
@@ -138,8 +143,10 @@ class PhaseRouter:
             return True
         if event is Event.START and state.phase is Phase.ANSWER:
             self._mark_reasoning(state)
+            if state.own_thought is None:
+                state.own_thought = state.num_tokens - self._matcher.longest_start
             if state.first_thought is None:
-                state.first_thought = state.num_tokens - self._matcher.longest_start
+                state.first_thought = state.own_thought
             self._enter(state, Phase.THINK)
             return True
         return False

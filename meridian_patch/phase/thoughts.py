@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 
-# Templates write an empty thought for turns without thinking: both markers, line ends between.
-MAX_EMPTY_TOKENS = 4
+# Markers this close are no thought: templates write an empty one for turns without thinking, and
+# system prompts show the format.
+MAX_SHORT_TOKENS = 32
 
 
 def find_first_thought(token_ids: Sequence[int], boundaries: Boundaries) -> int | None:
-    """Index of the first start marker that is not closed again at once.
+    """Index of the first start marker that is not closed again soon.
 
     Args:
         token_ids: a prompt.
@@ -35,7 +36,7 @@ def _first(token_ids: Sequence[int], start: TokenIds, ends: tuple[TokenIds, ...]
     for index in _places(token_ids, start):
         begin = index + len(start)
         if not any(
-            holds_any(token_ids[begin : begin + MAX_EMPTY_TOKENS + len(end)], (end,))
+            holds_any(token_ids[begin : begin + MAX_SHORT_TOKENS + len(end)], (end,))
             for end in ends
         ):
             yield index

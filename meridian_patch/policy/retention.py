@@ -52,20 +52,33 @@ def choose_history(known: History, configured: str, *, sees_tool_calls: bool) ->
     return rule
 
 
+def kept_tokens(state: RequestPhase, history: History) -> int | None:
+    """How many of a request's tokens, from the first on, a later turn's prompt may begin with.
+
+    1. Where earlier thinking is dropped, what stands before this request's own thought. Markers
+       before are part of some text that came back before and will again.
+    2. In a tool loop the thoughts of its earlier requests go too once it ends.
+
+    Returns:
+        None for all of them: the history is kept, not known, or there is no thought.
+    """
+    if history == "strip":
+        return state.own_thought
+    return state.first_thought if history == "keep_in_tool_loop" else None
+
+
 def retain_finished(
     state: RequestPhase, history: History, *, has_tool_call: bool
 ) -> Retention | None:
     """Retention of a finished or aborted request; None leaves all blocks where stock puts them.
 
-    1. Without a thought everything may come back: the answer stands where it stood.
-    2. A kept history brings everything back, and so does a tool loop that goes on.
-    3. Otherwise only what stands before the first thought comes back.
+    A tool loop that goes on brings everything back.
     """
-    if state.first_thought is None or history in {"keep", "unverified"}:
+    kept = kept_tokens(state, history)
+    if kept is None:
         return None
-    if history == "keep_in_tool_loop" and has_tool_call:
-        return Retention(state.first_thought, Tier.OUTPUT_CRITICAL)
-    return Retention(state.first_thought, Tier.THINK_COMPLETE)
+    goes_on = history == "keep_in_tool_loop" and has_tool_call
+    return Retention(kept, Tier.OUTPUT_CRITICAL if goes_on else Tier.THINK_COMPLETE)
 
 
 def retain_preempted(state: RequestPhase, history: History) -> Retention | None:
@@ -73,12 +86,11 @@ def retain_preempted(state: RequestPhase, history: History) -> Retention | None:
 
     A thinker gives way before prompts do; an answer that somebody reads does not.
     """
-    if state.first_thought is None or history in {"keep", "unverified"}:
+    kept = kept_tokens(state, history)
+    if kept is None:
         return None
     is_thinking = state.phase is Phase.THINK
-    return Retention(
-        state.first_thought, Tier.THINK_ACTIVE if is_thinking else Tier.OUTPUT_CRITICAL
-    )
+    return Retention(kept, Tier.THINK_ACTIVE if is_thinking else Tier.OUTPUT_CRITICAL)
 
 
 def retain_skipped(state: RequestPhase, history: History) -> Retention | None:
@@ -86,6 +98,5 @@ def retain_skipped(state: RequestPhase, history: History) -> Retention | None:
 
     Not even its own resume needs them.
     """
-    if state.first_thought is None or history != "strip":
-        return None
-    return Retention(state.first_thought, Tier.THINK_COMPLETE)
+    kept = kept_tokens(state, history) if history == "strip" else None
+    return None if kept is None else Retention(kept, Tier.THINK_COMPLETE)

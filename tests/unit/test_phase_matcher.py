@@ -39,13 +39,13 @@ def test_several_spellings_of_one_marker():
     assert events(automaton, [7, 4, 9]) == [(2, Event.END)]
 
 
-def test_last_event_is_searched_from_the_end():
+def test_last_boundary_is_searched_from_the_end():
     """The last marker of a prompt decides, however long the prompt is."""
     automaton = matcher([(1, 2)], [(3,)])
-    assert automaton.last_event([0] * 1000) is Event.NONE
-    assert automaton.last_event([3, 1, 2, *([0] * 1000)]) is Event.START
-    assert automaton.last_event([1, 2, 3]) is Event.END
-    assert automaton.last_event([2]) is Event.NONE
+    assert automaton.last_boundary([0] * 1000) == (Event.NONE, 0)
+    assert automaton.last_boundary([3, 1, 2, *([0] * 1000)]) == (Event.START, 1)
+    assert automaton.last_boundary([1, 2, 3]) == (Event.END, 2)
+    assert automaton.last_boundary([2]) == (Event.NONE, 0)
 
 
 def test_half_open_marker_at_the_end_of_a_prompt():

@@ -4,7 +4,7 @@ import pytest
 
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.router import PhaseRouter
-from meridian_patch.phase.thoughts import MAX_EMPTY_TOKENS, find_first_thought, holds_any
+from meridian_patch.phase.thoughts import MAX_SHORT_TOKENS, find_first_thought, holds_any
 
 START, END, WORD, LINE = 1, 2, 9, 10
 SIMPLE = Boundaries("test", ((START,),), ((END,),), (END,))
@@ -22,7 +22,7 @@ SPELLINGS = Boundaries("test", ((5, 6), (4, 5, 6)), ((8,), (7, 7)), (8,))
         ([START, WORD], 0),
         ([WORD, WORD, START], 2),
         ([WORD, START, WORD, START], 1),
-        ([WORD, START, *[WORD] * 20, END, WORD, START], 1),
+        ([WORD, START, *[WORD] * 40, END, WORD, START], 1),
     ],
     ids=["empty", "none", "end-only", "first", "last", "two", "closed-then-open"],
 )
@@ -31,18 +31,18 @@ def test_first_thought_of_a_prompt(tokens, expected):
     assert find_first_thought(tokens, SIMPLE) == expected
 
 
-@pytest.mark.parametrize("between", range(MAX_EMPTY_TOKENS + 1))
-def test_empty_thoughts_are_no_thoughts(between):
-    """Markers with line ends between them stand for a turn without thinking."""
+@pytest.mark.parametrize("between", [0, 1, 2, 10, MAX_SHORT_TOKENS])
+def test_short_thoughts_are_no_thoughts(between):
+    """Templates write empty ones for turns without thinking, system prompts show the format."""
     empty = [START, *[LINE] * between, END]
     assert find_first_thought([WORD, *empty], SIMPLE) is None
     assert find_first_thought([WORD, *empty, WORD, *empty], SIMPLE) is None
     assert find_first_thought([WORD, *empty, WORD, START], SIMPLE) == 1 + len(empty) + 1
 
 
-def test_a_short_thought_is_a_thought():
-    """One token more than line ends could be, and it counts."""
-    short = [START, *[WORD] * (MAX_EMPTY_TOKENS + 1), END]
+def test_a_longer_thought_is_a_thought():
+    """One token more, and it counts."""
+    short = [START, *[WORD] * (MAX_SHORT_TOKENS + 1), END]
     assert find_first_thought([WORD, *short], SIMPLE) == 1
 
 
@@ -52,7 +52,7 @@ def test_markers_of_several_tokens():
     assert find_first_thought([WORD, 5, 6, 7], LONG) == 1
     assert find_first_thought([WORD, 5, 6], LONG) is None
     assert find_first_thought([5, 5, 6, 7], LONG) == 1
-    gap = [WORD] * MAX_EMPTY_TOKENS
+    gap = [WORD] * MAX_SHORT_TOKENS
     assert find_first_thought([WORD, 5, 6, 7, *gap, 8, 8, 3], LONG) is None
     assert find_first_thought([WORD, 5, 6, 7, WORD, *gap, 8, 8, 3], LONG) == 1
     assert find_first_thought([WORD, 5, 6, 7, WORD, 8, 8], LONG) == 1
@@ -84,12 +84,29 @@ def test_holds_any():
     assert not holds_any([3, 4], ())
 
 
-def first_thought(boundaries, prompt, *steps):
+def routed(boundaries, prompt, *steps):
     router = PhaseRouter(boundaries)
     router.add("r", prompt)
     for step in steps:
         router.observe("r", step)
-    return router.get("r").first_thought
+    return router.get("r")
+
+
+def first_thought(*args):
+    return routed(*args).first_thought
+
+
+def own_thought(*args):
+    return routed(*args).own_thought
+
+
+def test_the_router_knows_which_thought_is_the_requests_own():
+    """What stands closed in the prompt is not; what the prompt opens or the output begins is."""
+    closed = [START, *[WORD] * 40, END]
+    assert own_thought(SIMPLE, [*closed, WORD], [WORD]) is None
+    assert own_thought(SIMPLE, [*closed, WORD, START]) == len(closed) + 1
+    assert own_thought(SIMPLE, [*closed, WORD], [WORD, START], [END, START]) == len(closed) + 2
+    assert own_thought(SPELLINGS, [WORD, 4, 5, 6]) == 1
 
 
 def test_the_router_knows_a_thought_that_the_prompt_opened():
@@ -101,7 +118,7 @@ def test_the_router_knows_a_thought_that_the_prompt_opened():
 
 def test_the_router_knows_a_thought_that_earlier_turns_kept():
     """A kept thought in the prompt is the first one, though the request answers."""
-    history = [WORD, START, *[WORD] * 9, END, WORD]
+    history = [WORD, START, *[WORD] * 40, END, WORD]
     assert first_thought(SIMPLE, history, [WORD]) == 1
 
 

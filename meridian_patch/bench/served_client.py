@@ -1,0 +1,177 @@
+"""Users who talk to a served model: each asks, reads the stream, pauses, and asks again."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from meridian_patch.bench.client import Client, RequestRecord
+from meridian_patch.bench.served_figures import read_pool_use
+from meridian_patch.bench.served_script import (
+    Conversation,
+    Exchange,
+    ServedHistory,
+    build_messages,
+    most_prompt_tokens,
+)
+from meridian_patch.bench.workload import TraceRequest
+
+_ALIVE_POLL_S = 0.5
+_POOL_POLL_S = 1.0
+
+
+@dataclass
+class TurnRecord(RequestRecord):
+    """What one turn did; ``thought`` is its text as the client got it."""
+
+    thought: str = ""
+
+
+@dataclass(frozen=True)
+class TurnsClient(Client):
+    """Holds conversations with one server.
+
+    Args:
+        max_tokens: of one request, thought and answer together.
+        max_model_len: a conversation ends before a request that might not fit into it.
+    """
+
+    max_tokens: int = 800
+    max_model_len: int = 4096
+
+    def converse(
+        self,
+        conversations: Sequence[Conversation],
+        history: ServedHistory,
+        records: list[TurnRecord],
+        pool_use: list[float],
+        check_server: Callable[[], None] = lambda: None,
+        on_end: Callable[[TurnRecord], None] = lambda _: None,
+    ) -> None:
+        """Hold all conversations and wait until they have ended.
+
+        A conversation ends early when a request fails.
+
+        Args:
+            conversations: what to say.
+            history: what of the thoughts is said again.
+            records: is filled as requests start, so that it keeps what there is when the run
+                breaks off.
+            pool_use: is filled with the share of KV blocks that live requests use, once a second.
+            check_server: called now and then; what it raises ends the run.
+            on_end: called with the record of each request that has ended.
+
+        Raises:
+            BenchError: from ``check_server``.
+        """
+        asyncio.run(self._converse(conversations, history, records, pool_use, check_server, on_end))
+
+    async def _converse(
+        self,
+        conversations: Sequence[Conversation],
+        history: ServedHistory,
+        records: list[TurnRecord],
+        pool_use: list[float],
+        check_server: Callable[[], None],
+        on_end: Callable[[TurnRecord], None],
+    ) -> None:
+        timeout = aiohttp.ClientTimeout(total=self.request_limit_s)
+        # No connection is used twice: the server may close an idle one just as it is reused.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            begin = time.perf_counter()
+
+            async def ask(conversation: Conversation) -> None:
+                past: list[Exchange] = []
+                due = begin + conversation.arrival_s
+                for number, turn in enumerate(conversation.turns):
+                    messages = build_messages(conversation.system, past, turn.question, history)
+                    if most_prompt_tokens(messages) + self.max_tokens > self.max_model_len:
+                        return
+                    await asyncio.sleep(due + turn.pause_s - time.perf_counter())
+                    sent_s = time.perf_counter() - begin
+                    request = TraceRequest(
+                        f"{conversation.id}-{number}",
+                        sent_s,
+                        tuple(messages),
+                        turn.expected,
+                        self.max_tokens,
+                    )
+                    record = TurnRecord(request, sent_s)
+                    records.append(record)
+                    try:
+                        await self._ask_turn(session, record, history, begin)
+                    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                        record.error = f"{type(error).__name__}: {error}"
+                    on_end(record)
+                    if record.error is not None or record.finish_reason is None:
+                        return
+                    past.append(Exchange(turn.question, record.thought, record.answer))
+                    due = time.perf_counter()
+
+            watch = asyncio.ensure_future(self._watch_pool(session, pool_use))
+            pending = {asyncio.ensure_future(ask(each)) for each in conversations}
+            try:
+                while pending:
+                    done, pending = await asyncio.wait(pending, timeout=_ALIVE_POLL_S)
+                    for task in done:
+                        task.result()
+                    check_server()
+            finally:
+                for task in (watch, *pending):
+                    task.cancel()
+                await asyncio.gather(watch, *pending, return_exceptions=True)
+
+    async def _ask_turn(
+        self,
+        session: aiohttp.ClientSession,
+        record: TurnRecord,
+        history: ServedHistory,
+        begin: float,
+    ) -> None:
+        payload = {
+            "model": self.model,
+            "messages": record.request.messages,
+            "max_tokens": record.request.max_tokens,
+            # Greedy: the arms have the same conversations, but for ties that batches break.
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+            "chat_template_kwargs": {"enable_thinking": history is not ServedHistory.PLAIN},
+        }
+        async with session.post(f"{self.url}/v1/chat/completions", json=payload) as reply:
+            if not reply.ok:
+                record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
+                return
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    _note(record, json.loads(line[6:]), time.perf_counter() - begin)
+
+    async def _watch_pool(self, session: aiohttp.ClientSession, pool_use: list[float]) -> None:
+        while True:
+            await asyncio.sleep(_POOL_POLL_S)
+            # A server that is gone is noticed elsewhere.
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(f"{self.url}/metrics") as reply:
+                    use = read_pool_use(await reply.text())
+                if use is not None:
+                    pool_use.append(use)
+
+
+def _note(record: TurnRecord, chunk: dict[str, Any], now_s: float) -> None:
+    """Add one streamed chunk to the record."""
+    if "error" in chunk:
+        record.error = str(chunk["error"])
+        return
+    for choice in chunk.get("choices", []):
+        ids = choice.get("token_ids") or []
+        record.token_ids.extend(ids)
+        record.token_s.extend([now_s] * len(ids))
+        record.thought += choice["delta"].get("reasoning") or ""
+        record.answer += choice["delta"].get("content") or ""
+        record.finish_reason = choice.get("finish_reason") or record.finish_reason
