@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class RequestRecord:
         answer: text of the answer.
         finish_reason: the server's, or None when the stream broke off.
         error: what went wrong, or None.
+        thought: text of the thought, where the server tells it from the answer.
     """
 
     request: TraceRequest
@@ -38,6 +39,7 @@ class RequestRecord:
     answer: str = ""
     finish_reason: str | None = None
     error: str | None = None
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,11 @@ class Client:
                 await asyncio.gather(*pending, return_exceptions=True)
 
     async def _stream(
-        self, session: aiohttp.ClientSession, record: RequestRecord, begin: float
+        self,
+        session: aiohttp.ClientSession,
+        record: RequestRecord,
+        begin: float,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         payload = {
             "model": self.model,
@@ -146,6 +152,7 @@ class Client:
             "temperature": 0,
             "stream": True,
             "return_token_ids": True,
+            **(extra or {}),
         }
         async with session.post(f"{self.url}/v1/chat/completions", json=payload) as reply:
             if not reply.ok:
@@ -181,5 +188,6 @@ def _note(record: RequestRecord, chunk: dict[str, Any], now_s: float) -> None:
         ids = choice.get("token_ids") or []
         record.token_ids.extend(ids)
         record.token_s.extend([now_s] * len(ids))
+        record.thought += choice["delta"].get("reasoning") or ""
         record.answer += choice["delta"].get("content") or ""
         record.finish_reason = choice.get("finish_reason") or record.finish_reason

@@ -1,7 +1,6 @@
 """``meridian bench``: comparisons that need no accelerator."""
 
 import argparse
-import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meridian_patch.bench.arguments import read_positive, read_seeds, read_whole
 from meridian_patch.bench.served_command import add_served_turns
 from meridian_patch.errors import BenchError
 
@@ -51,6 +51,18 @@ def add_bench(commands: Any) -> None:
     )
     turns.set_defaults(run=_turns)
     add_served_turns(benches)
+    micro = benches.add_parser(
+        "kv-micro", help="what the KV tiers cost per operation, on 100 000 blocks"
+    )
+    micro.add_argument("--rounds", default="15", help="interleaved rounds, ours and stock")
+    micro.add_argument("--out", type=Path, default=Path("out/bench/kv-micro"), help="folder")
+    micro.set_defaults(run=_kv_micro)
+
+
+def _kv_micro(parsed: argparse.Namespace) -> int:
+    from meridian_patch.bench.kv_micro import run
+
+    return run(read_whole("--rounds", parsed.rounds), parsed.out)
 
 
 def _turns(parsed: argparse.Namespace) -> int:
@@ -74,7 +86,7 @@ def _turns(parsed: argparse.Namespace) -> int:
     from meridian_patch.bench.cost import load_cost
 
     grid = _grid(parsed)
-    workers = _whole("--workers", parsed.workers)
+    workers = read_whole("--workers", parsed.workers)
     cost = load_cost(grid.cost)
     parsed.out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -120,42 +132,14 @@ def _grid(parsed: argparse.Namespace) -> "Grid":
         turns_arm(name, History.STRIPPED)
     return Grid(
         histories=[History(name) for name in histories],
-        pools=_each("--pool", chosen(parsed.pool, "100000", GRID_POOLS), _whole),
-        rates=_each("--rate", chosen(parsed.rate, "0.3", GRID_RATES), _rate),
-        seeds=_seeds(parsed.seeds),
+        pools=_each("--pool", chosen(parsed.pool, "100000", GRID_POOLS), read_whole),
+        rates=_each("--rate", chosen(parsed.rate, "0.3", GRID_RATES), read_positive),
+        seeds=read_seeds(parsed.seeds),
         arms=arms,
-        conversations=_whole("--conversations", parsed.conversations),
+        conversations=read_whole("--conversations", parsed.conversations),
         cost=parsed.cost or DEFAULT_COST,
     )
 
 
 def _each(option: str, texts: Sequence[str], read: Callable[[str, str], Value]) -> list[Value]:
     return list(dict.fromkeys(read(option, text) for text in texts))
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise BenchError(f"{option} is {text!r}, expected a whole number above 0")
-    return int(text)
-
-
-def _rate(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise BenchError(f"{option} is {text!r}, expected a number above 0")
-    return value
-
-
-def _seeds(text: str) -> list[int]:
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise BenchError(f"--seeds is {text!r}, expected seeds such as 1,2 or 11-15")
-        seeds += range(int(first), int(last if dash else first) + 1)
-    if not seeds:
-        raise BenchError(f"--seeds is {text!r}, which holds none; expected the lower number first")
-    return list(dict.fromkeys(seeds))

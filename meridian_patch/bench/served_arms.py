@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meridian_patch.bench.arms import ARM_ENVIRONMENTS
+from meridian_patch.bench.client import RequestRecord
 from meridian_patch.bench.counters import difference
 from meridian_patch.bench.metrics import Figures
-from meridian_patch.bench.served_client import TurnRecord, TurnsClient
+from meridian_patch.bench.served_client import TurnsClient
 from meridian_patch.bench.served_figures import read_turn_counters, served_figures
 from meridian_patch.bench.served_script import Conversation, ServedHistory
 from meridian_patch.bench.server import (
@@ -77,7 +78,7 @@ class ServedRun:
     arm: str
     seed: int
     end_marker: tuple[int, ...] = ()
-    records: list[TurnRecord] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     pool_use: list[float] = field(default_factory=list)
     error: str | None = None

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -25,13 +23,6 @@ _ALIVE_POLL_S = 0.5
 _POOL_POLL_S = 1.0
 
 
-@dataclass
-class TurnRecord(RequestRecord):
-    """What one turn did; ``thought`` is its text as the client got it."""
-
-    thought: str = ""
-
-
 @dataclass(frozen=True)
 class TurnsClient(Client):
     """Holds conversations with one server.
@@ -48,10 +39,10 @@ class TurnsClient(Client):
         self,
         conversations: Sequence[Conversation],
         history: ServedHistory,
-        records: list[TurnRecord],
+        records: list[RequestRecord],
         pool_use: list[float],
         check_server: Callable[[], None] = lambda: None,
-        on_end: Callable[[TurnRecord], None] = lambda _: None,
+        on_end: Callable[[RequestRecord], None] = lambda _: None,
     ) -> None:
         """Hold all conversations and wait until they have ended.
 
@@ -75,16 +66,18 @@ class TurnsClient(Client):
         self,
         conversations: Sequence[Conversation],
         history: ServedHistory,
-        records: list[TurnRecord],
+        records: list[RequestRecord],
         pool_use: list[float],
         check_server: Callable[[], None],
-        on_end: Callable[[TurnRecord], None],
+        on_end: Callable[[RequestRecord], None],
     ) -> None:
         timeout = aiohttp.ClientTimeout(total=self.request_limit_s)
         # No connection is used twice: the server may close an idle one just as it is reused.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             begin = time.perf_counter()
+            thinks = history is not ServedHistory.PLAIN
+            template = {"chat_template_kwargs": {"enable_thinking": thinks}}
 
             async def ask(conversation: Conversation) -> None:
                 past: list[Exchange] = []
@@ -102,10 +95,10 @@ class TurnsClient(Client):
                         turn.expected,
                         self.max_tokens,
                     )
-                    record = TurnRecord(request, sent_s)
+                    record = RequestRecord(request, sent_s)
                     records.append(record)
                     try:
-                        await self._ask_turn(session, record, history, begin)
+                        await self._stream(session, record, begin, template)
                     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                         record.error = f"{type(error).__name__}: {error}"
                     on_end(record)
@@ -127,31 +120,6 @@ class TurnsClient(Client):
                     task.cancel()
                 await asyncio.gather(watch, *pending, return_exceptions=True)
 
-    async def _ask_turn(
-        self,
-        session: aiohttp.ClientSession,
-        record: TurnRecord,
-        history: ServedHistory,
-        begin: float,
-    ) -> None:
-        payload = {
-            "model": self.model,
-            "messages": record.request.messages,
-            "max_tokens": record.request.max_tokens,
-            # Greedy: the arms have the same conversations, but for ties that batches break.
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-            "chat_template_kwargs": {"enable_thinking": history is not ServedHistory.PLAIN},
-        }
-        async with session.post(f"{self.url}/v1/chat/completions", json=payload) as reply:
-            if not reply.ok:
-                record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
-                return
-            async for line in reply.content:
-                if line.startswith(b"data: {"):
-                    _note(record, json.loads(line[6:]), time.perf_counter() - begin)
-
     async def _watch_pool(self, session: aiohttp.ClientSession, pool_use: list[float]) -> None:
         while True:
             await asyncio.sleep(_POOL_POLL_S)
@@ -161,17 +129,3 @@ class TurnsClient(Client):
                     use = read_pool_use(await reply.text())
                 if use is not None:
                     pool_use.append(use)
-
-
-def _note(record: TurnRecord, chunk: dict[str, Any], now_s: float) -> None:
-    """Add one streamed chunk to the record."""
-    if "error" in chunk:
-        record.error = str(chunk["error"])
-        return
-    for choice in chunk.get("choices", []):
-        ids = choice.get("token_ids") or []
-        record.token_ids.extend(ids)
-        record.token_s.extend([now_s] * len(ids))
-        record.thought += choice["delta"].get("reasoning") or ""
-        record.answer += choice["delta"].get("content") or ""
-        record.finish_reason = choice.get("finish_reason") or record.finish_reason

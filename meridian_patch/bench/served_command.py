@@ -1,9 +1,7 @@
 """``meridian bench served-turns``: conversations with real servers, arm after arm."""
 
 import argparse
-import math
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,10 +9,11 @@ from datetime import datetime
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meridian_patch import envs
+from meridian_patch.bench.arguments import read_positive, read_seeds, read_whole
+from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
@@ -77,19 +76,19 @@ def run_served_turns(parsed: argparse.Namespace) -> int:
         raise BenchError(f"--history is {parsed.history!r}, known: {', '.join(HISTORIES)}")
     arms = _arms(parsed.arms)
     load = ServedLoad(
-        conversations=_whole("--conversations", parsed.conversations),
-        rate_per_s=_positive("--rate", parsed.rate),
-        pause_mean_s=_positive("--pause", parsed.pause),
+        conversations=read_whole("--conversations", parsed.conversations),
+        rate_per_s=read_positive("--rate", parsed.rate),
+        pause_mean_s=read_positive("--pause", parsed.pause),
     )
     stage = Stage(
         model=Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner"))),
         history=ServedHistory(parsed.history),
-        kv_blocks=_whole("--blocks", parsed.blocks),
-        ample_blocks=_whole("--ample-blocks", parsed.ample_blocks),
+        kv_blocks=read_whole("--blocks", parsed.blocks),
+        ample_blocks=read_whole("--ample-blocks", parsed.ample_blocks),
         max_tokens=load.max_tokens,
     )
     _check_pool(stage)
-    scripts = {seed: draw_conversations(load, seed) for seed in _seeds(parsed.seeds)}
+    scripts = {seed: draw_conversations(load, seed) for seed in read_seeds(parsed.seeds)}
     parsed.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     date = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -97,9 +96,7 @@ def run_served_turns(parsed: argparse.Namespace) -> int:
     origin = ServedOrigin(date, command, describe_machine(), stage, load)
     console.print(str(origin.machine), highlight=False)
     runs: list[ServedRun] = []
-    # A job in the background is started with Ctrl-C ignored, and would not end on request.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_like_ctrl_c()
     try:
         code = _play(runs, stage, scripts, arms, parsed.out, console)
     except KeyboardInterrupt:
@@ -167,11 +164,6 @@ def _play(
     return code
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    # As Ctrl-C, so that servers are ended and results written.
-    signal.raise_signal(signal.SIGINT)
-
-
 def _check_pool(stage: "Stage") -> None:
     from meridian_patch.bench.served_arms import STOCK
 
@@ -195,31 +187,3 @@ def _arms(text: str) -> list[str]:
                 f"--arms: unknown arm {name!r}; known: {', '.join(served_arm_names())}"
             )
     return names
-
-
-def _seeds(text: str) -> list[int]:
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise BenchError(f"--seeds is {text!r}, expected seeds such as 1,2 or 1-3")
-        seeds += range(int(first), int(last if dash else first) + 1)
-    if not seeds:
-        raise BenchError(f"--seeds is {text!r}, which holds none; expected the lower number first")
-    return list(dict.fromkeys(seeds))
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise BenchError(f"{option} is {text!r}, expected a whole number above 0")
-    return int(text)
-
-
-def _positive(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise BenchError(f"{option} is {text!r}, expected a number above 0")
-    return value

@@ -5,6 +5,7 @@ from meridian_patch.engine.replay_types import ReplayArm
 from meridian_patch.errors import BenchError
 
 STOCK = "stock"
+KNOWS_END = "knows-end"
 # Reported beside the arms, not replayed: see ``ReplayRecord.bound_tokens``.
 INFINITE = "infinite"
 
@@ -26,6 +27,7 @@ _ARMS: dict[str, tuple[dict[str, str], bool, str]] = {
     "latency": (_NO_TIERS, False, "latency policy, no KV tiers"),
     "meridian": ({}, False, "latency policy and KV tiers"),
     "no-decay": ({f"{_SET}KV__RETAIN_S": "1.0e+9"}, True, "as tiers, prompts never decay"),
+    KNOWS_END: ({}, True, "as tiers, and ended conversations are known: a bound, no server is"),
     "fast-decay": ({f"{_SET}KV__RETAIN_S": "30.0"}, True, "as tiers, prompts decay after 30 s"),
 }
 ARM_WORDS = {STOCK: "vLLM as it is", **{name: words for name, (_, _, words) in _ARMS.items()}}
@@ -44,4 +46,5 @@ def turns_arm(name: str, history: History) -> ReplayArm:
         raise BenchError(f"unknown arm {name!r}; known: {', '.join(ARM_WORDS)}")
     settings, keeps_stock_order, _ = _ARMS[name]
     rule = {f"{_SET}KV__HISTORY": _HISTORY_RULES[history]}
-    return ReplayArm(name, True, {**_PATIENT, **rule, **settings}, keeps_stock_order)
+    settings = {**_PATIENT, **rule, **settings}
+    return ReplayArm(name, True, settings, keeps_stock_order, knows_the_end=name == KNOWS_END)

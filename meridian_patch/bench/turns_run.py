@@ -125,7 +125,14 @@ class TurnsSource:
         output, answer_start = build_output(
             conversation.exchanges[index], self._history, self._markers
         )
-        return ReplayRequest(request_id, prompt, output, answer_start)
+        return ReplayRequest(
+            request_id,
+            prompt,
+            output,
+            answer_start,
+            shared_tokens=len(conversation.system) + 1,  # with its marker
+            is_last=index + 1 == len(conversation.exchanges),
+        )
 
 
 def run_job(job: TurnsJob, on_finished: Callable[[], None] = lambda: None) -> TurnsRun:

@@ -6,19 +6,18 @@ from each, prints one table and writes ``report.html`` and ``report.json``.
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meridian_patch import envs
 from meridian_patch.bench.arms import ARM_ENVIRONMENTS, ArmRun, Watcher, run_arm
+from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.report import Origin, write_report
 from meridian_patch.bench.server import ServerSettings, pick_port
@@ -38,8 +37,7 @@ Traces = Mapping[int, Sequence[TraceRequest]]
 def main(argv: list[str] | None = None) -> None:
     """Run the demo; exits with 1 when an arm failed and 130 on Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else argv
-    # An end asked for politely is like Ctrl-C: servers are ended, results written.
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_like_ctrl_c()
     try:
         sys.exit(_run(_parse(arguments), shlex.join(["python", "-P", "-m", _MODULE, *arguments])))
     except MeridianError as error:
@@ -204,11 +202,6 @@ def _arms(text: str) -> list[str]:
     if len(set(names)) != len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names an arm twice")
     return names
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    # Ctrl-C, so that asyncio unwinds as it does for that.
-    signal.raise_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from meridian_patch.engine.replay_counts import InfiniteCache, RecomputedTokens
+from meridian_patch.engine.replay_foresight import drop_ended
 from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, MAX_MODEL_LEN, build_scheduler
 from meridian_patch.engine.replay_types import (
     Markers,
@@ -49,6 +50,8 @@ class ReplayEngine:
         manager = self.scheduler.kv_cache_manager
         if hasattr(manager, "clock"):
             manager.clock = lambda: self.now
+        if arm.knows_the_end:
+            drop_ended(self.scheduler._kv_phases, lambda name: self._live[name][1].request)
         self._is_async = is_async
         self._step_seconds = step_seconds
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)

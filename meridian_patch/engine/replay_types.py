@@ -13,12 +13,14 @@ class ReplayArm:
         is_patched: our scheduler and KV manager over vLLM's, or vLLM's own.
         settings: ``MERIDIAN_PATCH_SET_*`` names and values. The process environment is not read.
         keeps_stock_order: run requests in stock order whatever the policy; the KV tiers alone act.
+        knows_the_end: go by ``ReplayRequest.is_last`` too, which no server knows.
     """
 
     name: str
     is_patched: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     keeps_stock_order: bool = False
+    knows_the_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,16 @@ class ReplayRequest:
     Attributes:
         output: ends with the turn end token, which stops the request.
         answer_start: index in ``output`` of the first token that a user reads.
+        shared_tokens: length of the system prompt, which other conversations ask for too.
+        is_last: no later request continues this one.
     """
 
     request_id: str
     prompt: list[int]
     output: list[int]
     answer_start: int
+    shared_tokens: int = 0
+    is_last: bool = False
 
 
 @dataclass(slots=True)

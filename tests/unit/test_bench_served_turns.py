@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from meridian_patch.bench.client import RequestRecord
 from meridian_patch.bench.counters import difference
-from meridian_patch.bench.served_client import TurnRecord
 from meridian_patch.bench.served_figures import (
     avoidable_miss_share,
     read_pool_use,
@@ -49,9 +49,9 @@ def page_of(hits: int, *, ours: bool) -> str:
     return generate_latest(registry).decode()
 
 
-def record_of(token_ids: list[int], token_s: list[float], answer: str = "3") -> TurnRecord:
+def record_of(token_ids: list[int], token_s: list[float], answer: str = "3") -> RequestRecord:
     request = TraceRequest("1-0", 1.0, (), "3", 100)
-    return TurnRecord(request, 1.0, token_ids, token_s, answer, "stop")
+    return RequestRecord(request, 1.0, token_ids, token_s, answer, "stop")
 
 
 def test_conversations_depend_on_the_seed_alone():
