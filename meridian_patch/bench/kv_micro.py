@@ -28,9 +28,12 @@ def run(rounds: int, out: Path) -> int:
     seen: dict[str, list[dict[str, float]]] = {STOCK: [], PLAIN: [], THINKING: []}
     # As vLLM does with its engine core: a collection would hit whichever side it comes in.
     gc.freeze()
-    for _ in track(range(rounds + 1), "rounds", console=console, transient=True):
-        for name, seconds in micro.round():
-            seen[name].append(seconds | {TOTAL: sum(seconds.values())})
+    try:
+        for _ in track(range(rounds + 1), "rounds", console=console, transient=True):
+            for name, seconds in micro.round():
+                seen[name].append(seconds | {TOTAL: sum(seconds.values())})
+    finally:
+        gc.unfreeze()
     for rows in seen.values():
         del rows[0]  # first touches of all objects
     table = Table("operation", "stock, µs/request", PLAIN, THINKING)
