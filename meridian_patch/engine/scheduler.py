@@ -106,8 +106,6 @@ class PhaseScheduling(UpstreamScheduler):
             super()._free_blocks(request)
         finally:
             self._kv_phases.end_free()
-        if not self.requests:
-            self._kv_phases.check()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
@@ -125,6 +123,10 @@ class PhaseScheduling(UpstreamScheduler):
             self._waiting_answers.pop(request_id, None)
         if resumed or output.scheduled_new_reqs or output.preempted_req_ids:
             self._phase_order.invalidate()
+        # Load-bearing: after the last request there is one more step, which tells the workers;
+        # its tokens are on their way by then.
+        if self._kv_phases and not self.requests:
+            self._kv_phases.check()
         return output
 
     def _arrange(self) -> ArrivalOrder | None:

@@ -99,12 +99,12 @@ def test_damage_is_found_when_nobody_is_there_and_turns_tiers_off(
     damage(pool_of(driver))
     assert find_faults(pool_of(driver))
     with logged(caplog):
-        driver.scheduler._kv_phases.check()
+        driver.scheduler.schedule()
         assert "not in order" not in caplog.text, "the check interval is not over"
         now = 1e9
-        driver.scheduler._kv_phases.check()
+        driver.scheduler.schedule()
         now = 2e9
-        driver.scheduler._kv_phases.check()
+        driver.scheduler.schedule()
     assert caplog.text.count("KV tiers are off from now on") == 1
     assert counted(driver, "fallback") == {"kv_integrity": 1}
     assert driver.scheduler._kv_phases.history == "keep"
