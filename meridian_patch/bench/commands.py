@@ -41,6 +41,7 @@ def add_bench(commands: Any) -> None:
     turns.add_argument("--seeds", default="1", help="for example 1,2 or 11-15")
     turns.add_argument("--arms", help="comma list, 'stock' is always run (default: all main arms)")
     turns.add_argument("--conversations", default="100", help="per replay")
+    turns.add_argument("--think-factor", default="1", help="makes thoughts this much longer")
     turns.add_argument("--cost", default=None, help="cost model: a packaged name, or a YAML file")
     turns.add_argument("--workers", default="2", help="processes")
     turns.add_argument("--out", type=Path, default=Path("out/bench/turns"), help="folder")
@@ -138,6 +139,7 @@ def _grid(parsed: argparse.Namespace) -> "Grid":
         arms=arms,
         conversations=read_whole("--conversations", parsed.conversations),
         cost=parsed.cost or DEFAULT_COST,
+        think_factor=read_positive("--think-factor", parsed.think_factor),
     )
 
 

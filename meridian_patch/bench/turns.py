@@ -98,11 +98,13 @@ class TurnsLoad:
     Attributes:
         rate_per_s: conversations per second, Poisson. The conversations themselves do not depend
             on it: another rate stretches the same arrivals.
+        think_factor: thoughts are this many times as long as those of ServeGen.
     """
 
     history: History
     conversations: int
     rate_per_s: float
+    think_factor: float = 1.0
 
 
 def draw_conversations(load: TurnsLoad, seed: int, content_ids: int) -> list[Conversation]:
@@ -128,7 +130,7 @@ def draw_conversations(load: TurnsLoad, seed: int, content_ids: int) -> list[Con
         system = systems[rng.integers(SYSTEM_PROMPTS)]
         exchanges = []
         room = CONTEXT_TOKENS - len(system)
-        for exchange in _draw_exchanges(rng, load.history, content_ids):
+        for exchange in _draw_exchanges(rng, load, content_ids):
             room -= exchange.num_tokens
             if room < 0:
                 break
@@ -175,13 +177,14 @@ def _answer(exchange: Exchange, markers: Markers) -> list[int]:
 
 
 def _draw_exchanges(
-    rng: np.random.Generator, history: History, content_ids: int
+    rng: np.random.Generator, load: TurnsLoad, content_ids: int
 ) -> Iterator[Exchange]:
     """One turn after the other; thoughts are drawn in every mode, so that modes share the rest."""
-    think = LOOP_THINK if history is History.TOOL_LOOP else THINK
+    has_loops = load.history is History.TOOL_LOOP
+    think = LOOP_THINK if has_loops else THINK
     for turn in range(rng.integers(*TURNS, endpoint=True)):
         in_loop = 1
-        if history is History.TOOL_LOOP:
+        if has_loops:
             in_loop = int(rng.integers(*LOOP_REQUESTS, endpoint=True))
         for step in range(in_loop):
             mean_s = TOOL_PAUSE_MEAN_S if step else PAUSE_MEAN_S
@@ -190,7 +193,7 @@ def _draw_exchanges(
                 turn,
                 pause_s if turn or step else 0.0,
                 _tokens(rng, USER.draw(rng), content_ids),
-                _tokens(rng, think.draw(rng), content_ids),
+                _tokens(rng, round(think.draw(rng) * load.think_factor), content_ids),
                 _tokens(rng, ANSWER.draw(rng), content_ids),
                 is_tool_call=step + 1 < in_loop,
             )

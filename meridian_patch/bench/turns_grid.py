@@ -25,6 +25,7 @@ class Grid:
     arms: Sequence[str]
     conversations: int
     cost: str
+    think_factor: float = 1.0
 
     def jobs(self) -> Iterator[tuple[tuple[RunKey, ...], TurnsJob]]:
         """Each replay with all places that it belongs to.
@@ -44,6 +45,7 @@ class Grid:
                         arm=turns_arm(STOCK, history),
                         conversations=self.conversations,
                         cost=self.cost,
+                        think_factor=self.think_factor,
                     )
                     keys = tuple(RunKey(place, SATURATED, seed) for place in places)
                     yield keys, replace(job, is_saturated=True)

@@ -46,6 +46,7 @@ class TurnsJob:
     arm: ReplayArm
     conversations: int
     cost: str
+    think_factor: float = 1.0
     is_saturated: bool = False
     is_async: bool = True
 
@@ -143,7 +144,7 @@ def run_job(job: TurnsJob, on_finished: Callable[[], None] = lambda: None) -> Tu
         ConfigError: the arm sets something that does not exist.
     """
     started = time.perf_counter()
-    load = TurnsLoad(job.history, job.conversations, job.rate_per_s)
+    load = TurnsLoad(job.history, job.conversations, job.rate_per_s, job.think_factor)
     markers = read_markers()
     conversations = draw_conversations(load, job.seed, markers.content_ids)
     if job.is_saturated:
