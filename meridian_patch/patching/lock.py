@@ -128,11 +128,29 @@ def missing_attributes(tree: SourceTree, patch: Patch) -> list[str]:
     return sorted(set(patch.contract.reads) - fingerprint.assigned_attributes(tree, cls))
 
 
+def reads_a_site(tree: SourceTree, patch: Patch) -> bool:
+    """True when a lookup of the contract reads one of the sites' names each time it is called.
+
+    Raises:
+        LookupError: a lookup is not there.
+    """
+    methods = [
+        find_method(tree, LockedMethod(owner, "source", name))
+        for owner, _, name in (lookup.rpartition(".") for lookup in patch.contract.lookups)
+    ]
+    return any(
+        fingerprint.looks_up_at_call_time(method, site)
+        for method in methods
+        for site in patch.sites
+    )
+
+
 def compute_entry(tree: SourceTree, patches: Iterable[Patch]) -> Entry:
     """The lock entry of the release whose source files are given.
 
     Raises:
-        LookupError: something that a contract names is not there; the message lists all of it.
+        LookupError: something that a contract names is not there, or no lookup reads a site, so
+            that rebinding would change nothing; the message lists all of it.
     """
     entry: Entry = {}
     absent: list[str] = []
@@ -151,6 +169,14 @@ def compute_entry(tree: SourceTree, patches: Iterable[Patch]) -> Entry:
         else:
             absent += [f"{definition} never sets {attribute}" for attribute in unset]
             _class_lock(entry, definition)["attributes"] = sorted(patch.contract.reads)
+        try:
+            takes_effect = reads_a_site(tree, patch)
+        except LookupError as error:
+            absent.append(str(error))
+        else:
+            if not takes_effect:
+                lookups = ", ".join(patch.contract.lookups)
+                absent.append(f"{lookups} reads no site of patch {patch.name}")
     if absent:
         raise LookupError("; ".join(dict.fromkeys(absent)))
     return entry

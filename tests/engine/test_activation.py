@@ -17,7 +17,7 @@ import meridian_patch
 pytestmark = pytest.mark.engine
 
 QUESTION = "p=7, q=p+5, r=q*3. r?"
-PATCHES = {"scheduler", "async_scheduler", "scheduler_stats"}
+PATCHES = {"scheduler", "async_scheduler", "kv_cache_manager", "scheduler_stats"}
 SCHEDULER_CLS = "meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler"
 API_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
 
@@ -94,6 +94,7 @@ def test_scheduler_cls_needs_no_activation(demo_model, tmp_path):
     assert "patches" not in stage["status"][0]
     assert phases_after_prefill(stage["runs"]["one"], "q") == ["think"]
     assert stage["runs"]["one"]["routed_left"] == 0
+    assert stage["status"][0]["kv_tiers"] == "off"
 
 
 @pytest.fixture(scope="module")

@@ -178,11 +178,14 @@ def _totals(scheduler) -> dict[str, int]:
 
 def _of_product(scheduler) -> dict:
     """What our scheduler and cache manager say of themselves."""
+    from meridian_patch.engine.free_queue import TieredFreeQueue
     from meridian_patch.engine.kv_integrity import find_faults
 
+    pool = scheduler.kv_cache_manager.block_pool
+    is_tiered = isinstance(pool.free_block_queue, TieredFreeQueue)
     return {
         "routed_left": len(scheduler.phase_router),
-        "kv_faults": find_faults(scheduler.kv_cache_manager.block_pool),
+        **({"kv_faults": find_faults(pool)} if is_tiered else {}),
     }
 
 

@@ -46,6 +46,11 @@ from toy.core import Engine
 class Factory:
     def make(self):
         return Engine()
+
+    def make_turbo(self):
+        from toy.turbo import TurboEngine
+
+        return TurboEngine()
 """,
     "toy/holder.py": "from toy.core import Engine as Held\n",
     "toy_build.py": """
@@ -87,7 +92,9 @@ TURBO = replace(
     ENGINE,
     name="turbo",
     sites=(TURBO_SITE,),
-    contract=replace(ENGINE.contract, calls=("run",), behaviour=()),
+    contract=replace(
+        ENGINE.contract, calls=("run",), behaviour=(), lookups=("toy.user:Factory.make_turbo",)
+    ),
 )
 PATCHES = (ENGINE, TURBO)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import toy_package
 from packaging.specifiers import InvalidSpecifier
-from toy_package import ENGINE, PATCHES
+from toy_package import ENGINE, PATCHES, TURBO
 
 from meridian_patch.patching.lock import compute_entry
 from meridian_patch.patching.source import SourceTree
@@ -49,7 +49,7 @@ def test_entry_holds_what_the_contracts_name(tmp_path: Path) -> None:
     }
     assert set(entry["toy.core:Engine"]["source"]) == {"run"}
     assert entry["toy.core:Engine"]["attributes"] == ["finished", "items", "size"]
-    assert set(entry["toy.user:Factory"]["source"]) == {"make"}
+    assert set(entry["toy.user:Factory"]["source"]) == {"make", "make_turbo"}
     assert entry["toy.turbo:TurboEngine"]["parameters"] == {"run": "(self, item, *, fast=True)"}
 
 
@@ -76,6 +76,14 @@ def test_everything_missing_is_listed(tmp_path: Path) -> None:
         "toy.gone has no class Factory",
         "toy.core:Engine never sets colour",
     ]
+
+
+def test_a_release_where_rebinding_does_nothing_is_not_locked(tmp_path: Path) -> None:
+    """A lookup that reads none of the sites' names would leave the original in use."""
+    patch = replace(TURBO, contract=ENGINE.contract)
+    with toy_package.toy_package(tmp_path) as toy, pytest.raises(LookupError) as caught:
+        compute_entry(SourceTree.from_directory(toy.upstream.root), (patch,))
+    assert caught.value.args == ("toy.user:Factory.make reads no site of patch turbo",)
 
 
 def test_entry_of_another_package_is_not_computed() -> None:

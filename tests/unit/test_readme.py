@@ -32,6 +32,13 @@ def test_demo_table_is_filled_in():
         assert words in table.lower()
 
 
+def test_turns_table_says_how_it_was_obtained():
+    """Replayed and served figures are told apart."""
+    table = README.partition("<!-- turns-table -->")[2].partition("<!-- /turns-table -->")[0]
+    for words in ("`simulated`", "`measured-cpu`", "meridian bench turns", "avoidable misses"):
+        assert words in table
+
+
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"meridian (\w+)", README))))
 def test_meridian_commands_exist(command, capsys):
     """Each `meridian` command of the README is one the program knows."""
