@@ -56,6 +56,9 @@ def add_bench(commands: Any) -> None:
         "kv-micro", help="what the KV tiers cost per operation, on 100 000 blocks"
     )
     micro.add_argument("--rounds", default="15", help="interleaved rounds, ours and stock")
+    micro.add_argument(
+        "--in-order", action="store_true", help="requests finish in the order they came in"
+    )
     micro.add_argument("--out", type=Path, default=Path("out/bench/kv-micro"), help="folder")
     micro.set_defaults(run=_kv_micro)
 
@@ -63,7 +66,7 @@ def add_bench(commands: Any) -> None:
 def _kv_micro(parsed: argparse.Namespace) -> int:
     from meridian_patch.bench.kv_micro import run
 
-    return run(read_whole("--rounds", parsed.rounds), parsed.out)
+    return run(read_whole("--rounds", parsed.rounds), parsed.out, in_order=parsed.in_order)
 
 
 def _turns(parsed: argparse.Namespace) -> int:

@@ -26,9 +26,15 @@ Seconds = dict[str, float]
 
 
 class KVMicro:
-    """Stock's cache manager and ours, each with a pool of its own, under the same requests."""
+    """Stock's cache manager and ours, each with a pool of its own, under the same requests.
 
-    def __init__(self) -> None:
+    Args:
+        in_order: requests finish and hit in the order they came, not in a random one. The heap is
+            then laid out in stock's order of eviction, which no server's is.
+    """
+
+    def __init__(self, *, in_order: bool = False) -> None:
+        self._rng = None if in_order else random.Random(0)
         # Any hash does; the cheapest shows most of the rest.
         init_none_hash(_hash)
         # Two sets take turns, so that nobody allocates what is still cached; a third one grows.
@@ -45,17 +51,24 @@ class KVMicro:
     def round(self) -> Iterator[tuple[str, Seconds]]:
         """Per arm, the seconds per request of each operation: allocate, free, hit, grow."""
         self._sets[:2] = reversed(self._sets[:2])
+        orders = [self._reorder(self._sets[0]) for _ in range(3)]
         for name, manager in self._managers.items():
-            yield name, self._cycle(manager, THOUGHT if name == THINKING else None)
+            yield name, self._cycle(manager, orders, THOUGHT if name == THINKING else None)
 
-    def _cycle(self, manager: Any, retention: Retention | None) -> Seconds:
+    def _reorder(self, requests: list[Request]) -> list[Request]:
+        return self._rng.sample(requests, len(requests)) if self._rng else requests
+
+    def _cycle(
+        self, manager: Any, orders: list[list[Request]], retention: Retention | None
+    ) -> Seconds:
         requests, _, growing = self._sets
+        first_end, hit, second_end = orders
         seconds = {
             "allocate": _time(requests, lambda r: manager.allocate_slots(r, TOKENS)),
-            "free": _time(requests, lambda r: _free(manager, r, retention)),
-            "hit": _time(requests, lambda r: _hit(manager, r)),
+            "free": _time(first_end, lambda r: _free(manager, r, retention)),
+            "hit": _time(hit, lambda r: _hit(manager, r)),
         }
-        _time(requests, lambda r: _free(manager, r, retention))
+        _time(second_end, lambda r: _free(manager, r, retention))
         # Decoding: slots for one token at a time, for as long as one block lasts.
         seconds["grow"] = _time(growing, lambda r: _grow(manager, r))
         _time(growing, lambda r: _free(manager, r, None))
