@@ -4,15 +4,16 @@
 stock counts preemptions but not in which phase the victim was.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meridian_patch.bench.client import Client, RequestRecord
 from meridian_patch.bench.counters import difference, read_counters
 from meridian_patch.bench.metrics import Figures, run_figures
+from meridian_patch.bench.serve_load import Load, play_in_processes
 from meridian_patch.bench.server import (
-    MODEL_NAME,
     ServerProcess,
     ServerSettings,
     pick_port,
@@ -21,14 +22,28 @@ from meridian_patch.bench.server import (
 from meridian_patch.bench.workload import Mix, TraceRequest, make_trace
 from meridian_patch.errors import BenchError
 
+STOCK, NOOP = "stock", "noop"
 ARM_ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
     # An empty list of plugins: not even our entry point is loaded.
-    "stock": {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""},
-    "noop": {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_POLICY__NAME": "noop"},
+    STOCK: {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""},
+    NOOP: {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_POLICY__NAME": "noop"},
     "patched": {"MERIDIAN_PATCH": "1"},
 }
 _WARM_UP = Mix(requests=6, rate_per_s=6.0, max_tokens=64)
 _WARM_UP_SEED = 1_000_003
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What makes a server's arm.
+
+    Attributes:
+        name: in tables and file names; ``stock`` is what the others are compared with.
+        environment: variables that decide whether and how we are active.
+    """
+
+    name: str
+    environment: Mapping[str, str]
 
 
 @dataclass
@@ -60,7 +75,7 @@ class ArmRun:
     """All of one arm, as far as it got.
 
     Attributes:
-        name: key of ``ARM_ENVIRONMENTS``.
+        name: of the arm.
         seeds: in the order played.
         start_s: seconds until the server was healthy.
         error: what ended the arm early.
@@ -73,72 +88,95 @@ class ArmRun:
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """What the caller wants to hear of while an arm runs."""
+class RunningArm:
+    """An arm whose server is up.
 
-    on_wait: Callable[[float], None] = lambda _: None
-    on_seed: Callable[[int], None] = lambda _: None
-    on_request: Callable[[], None] = lambda: None
+    Attributes:
+        run: takes what the arm does.
+        end_marker: token ids that end thinking; empty when there is no thinking.
+    """
+
+    run: ArmRun
+    server: ServerProcess
+    client: Client
+    end_marker: tuple[int, ...]
 
 
-def arm_environment(arm: str, base: Mapping[str, str]) -> dict[str, str]:
+def arm_environment(arm: Arm, base: Mapping[str, str]) -> dict[str, str]:
     """Complete environment of an arm's server: ``base`` but for what decides about activation."""
     inherited = {name: value for name, value in base.items() if name != "VLLM_PLUGINS"}
-    return server_environment(inherited) | dict(ARM_ENVIRONMENTS[arm])
+    return server_environment(inherited) | dict(arm.environment)
 
 
-def run_arm(
+@contextmanager
+def start_arm(
     run: ArmRun,
     settings: ServerSettings,
-    base_env: Mapping[str, str],
-    traces: Mapping[int, Sequence[TraceRequest]],
+    env: Mapping[str, str],
     log_path: Path,
+    load: Load,
     port: int = 0,
-    watcher: Watcher | None = None,
-) -> None:
-    """Start the arm's server once and play all traces on it.
+) -> Iterator[RunningArm]:
+    """Start an arm's server, warm it up, and end it on exit.
 
     Args:
-        run: is filled as the arm goes on, so that it keeps what there is when it breaks off.
+        run: takes what the arm does.
         settings: the server's, shared by all arms.
-        base_env: environment the server's is built from.
-        traces: seed to trace.
+        env: from ``arm_environment``.
         log_path: takes the server's output.
+        load: shared by all arms.
         port: 0 for any free one.
-        watcher: told of progress.
 
     Raises:
-        BenchError: the server did not start, or died, or serves something unexpected.
+        BenchError: the server did not start, or serves something unexpected.
     """
-    watcher = watcher or Watcher()
 
     def on_wait(waited_s: float) -> None:
         run.start_s = waited_s
-        watcher.on_wait(waited_s)
 
-    server = ServerProcess(
-        settings, arm_environment(run.name, base_env), log_path, pick_port(port), on_wait=on_wait
-    )
-    with server:
-        client = Client(server.url, MODEL_NAME)
-        end_marker = client.end_marker()
+    with ServerProcess(settings, env, log_path, pick_port(port), on_wait=on_wait) as server:
+        client = Client(server.url, settings.served_name, load.request_limit_s)
+        end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
         client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
         _check_is_patched(run.name, client.metrics_text())
-        for seed, trace in traces.items():
-            watcher.on_seed(seed)
-            seed_run = SeedRun(seed, len(trace), end_marker)
-            run.seeds.append(seed_run)
-            client.reset_prefix_cache()
-            before = read_counters(client.metrics_text())
-            client.play(trace, seed_run.records, server.check_alive, lambda _: watcher.on_request())
-            seed_run.counters = difference(before, read_counters(client.metrics_text()))
-            seed_run.is_complete = True
+        yield RunningArm(run, server, client, end_marker)
+
+
+def play_seed(
+    arm: RunningArm,
+    seed: int,
+    trace: Sequence[TraceRequest],
+    processes: int,
+    on_request: Callable[[], None],
+) -> None:
+    """Play one trace on an arm whose prefix cache has just been emptied.
+
+    Args:
+        arm: its run is filled as the trace goes on, and keeps what there is when it breaks off.
+        seed: of the trace.
+        trace: what to send.
+        processes: that share the sending.
+        on_request: called when a request has ended.
+
+    Raises:
+        BenchError: the server died, or a client did.
+    """
+    seed_run = SeedRun(seed, len(trace), arm.end_marker)
+    arm.run.seeds.append(seed_run)
+    arm.server.check_alive()
+    arm.client.reset_prefix_cache()
+    before = read_counters(arm.client.metrics_text())
+    play_in_processes(
+        arm.client, trace, processes, seed_run.records, arm.server.check_alive, on_request
+    )
+    seed_run.counters = difference(before, read_counters(arm.client.metrics_text()))
+    seed_run.is_complete = True
 
 
 def _check_is_patched(arm: str, page: str) -> None:
     """A stock server among the arms that should be ours would make the comparison a lie."""
     is_ours = "meridian_" in page
-    if is_ours == (arm == "stock"):
+    if is_ours == (arm == STOCK):
         state = "exports" if is_ours else "does not export"
         raise BenchError(
             f"the server of arm {arm} {state} meridian_ metrics: it runs "

@@ -15,6 +15,7 @@ from meridian_patch.errors import BenchError
 END_MARKER = "</think>"
 _ALIVE_POLL_S = 0.5
 _RESET_LIMIT_S = 10.0
+_ASK_LIMIT_S = 60.0
 
 
 @dataclass
@@ -56,9 +57,9 @@ class Client:
     model: str
     request_limit_s: float = 180.0
 
-    def end_marker(self) -> tuple[int, ...]:
-        """Token ids of ``</think>`` in the served model's own vocabulary."""
-        body = {"model": self.model, "prompt": END_MARKER, "add_special_tokens": False}
+    def end_marker(self, text: str = END_MARKER) -> tuple[int, ...]:
+        """Token ids of the text that ends thinking, in the served model's own vocabulary."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         reply = json.loads(asyncio.run(self._ask("POST", "/tokenize", body)))
         return tuple(reply["tokens"])
 
@@ -100,24 +101,33 @@ class Client:
         Raises:
             BenchError: from ``check_server``.
         """
-        asyncio.run(self._play(trace, records, check_server, on_end))
+        asyncio.run(self.stream(trace, records, time.monotonic(), check_server, on_end))
 
-    async def _play(
+    async def stream(
         self,
         trace: Sequence[TraceRequest],
         records: list[RequestRecord],
-        check_server: Callable[[], None],
-        on_end: Callable[[RequestRecord], None],
+        begin: float,
+        check_server: Callable[[], None] = lambda: None,
+        on_end: Callable[[RequestRecord], None] = lambda _: None,
     ) -> None:
+        """As ``play``, for a loop that runs.
+
+        Args:
+            trace: what to send.
+            records: as for ``play``.
+            begin: start of the trace on the monotonic clock, which Linux' processes share.
+            check_server: as for ``play``.
+            on_end: as for ``play``.
+        """
         timeout = aiohttp.ClientTimeout(total=self.request_limit_s)
         # No connection is used twice: the server may close an idle one just as it is reused.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            begin = time.perf_counter()
 
             async def run_one(request: TraceRequest) -> None:
-                await asyncio.sleep(begin + request.arrival_s - time.perf_counter())
-                record = RequestRecord(request, time.perf_counter() - begin)
+                await asyncio.sleep(begin + request.arrival_s - time.monotonic())
+                record = RequestRecord(request, time.monotonic() - begin)
                 records.append(record)
                 try:
                     await self._stream(session, record, begin)
@@ -152,6 +162,7 @@ class Client:
             "temperature": 0,
             "stream": True,
             "return_token_ids": True,
+            **record.request.extra,
             **(extra or {}),
         }
         async with session.post(f"{self.url}/v1/chat/completions", json=payload) as reply:
@@ -160,18 +171,20 @@ class Client:
                 return
             async for line in reply.content:
                 if line.startswith(b"data: {"):
-                    _note(record, json.loads(line[6:]), time.perf_counter() - begin)
+                    _note(record, json.loads(line[6:]), time.monotonic() - begin)
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
         address = self.url + path
         try:
             async with (
-                aiohttp.ClientSession() as session,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ASK_LIMIT_S)) as session,
                 session.request(method, address, json=body) as reply,
             ):
                 text = await reply.text()
-        except (aiohttp.ClientError, OSError) as error:
-            raise BenchError(f"the server does not answer at {address}: {error}") from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise BenchError(
+                f"the server does not answer at {address}: {error or type(error).__name__}"
+            ) from None
         if not reply.ok:
             raise BenchError(
                 f"{method} {address} answered HTTP {reply.status}, expected 200: {text[:200]}"

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meridian_patch.bench.arguments import read_positive, read_seeds, read_whole
+from meridian_patch.bench.lab.command import add_lab
+from meridian_patch.bench.lab.fit_command import add_fit_cost
+from meridian_patch.bench.lab.validate_command import add_validate
+from meridian_patch.bench.policy_micro import add_policy_micro
+from meridian_patch.bench.serve_command import add_serve
 from meridian_patch.bench.served_command import add_served_turns
 from meridian_patch.errors import BenchError
 
@@ -51,7 +56,11 @@ def add_bench(commands: Any) -> None:
         help=f"histories {GRID_HISTORIES}, pools {GRID_POOLS}, rates {GRID_RATES} where not given",
     )
     turns.set_defaults(run=_turns)
+    add_serve(benches)
+    add_fit_cost(benches)
+    add_validate(benches)
     add_served_turns(benches)
+    add_lab(benches)
     micro = benches.add_parser(
         "kv-micro", help="what the KV tiers cost per operation, on 100 000 blocks"
     )
@@ -61,6 +70,7 @@ def add_bench(commands: Any) -> None:
     )
     micro.add_argument("--out", type=Path, default=Path("out/bench/kv-micro"), help="folder")
     micro.set_defaults(run=_kv_micro)
+    add_policy_micro(benches)
 
 
 def _kv_micro(parsed: argparse.Namespace) -> int:

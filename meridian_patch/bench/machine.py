@@ -20,6 +20,7 @@ class Machine:
         load: runnable processes in the last minute, before the benchmark began.
         python: version.
         vllm: distribution and version.
+        accelerator: what vLLM runs on in place of the CPU, where that was asked.
     """
 
     cpu: str
@@ -28,6 +29,12 @@ class Machine:
     load: float
     python: str
     vllm: str
+    accelerator: str | None = None
+
+    @property
+    def how(self) -> str:
+        """How figures that are taken on this machine were obtained."""
+        return f"measured-gpu {self.accelerator}" if self.accelerator else "measured-cpu"
 
     @property
     def is_busy(self) -> bool:
@@ -35,8 +42,9 @@ class Machine:
         return self.load > self.cores / 2
 
     def __str__(self) -> str:
+        accelerator = f"{self.accelerator}, " if self.accelerator else ""
         return (
-            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, "
+            f"{accelerator}{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, "
             f"load {self.load:.1f} before the run, Python {self.python}, {self.vllm}"
         )
 

@@ -33,6 +33,8 @@ FIGURE_KINDS = (
     FigureKind("ttft_p50_s", "TTFT p50", "s"),
     FigureKind("ttft_p99_s", "TTFT p99", "s"),
     FigureKind("ttfat_p50_s", "TTFAT p50", "s"),
+    FigureKind("ttfat_mean_s", "TTFAT mean", "s"),
+    FigureKind("ttfat_p95_s", "TTFAT p95", "s"),
     FigureKind("ttfat_p99_s", "TTFAT p99", "s"),
     FigureKind("ttot_p50_s", "TTOT p50", "ms"),
     FigureKind("ttot_max_s", "TTOT max", "ms"),
@@ -93,7 +95,8 @@ def request_times(record: RequestRecord, end_marker: Sequence[int]) -> RequestTi
     submit = record.submit_s
     first = first_answer_index(record.token_ids, end_marker)
     answer_s = record.token_s[first:] if first is not None else []
-    boundary = record.token_s[first - 1] if first is not None else None
+    # An empty marker stands for no thinking: the answer begins with the first token.
+    boundary = record.token_s[first - 1] if first else None
     return RequestTimes(
         submit_s=submit,
         ttft_s=record.token_s[0] - submit,
@@ -123,11 +126,14 @@ def run_figures(
     ttfat = [t.ttfat_s for t in times if t.ttfat_s is not None]
     ttot = [t.ttot_s for t in times if t.ttot_s is not None]
     ended = [record for record in records if record.finish_reason is not None]
-    right = sum(grade(record.answer, record.request.expected) for record in ended)
+    graded = [record for record in ended if record.request.expected]
+    right = sum(grade(record.answer, record.request.expected) for record in graded)
     return {
         "ttft_p50_s": quantile(ttft, 0.5),
         "ttft_p99_s": quantile(ttft, 0.99),
         "ttfat_p50_s": quantile(ttfat, 0.5),
+        "ttfat_mean_s": sum(ttfat) / len(ttfat) if ttfat else None,
+        "ttfat_p95_s": quantile(ttfat, 0.95),
         "ttfat_p99_s": quantile(ttfat, 0.99),
         "ttot_p50_s": quantile(ttot, 0.5),
         "ttot_max_s": max(ttot, default=None),
@@ -142,7 +148,7 @@ def run_figures(
         "silence_max_s": longest_silence(records),
         "e2e_p50_s": quantile([t.e2e_s for t in times], 0.5),
         "tokens_per_s": _tokens_per_s(records),
-        "accuracy": right / len(ended) if ended else None,
+        "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
     }
 

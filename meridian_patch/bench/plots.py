@@ -2,8 +2,9 @@
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, pairwise
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,8 +17,9 @@ from meridian_patch.bench.arms import SeedRun
 from meridian_patch.bench.metrics import STALL_S, RequestTimes, request_times
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
-ARM_COLOURS = {"stock": "#D55E00", "noop": "#8A8A8A", "patched": "#0072B2"}
-_ARM_MARKERS = {"stock": "o", "noop": "s", "patched": "^"}
+_STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}
+# Of the other arms, in order.
+_OTHER_STYLES = (("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))
 _PHASE_COLOURS = {
     "waiting, prefill": "#DDDDDD",
     "thinking": "#56B4E9",
@@ -33,17 +35,22 @@ _STANDS_OUT_MS = 100.0
 Runs = Mapping[str, SeedRun]
 
 
+def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each arm; beyond the palette they repeat."""
+    others = cycle(_OTHER_STYLES)
+    return {arm: _STYLES.get(arm) or next(others) for arm in arms}
+
+
 def gap_timeline(runs: Runs, caption: str) -> bytes:
     """Each answer gap over the time it ended, one colour per arm."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axes = figure.subplots()
     handles = []
-    for arm, run in runs.items():
-        times = _times(run)
+    for arm, (colour, marker) in arm_styles(runs).items():
+        times = _times(runs[arm])
         ends = [end for t in times for end in t.answer_gap_ends_s]
         gaps = np.array([gap * 1000 for t in times for gap in t.answer_gaps_s])
         worst = f"{arm}, worst {gaps.max():,.0f} ms" if gaps.size else arm
-        marker, colour = _ARM_MARKERS[arm], ARM_COLOURS[arm]
         sizes = np.where(gaps > _STANDS_OUT_MS, 40, 7)
         axes.scatter(ends, gaps, s=sizes, alpha=0.6, marker=marker, color=colour, lw=0)
         handles.append(Line2D([], [], marker=marker, color=colour, lw=0, ms=7, label=worst))
@@ -64,7 +71,10 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
 def phase_bars(runs: Runs, caption: str) -> bytes:
     """One bar per request: waiting, thinking, answering, stalls; one panel per arm."""
     rows = max((len(run.records) for run in runs.values()), default=1)
-    figure = Figure(figsize=(11, max(3.6, min(11.0, 1.6 + 0.085 * rows))), layout="constrained")
+    figure = Figure(
+        figsize=(max(11, 5 * len(runs)), max(3.6, min(11.0, 1.6 + 0.085 * rows))),
+        layout="constrained",
+    )
     panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (arm, run) in zip(panels, runs.items(), strict=True):
         ordered = sorted(run.records, key=lambda record: record.submit_s)
@@ -90,9 +100,10 @@ def distributions(runs: Runs, caption: str) -> bytes:
     """Tail of the answer gaps, and how soon answers begin."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
+    styles = arm_styles(runs)
     for arm, run in runs.items():
         times = _times(run)
-        style = {"color": ARM_COLOURS[arm], "lw": 2.0}
+        style: dict[str, Any] = {"color": styles[arm][0], "lw": 2.0}
         gaps = np.sort([gap * 1000 for t in times for gap in t.answer_gaps_s])
         if gaps.size:
             # From every gap longer than the one before down to the single longest.
@@ -111,7 +122,7 @@ def distributions(runs: Runs, caption: str) -> bytes:
     right.set_ylabel("share of requests")
     right.set_xlim(left=0)
     right.set_ylim(0, 1.02)
-    handles = [Line2D([], [], color=ARM_COLOURS[arm], lw=2.0, label=arm) for arm in runs]
+    handles = [Line2D([], [], color=styles[arm][0], lw=2.0, label=arm) for arm in runs]
     left.legend(handles=handles, loc="upper right", frameon=False)
     _finish(figure, left, "Tail of the answer gaps")
     _finish(figure, right, "Time to first answer token (TTFAT)")
@@ -121,7 +132,9 @@ def distributions(runs: Runs, caption: str) -> bytes:
 def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float]) -> None:
     first = times.submit_s + times.ttft_s
     last = times.submit_s + times.e2e_s
-    boundary = last if times.boundary_s is None else times.boundary_s
+    boundary = times.boundary_s
+    if boundary is None:  # it never stopped thinking, or never began
+        boundary = last if times.ttfat_s is None else first
     pauses = [(a, b - a) for a, b in pairwise(token_s) if b - a > STALL_S and b <= boundary]
     stalls = [
         (end - gap, gap)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from meridian_patch.engine.replay import ReplayEngine
-from meridian_patch.engine.replay_types import ReplayRecord, ReplayRequest
+from meridian_patch.engine.replay_types import ReplayRecord, ReplayRequest, StepWork
 
 # When a request arrives, in virtual seconds, and the request.
 Arrival = tuple[float, ReplayRequest]
@@ -23,9 +23,22 @@ class Source(Protocol):
 
 
 def play(
-    engine: ReplayEngine, source: Source, on_finished: Callable[[], None] = lambda: None
+    engine: ReplayEngine,
+    source: Source,
+    on_finished: Callable[[], None] = lambda: None,
+    on_step: Callable[[StepWork, float], None] = lambda _work, _seconds: None,
 ) -> list[ReplayRecord]:
-    """Play a source to its end; records in the order in which their requests finished."""
+    """Play a source to its end.
+
+    Args:
+        engine: plays it.
+        source: where requests come from.
+        on_finished: called for each request that finished.
+        on_step: called after each step with its work and the virtual seconds that it took.
+
+    Returns:
+        Records in the order in which their requests finished.
+    """
     ties = itertools.count()
     pending = [(arrival_s, next(ties), request) for arrival_s, request in source.start()]
     heapq.heapify(pending)
@@ -36,7 +49,8 @@ def play(
         while pending and pending[0][0] <= engine.now:
             arrival_s, _, request = heapq.heappop(pending)
             engine.add(request, arrival_s)
-        engine.step()
+        began_s = engine.now
+        on_step(engine.step(), engine.now - began_s)
         for record in engine.take_finished():
             records.append(record)
             on_finished()

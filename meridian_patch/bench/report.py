@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,29 @@ from typing import Any
 import jinja2
 
 from meridian_patch.bench import plots
-from meridian_patch.bench.arms import ArmRun, SeedRun
+from meridian_patch.bench.arms import NOOP, STOCK, ArmRun, SeedRun
 from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.metrics import FIGURE_KINDS
+from meridian_patch.bench.serve_load import Load
 from meridian_patch.bench.server import ServerSettings
-from meridian_patch.bench.summary import ArmSummary, Spread, counted_seeds, seed_ratios, summarise
-from meridian_patch.bench.table import BORROWED_NOTE, build_rows, column_titles, has_borrowed
+from meridian_patch.bench.summary import (
+    ArmSummary,
+    compared_arms,
+    counted_seeds,
+    harm_over_stock,
+    ratio_to_stock,
+    summarise,
+)
+from meridian_patch.bench.table import (
+    BORROWED_NOTE,
+    build_rows,
+    column_titles,
+    has_borrowed,
+    table_title,
+)
 
-HOW = "measured-cpu"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+DATA_NAME = "report.json"
 WORST_GAP = "answer_gap_max_s"
 
 
@@ -32,6 +47,7 @@ class Origin:
         machine: at the start.
         settings: of every server.
         workload: in words.
+        load: how the servers were driven.
     """
 
     date: str
@@ -39,22 +55,31 @@ class Origin:
     machine: Machine
     settings: ServerSettings
     workload: str
+    load: Load = field(default_factory=Load)
 
     @property
     def caption(self) -> str:
         """One line for below a plot."""
-        return f"{HOW} · {self.date} · {self.machine} · {self.command}"
+        return f"{self.machine.how} · {self.date} · {self.machine} · {self.command}"
 
 
-def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
-    """Write ``report.html`` and ``report.json`` for all arms that played anything.
+def write_report(
+    folder: Path, runs: Sequence[ArmRun], origin: Origin, data_name: str = DATA_NAME
+) -> Path:
+    """Write ``report.html`` and the same as JSON, for all arms that played anything.
+
+    Args:
+        folder: takes both.
+        runs: one per arm.
+        origin: how they were obtained.
+        data_name: file name of the JSON.
 
     Returns:
         Path of the page.
     """
     arms = [summarise(run) for run in runs]
     document = report_data(arms, origin)
-    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    (folder / data_name).write_text(json.dumps(document, indent=1) + "\n")
     page = folder / "report.html"
     page.write_text(_render(arms, runs, origin))
     return page
@@ -64,14 +89,15 @@ def report_data(arms: Sequence[ArmSummary], origin: Origin) -> dict[str, Any]:
     """The report as plain data; times in seconds."""
     return {
         "version": FORMAT_VERSION,
-        "how": HOW,
+        "how": origin.machine.how,
         "date": origin.date,
         "command": origin.command,
         "machine": asdict(origin.machine),
         "settings": asdict(origin.settings) | {"model": str(origin.settings.model)},
+        "load": asdict(origin.load),
         "workload": origin.workload,
         "arms": {arm.name: _arm_data(arm) for arm in arms},
-        "patched_over_stock": _ratio_data(arms),
+        "over_stock": {arm.name: _ratio_data(arms, arm.name) for arm in arms if arm.name != STOCK},
     }
 
 
@@ -85,36 +111,27 @@ def _arm_data(arm: ArmSummary) -> dict[str, Any]:
     }
 
 
-def _ratio_data(arms: Sequence[ArmSummary]) -> dict[str, Any]:
-    by_name = {arm.name: arm for arm in arms}
-    if "stock" not in by_name or "patched" not in by_name:
-        return {}
-    data = {}
-    for name in by_name["patched"].spreads:
-        ratios = seed_ratios(by_name["patched"], by_name["stock"], name)
-        spread = Spread.of(list(ratios.values()))
-        if spread is not None:
-            by_seed = {str(seed): ratio for seed, ratio in ratios.items()}
-            data[name] = {"by_seed": by_seed, "over_seeds": asdict(spread)}
-    return data
+def _ratio_data(arms: Sequence[ArmSummary], arm: str) -> dict[str, Any]:
+    """Ratios by figure; empty where nothing was played on both."""
+    ratios = {kind.name: ratio_to_stock(arms, arm, kind.name) for kind in FIGURE_KINDS}
+    ratios["harm_p99"] = harm_over_stock(arms, arm)
+    return {name: asdict(ratio) for name, ratio in ratios.items() if ratio is not None}
 
 
 def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     source = files("meridian_patch.bench").joinpath("report.html.j2").read_text()
     rows = build_rows(arms)
-    by_name = {arm.name: arm for arm in arms}
-    worst = {}
-    if "stock" in by_name and "patched" in by_name:
-        worst = seed_ratios(by_name["patched"], by_name["stock"], WORST_GAP)
+    worst = {name: ratio_to_stock(arms, name, WORST_GAP) for name in compared_arms(arms)}
     return environment.from_string(source).render(
-        how=HOW,
+        how=origin.machine.how,
         origin=origin,
         arms=arms,
+        title=table_title(arms),
         titles=column_titles(arms),
         rows=rows,
         note=BORROWED_NOTE if has_borrowed(rows) else "",
-        worst=worst,
+        worst={name: ratio.by_seed for name, ratio in worst.items() if ratio},
         plots=_plots(runs, origin.caption),
         seeds=max((len(arm.seeds) for arm in arms), default=0),
     )
@@ -129,7 +146,7 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
             shown[run.name] = seeds[0]
     if not shown:
         return []
-    pair = {name: run for name, run in shown.items() if name != "noop"} or shown
+    pair = {name: run for name, run in shown.items() if name != NOOP} or shown
     return [
         {
             "title": "Answer gaps over the run",

@@ -75,7 +75,7 @@ class TurnsClient(Client):
         # No connection is used twice: the server may close an idle one just as it is reused.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            begin = time.perf_counter()
+            begin = time.monotonic()
             thinks = history is not ServedHistory.PLAIN
             template = {"chat_template_kwargs": {"enable_thinking": thinks}}
 
@@ -86,8 +86,8 @@ class TurnsClient(Client):
                     messages = build_messages(conversation.system, past, turn.question, history)
                     if most_prompt_tokens(messages) + self.max_tokens > self.max_model_len:
                         return
-                    await asyncio.sleep(due + turn.pause_s - time.perf_counter())
-                    sent_s = time.perf_counter() - begin
+                    await asyncio.sleep(due + turn.pause_s - time.monotonic())
+                    sent_s = time.monotonic() - begin
                     request = TraceRequest(
                         f"{conversation.id}-{number}",
                         sent_s,
@@ -105,7 +105,7 @@ class TurnsClient(Client):
                     if record.error is not None or record.finish_reason is None:
                         return
                     past.append(Exchange(turn.question, record.thought, record.answer))
-                    due = time.perf_counter()
+                    due = time.monotonic()
 
             watch = asyncio.ensure_future(self._watch_pool(session, pool_use))
             pending = {asyncio.ensure_future(ask(each)) for each in conversations}

@@ -168,7 +168,7 @@ def _check_pool(stage: "Stage") -> None:
     from meridian_patch.bench.served_arms import STOCK
 
     settings = stage.settings(STOCK)
-    needed = -(-settings.max_model_len // settings.block_size) + 1
+    needed = settings.least_blocks or 0
     for option, blocks in (("--blocks", stage.kv_blocks), ("--ample-blocks", stage.ample_blocks)):
         if blocks < needed:
             raise BenchError(

@@ -34,14 +34,58 @@ class ServerSettings:
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: token budget of one step.
         max_model_len: most tokens of one request, prompt included.
+        dtype: of weights and activations.
+        reasoning_parser: splits thoughts from answers.
+        served_name: name in the requests; vLLM's model families look at it too.
+        extra: further options of the server, which win over the ones above.
     """
 
-    model: Path
-    kv_blocks: int
-    block_size: int = 32
-    max_num_seqs: int = 40
-    max_num_batched_tokens: int = 512
-    max_model_len: int = 2048
+    model: Path | str
+    kv_blocks: int | None
+    block_size: int | None = 32
+    max_num_seqs: int | None = 40
+    max_num_batched_tokens: int | None = 512
+    max_model_len: int | None = 2048
+    dtype: str | None = "float32"
+    reasoning_parser: str | None = "deepseek_r1"
+    served_name: str = MODEL_NAME
+    extra: tuple[str, ...] = ()
+
+    @classmethod
+    def of_any_model(
+        cls, model: Path | str, kv_blocks: int | None, extra: tuple[str, ...]
+    ) -> "ServerSettings":
+        """Settings that leave to vLLM what is not given.
+
+        Args:
+            model: directory, or a name on the Hugging Face hub.
+            kv_blocks: size of the KV pool in blocks, None for vLLM's choice.
+            extra: further options of the server.
+        """
+        name = model.name if isinstance(model, Path) else model
+        return cls(model, kv_blocks, None, None, None, None, None, None, name, extra)
+
+    @property
+    def options(self) -> list[str]:
+        """Options of the server beside model and address."""
+        chosen = {
+            "--num-gpu-blocks-override": self.kv_blocks,
+            "--block-size": self.block_size,
+            "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--max-model-len": self.max_model_len,
+            "--dtype": self.dtype,
+            "--reasoning-parser": self.reasoning_parser,
+        }
+        pairs = [(name, str(value)) for name, value in chosen.items() if value is not None]
+        return [*(text for pair in pairs for text in pair), *self.extra]
+
+    @property
+    def least_blocks(self) -> int | None:
+        """Smallest pool that holds one request; None where vLLM chooses the sizes."""
+        if self.max_model_len is None or self.block_size is None:
+            return None
+        return -(-self.max_model_len // self.block_size) + 1
 
     def arguments(self, port: int) -> list[str]:
         """Command line of the server."""
@@ -49,14 +93,9 @@ class ServerSettings:
             # -P keeps the working directory off sys.path: vLLM would take a folder named
             # triton_kernels there for the package it knows under that name.
             *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(self.model), "--served-model-name", MODEL_NAME),
+            *("--model", str(self.model), "--served-model-name", self.served_name),
             *("--host", HOST, "--port", str(port)),
-            *("--num-gpu-blocks-override", str(self.kv_blocks)),
-            *("--block-size", str(self.block_size)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
-            *("--max-model-len", str(self.max_model_len)),
-            *("--dtype", "float32", "--reasoning-parser", "deepseek_r1"),
+            *self.options,
             "--disable-uvicorn-access-log",
         ]
 
@@ -135,7 +174,6 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Its own group: Ctrl-C reaches us alone, and we end the whole group.
                 # Its own group: Ctrl-C reaches us alone, and we end the whole group. But not its
                 # own session: Linux' autogroup gives each session its own share of a core, and
                 # beside the server's spinning worker the client then waited up to half a second.

@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
+from meridian_patch.bench.arms import NOOP, STOCK
 from meridian_patch.bench.metrics import FIGURE_KINDS, FigureKind
-from meridian_patch.bench.summary import ArmSummary, Spread, seed_ratios
+from meridian_patch.bench.summary import (
+    ArmSummary,
+    Ratio,
+    Spread,
+    compared_arms,
+    harm_over_stock,
+    ratio_to_stock,
+)
 
 BORROWED_NOTE = (
     "* counted in the noop arm (our scheduler class deciding as stock does): stock counts "
@@ -46,30 +54,44 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: a cell per arm, then patched over stock."""
+    """One figure: a cell per arm, then one per arm that is compared with stock."""
 
     label: str
     cells: tuple[Cell, ...]
-    ratio: Cell
+    ratios: tuple[Cell, ...]
 
 
 def build_rows(arms: Sequence[ArmSummary]) -> list[Row]:
     """Rows for the arms; the stock cells that stock cannot count come from noop, marked ``*``."""
     by_name = {arm.name: arm for arm in arms}
-    return [
+    compared = compared_arms(arms)
+    rows = [
         Row(
             f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
-            tuple(_arm_cell(kind, arm, by_name.get("noop")) for arm in arms),
-            _ratio_cell(kind, by_name),
+            tuple(_arm_cell(kind, arm, by_name.get(NOOP)) for arm in arms),
+            tuple(_mean_cell(ratio_to_stock(arms, name, kind.name), 1.0) for name in compared),
         )
         for kind in FIGURE_KINDS
     ]
+    if compared:
+        harm = tuple(_mean_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
+        rows.append(Row("harm p99 in TTFAT, %", tuple(_ABSENT for _ in arms), harm))
+    return rows
 
 
 def column_titles(arms: Sequence[ArmSummary]) -> list[str]:
     """Column titles, the label column left out."""
     names = [f"{arm.name} (partial)" if arm.is_partial else arm.name for arm in arms]
-    return [*names, "patched / stock"]
+    return [*names, *(f"{name} / {STOCK}" for name in compared_arms(arms))]
+
+
+def table_title(arms: Sequence[ArmSummary]) -> str:
+    """What the cells hold, to follow the provenance; empty for a single seed."""
+    seeds = max((len(arm.seeds) for arm in arms), default=0)
+    if seeds <= 1:
+        return ""
+    ratio = "; ratio: mean of the pairs' ratios, 95 % bootstrap interval"
+    return f", {seeds} seeds: median, lowest..highest{ratio if compared_arms(arms) else ''}"
 
 
 def has_borrowed(rows: Sequence[Row]) -> bool:
@@ -94,22 +116,22 @@ def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
     for name in column_titles(arms):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row.label, *(cell.stacked for cell in row.cells), row.ratio.stacked)
+        table.add_row(row.label, *(cell.stacked for cell in (*row.cells, *row.ratios)))
     return table
 
 
 def _arm_cell(kind: FigureKind, arm: ArmSummary, noop: ArmSummary | None) -> Cell:
     spread = arm.spreads.get(kind.name)
-    if spread is None and noop and arm.name == "stock" and kind.name in _BORROWED:
+    if spread is None and noop and arm.name == STOCK and kind.name in _BORROWED:
         return _spread_cell(noop.spreads.get(kind.name), _SCALES.get(kind.unit, 1.0), mark="*")
     return _spread_cell(spread, _SCALES.get(kind.unit, 1.0))
 
 
-def _ratio_cell(kind: FigureKind, by_name: dict[str, ArmSummary]) -> Cell:
-    if "stock" not in by_name or "patched" not in by_name:
+def _mean_cell(ratio: Ratio | None, scale: float) -> Cell:
+    if ratio is None:
         return _ABSENT
-    ratios = seed_ratios(by_name["patched"], by_name["stock"], kind.name)
-    return _spread_cell(Spread.of(list(ratios.values())), 1.0)
+    span = "..".join(_number(end * scale) for end in ratio.interval or ())
+    return Cell(_number(ratio.mean * scale), span)
 
 
 def _spread_cell(spread: Spread | None, scale: float, mark: str = "") -> Cell:

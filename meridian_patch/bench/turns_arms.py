@@ -1,8 +1,11 @@
 """Arms of an ``s-turns`` replay: what is compared with what."""
 
+from dataclasses import asdict
+
 from meridian_patch.bench.turns import History
 from meridian_patch.engine.replay_types import ReplayArm
 from meridian_patch.errors import BenchError
+from meridian_patch.policy.rules import PROFILES
 
 STOCK = "stock"
 KNOWS_END = "knows-end"
@@ -19,18 +22,26 @@ _HISTORY_RULES = {
     History.TOOL_LOOP: "keep_in_tool_loop",
     History.PLAIN: "strip",
 }
+# Policy noop would switch the tiers off too.
+_TIERS_ALONE = {f"{_SET}POLICY__{rule.upper()}": "false" for rule in asdict(PROFILES["latency"])}
 _NO_TIERS = {f"{_SET}KV__TIERS": "false"}
 # What each arm sets, and what it is in words.
-_ARMS: dict[str, tuple[dict[str, str], bool, str]] = {
-    "noop": ({f"{_SET}POLICY__NAME": "noop", **_NO_TIERS}, False, "our classes, deciding as stock"),
-    "tiers": ({}, True, "stock order, KV tiers"),
-    "latency": (_NO_TIERS, False, "latency policy, no KV tiers"),
-    "meridian": ({}, False, "latency policy and KV tiers"),
-    "no-decay": ({f"{_SET}KV__RETAIN_S": "1.0e+9"}, True, "as tiers, prompts never decay"),
-    KNOWS_END: ({}, True, "as tiers, and ended conversations are known: a bound, no server is"),
-    "fast-decay": ({f"{_SET}KV__RETAIN_S": "30.0"}, True, "as tiers, prompts decay after 30 s"),
+_ARMS: dict[str, tuple[dict[str, str], str]] = {
+    "noop": ({f"{_SET}POLICY__NAME": "noop", **_NO_TIERS}, "our classes, deciding as stock"),
+    "tiers": (_TIERS_ALONE, "stock order, KV tiers"),
+    "latency": (_NO_TIERS, "latency policy, no KV tiers"),
+    "meridian": ({}, "latency policy and KV tiers"),
+    "no-decay": (
+        {f"{_SET}KV__RETAIN_S": "1.0e+9", **_TIERS_ALONE},
+        "as tiers, prompts never decay",
+    ),
+    KNOWS_END: (_TIERS_ALONE, "as tiers, and ended conversations are known: a bound, no server is"),
+    "fast-decay": (
+        {f"{_SET}KV__RETAIN_S": "30.0", **_TIERS_ALONE},
+        "as tiers, prompts decay after 30 s",
+    ),
 }
-ARM_WORDS = {STOCK: "vLLM as it is", **{name: words for name, (_, _, words) in _ARMS.items()}}
+ARM_WORDS = {STOCK: "vLLM as it is", **{name: words for name, (_, words) in _ARMS.items()}}
 DEFAULT_ARMS = (STOCK, "noop", "tiers", "meridian")
 
 
@@ -44,7 +55,7 @@ def turns_arm(name: str, history: History) -> ReplayArm:
         return ReplayArm(STOCK)
     if name not in _ARMS:
         raise BenchError(f"unknown arm {name!r}; known: {', '.join(ARM_WORDS)}")
-    settings, keeps_stock_order, _ = _ARMS[name]
+    settings, _ = _ARMS[name]
     rule = {f"{_SET}KV__HISTORY": _HISTORY_RULES[history]}
     settings = {**_PATIENT, **rule, **settings}
-    return ReplayArm(name, True, settings, keeps_stock_order, knows_the_end=name == KNOWS_END)
+    return ReplayArm(name, True, settings, knows_the_end=name == KNOWS_END)

@@ -4,12 +4,14 @@ One line of a trace file::
 
     {"id": "1-0", "arrival_s": 0.12, "messages": [{"role": "user", "content": "p=7, q=p+5. q?"}],
      "expected": "2", "max_tokens": 1024}
+
+A line may have ``extra``, an object of further fields of the chat request.
 """
 
 import json
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from meridian_patch.demo.problems import MAX_STEPS, make_problem
 from meridian_patch.errors import BenchError
 
 ROLES = ("system", "user", "assistant")
+_OPTIONAL = ("extra",)
+# What the client itself decides: a trace must not change how the stream is read or compared.
+_RESERVED = ("model", "messages", "max_tokens", "stream", "return_token_ids", "n")
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,9 @@ class TraceRequest:
         id: unique within the trace.
         arrival_s: seconds after the start of the trace.
         messages: chat messages, each ``{"role": ..., "content": ...}``.
-        expected: the right answer, for grading.
+        expected: the right answer, for grading; empty where there is nothing to grade.
         max_tokens: limit on thinking and answer together.
+        extra: further fields of the chat request, such as ``thinking_token_budget``.
     """
 
     id: str
@@ -36,6 +42,7 @@ class TraceRequest:
     messages: tuple[dict[str, str], ...]
     expected: str
     max_tokens: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def _parse_line(line: str, where: str) -> TraceRequest:
         if name not in wanted:
             raise BenchError(f"{where}: unknown field {name}; known: {', '.join(wanted)}")
     for name in wanted:
-        if name not in fields:
+        if name not in fields and name not in _OPTIONAL:
             raise BenchError(f"{where}: field {name} is missing")
     _check(where, "id", fields["id"], isinstance(fields["id"], str), "a string")
     arrival, limit = fields["arrival_s"], fields["max_tokens"]
@@ -142,6 +149,9 @@ def _parse_line(line: str, where: str) -> TraceRequest:
     messages = fields["messages"]
     expected = "a list of {role, content}, roles " + ", ".join(ROLES)
     _check(where, "messages", messages, _are_messages(messages), expected)
+    extra = fields.get("extra", {})
+    is_extra = isinstance(extra, dict) and not set(extra) & set(_RESERVED)
+    _check(where, "extra", extra, is_extra, "an object without " + ", ".join(_RESERVED))
     return TraceRequest(**(fields | {"messages": tuple(messages)}))
 
 

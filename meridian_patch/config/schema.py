@@ -15,11 +15,39 @@ class StrictModel(BaseModel):
 
 
 class PolicyConfig(StrictModel):
-    """How running requests are ordered."""
+    """How requests are ordered, admitted and preempted, and how much prefill a step takes."""
 
-    name: Literal["latency", "noop"] = Field(
+    name: Literal["latency", "throughput", "fair", "noop"] = Field(
         default="latency",
-        description="`latency` serves answers before thinking; `noop` decides as stock vLLM does.",
+        description="`latency` serves answers before thinking and lets newcomers in; `throughput` "
+        "spends what answers are ahead of their pace on prefill; `fair` makes nobody pay for "
+        "having thought for long; `noop` decides as stock vLLM does.",
+    )
+    order: bool | None = Field(
+        default=None,
+        description="Rule: answers are served first and preempted last. Unset, as for all rules: "
+        "as the policy named above has it.",
+    )
+    victims: bool | None = Field(
+        default=None,
+        description="Rule: among thinkers, the one that loses the least work is preempted first.",
+    )
+    step_cut: bool | None = Field(
+        default=None,
+        description="Rule: while somebody reads an answer, prefill may make a step only so much "
+        "longer.",
+    )
+    pacing: bool | None = Field(
+        default=None,
+        description="Rule: what answers are ahead of their pace is time that prefill may use.",
+    )
+    admission: bool | None = Field(
+        default=None,
+        description="Rule: a request is admitted when what runs is forecast to leave room for it.",
+    )
+    time_sharing: bool | None = Field(
+        default=None,
+        description="Rule: a newcomer may take the place of a request that has thought for long.",
     )
     protected_answer_tokens: int = Field(
         default=16,
@@ -32,6 +60,72 @@ class PolicyConfig(StrictModel):
         ge=1,
         description="A thinking request that was preempted this often is protected among "
         "thinking requests.",
+    )
+    answer_itl_ms: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Inter-token latency that answers are to keep, in milliseconds. Unset: "
+        "`step_cut_factor` times what a step takes without prefill. A request sets its own with "
+        "`vllm_xargs: {meridian_itl_ms: ...}`.",
+    )
+    step_cut_factor: float = Field(
+        default=1.2,
+        gt=1,
+        allow_inf_nan=False,
+        description="How much longer than without prefill a step may take while somebody reads "
+        "an answer, where no inter-token latency is asked for.",
+    )
+    think_batch_multiplier: float = Field(
+        default=2.5,
+        ge=1,
+        allow_inf_nan=False,
+        description="The engine's token budget per step over the budget while somebody answers, "
+        "until enough steps were timed to predict their length.",
+    )
+    min_prefill_tokens: int = Field(
+        default=64,
+        ge=1,
+        description="Prefill tokens that a step may always have, whatever answers ask for.",
+    )
+    drain_s: float = Field(
+        default=5.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Saturation guard: a cut that was used up in every step for this many seconds "
+        "is doubled each time as many seconds pass.",
+    )
+    admission_reserve_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="Growth that admission expects of each running request until enough requests "
+        "have ended to forecast it.",
+    )
+    admission_overcommit: float = Field(
+        default=1.4,
+        gt=0,
+        allow_inf_nan=False,
+        description="How much of the KV pool the forecast peak of all running requests may take; "
+        "above 1 counts on requests ending sooner than forecast.",
+    )
+    sharing_min_tokens: int = Field(
+        default=2000,
+        ge=1,
+        description="Think tokens after which a request may be made to wait for newcomers.",
+    )
+    sharing_overhead: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Share of the engine's time that may go into computing again what "
+        "time-sharing threw away.",
+    )
+    aging_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A request that made room for a newcomer stands before all newcomers after "
+        "waiting this long.",
     )
     time_budget_us: int = Field(
         default=3000,

@@ -1,5 +1,7 @@
 """The demo: stock and patched vLLM in turn, on the same trace, under the same KV pressure.
 
+A preset of ``meridian bench serve``.
+
 ``python -P -m meridian_patch.demo.run`` starts real servers on the tiny reasoner, streams a trace
 from each, prints one table and writes ``report.html`` and ``report.json``.
 """
@@ -7,31 +9,23 @@ from each, prints one table and writes ``report.html`` and ``report.json``.
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meridian_patch import envs
-from meridian_patch.bench.arms import ARM_ENVIRONMENTS, ArmRun, Watcher, run_arm
+from meridian_patch.bench.arms import ARM_ENVIRONMENTS, Arm
 from meridian_patch.bench.interrupts import end_like_ctrl_c
-from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.report import Origin, write_report
-from meridian_patch.bench.server import ServerSettings, pick_port
-from meridian_patch.bench.summary import summarise
-from meridian_patch.bench.table import terminal_table
-from meridian_patch.bench.workload import Mix, TraceRequest, make_trace, read_trace, write_trace
-from meridian_patch.errors import BenchError, MeridianError
+from meridian_patch.bench.report import DATA_NAME
+from meridian_patch.bench.serve_load import Load
+from meridian_patch.bench.serve_plan import find_model, plan_traces, tiny_settings
+from meridian_patch.bench.serve_run import Comparison, run_comparison
+from meridian_patch.bench.workload import Mix
+from meridian_patch.errors import MeridianError
 
 FIRST_SEED = 1
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MODULE = "meridian_patch.demo.run"
-
-Traces = Mapping[int, Sequence[TraceRequest]]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,118 +42,23 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPTED)
 
 
-def packaged_model() -> Path:
-    """Directory of the tiny reasoner that ships with the package."""
-    return Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner")))
-
-
 def _run(args: argparse.Namespace, command: str) -> int:
-    console = Console()
-    settings = _settings(args)
-    pick_port(args.port)
-    traces, workload = _traces(args)
-    _check_lengths(traces, settings)
-    folder: Path = args.out
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed, trace in traces.items():
-        write_trace(folder / f"trace-{seed}.jsonl", trace)
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    origin = Origin(now, command, describe_machine(), settings, workload)
-    console.print(f"{origin.machine}\n{workload}", highlight=False)
-    runs = [ArmRun(name) for name in args.arms]
-    code = _play(runs, settings, traces, args, console)
-    played = [run for run in runs if run.seeds or run.error]
-    if not any(run.seeds for run in played):
-        return code
-    title = f"{args.seeds} seeds: median, and lowest..highest" if args.seeds > 1 else ""
-    console.print(terminal_table([summarise(run) for run in played], title))
-    console.print(f"report: {write_report(folder, played, origin)}", highlight=False)
-    return code
-
-
-def _play(
-    runs: Sequence[ArmRun],
-    settings: ServerSettings,
-    traces: Traces,
-    args: argparse.Namespace,
-    console: Console,
-) -> int:
-    """Play all arms; what breaks one off is said, kept in its run, and becomes the exit code."""
-    code = 0
-    total = sum(len(trace) for trace in traces.values())
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Seldom redrawn: the client shares this process.
-    with Progress(*columns, console=console, refresh_per_second=2) as progress:
-        for run in runs:
-            task = progress.add_task(f"{run.name}: starting the server", total=total)
-            watcher = Watcher(
-                on_seed=lambda seed, task=task, name=run.name: progress.update(  # type: ignore[misc]
-                    task, description=f"{name}: seed {seed}"
-                ),
-                on_request=lambda task=task: progress.advance(task),  # type: ignore[misc]
-            )
-            log = args.out / f"server-{run.name}.log"
-            try:
-                run_arm(run, settings, envs.environment(), traces, log, args.port, watcher)
-            except BenchError as error:
-                run.error = str(error)
-                code = EXIT_FAILED
-                progress.console.print(f"{run.name}: {error}", style="red", highlight=False)
-            except KeyboardInterrupt:
-                run.error = "interrupted"
-                progress.console.print(f"{run.name}: interrupted", style="red")
-                return EXIT_INTERRUPTED
-            else:
-                progress.update(task, description=f"{run.name}: done")
-    return code
-
-
-def _settings(args: argparse.Namespace) -> ServerSettings:
-    model: Path = args.model or packaged_model()
-    if not (model / "config.json").is_file():
-        raise BenchError(
-            f"model directory {model} holds no config.json; give --model DIR, a directory as "
-            "written by transformers' save_pretrained"
-        )
-    settings = ServerSettings(model.resolve(), args.blocks)
-    needed = -(-settings.max_model_len // settings.block_size) + 1
-    if args.blocks < needed:
-        raise BenchError(
-            f"--blocks is {args.blocks}, expected at least {needed}: one request of "
-            f"{settings.max_model_len} tokens must fit into the KV pool"
-        )
-    return settings
-
-
-def _traces(args: argparse.Namespace) -> tuple[dict[int, Sequence[TraceRequest]], str]:
-    """Traces by seed, and what they are in words."""
+    settings = tiny_settings(find_model(args.model), args.blocks)
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
-    if args.trace is not None:
-        trace = read_trace(args.trace)
-        return dict.fromkeys(seeds, trace), f"{len(trace)} requests from {args.trace}."
     mix = Mix(requests=args.requests, rate_per_s=args.rate)
-    words = (
-        f"{mix.requests} arithmetic problems per seed, {mix.rate_per_s:g} per second in bursts "
-        f"(Gamma, shape {mix.burstiness:g}), {mix.hard_share:.0%} of them hard, "
-        f"{mix.history_share:.0%} with earlier turns."
+    traces, workload = plan_traces(args.trace, mix, list(seeds))
+    comparison = Comparison(
+        arms=[Arm(name, ARM_ENVIRONMENTS[name]) for name in args.arms],
+        settings=settings,
+        traces=traces,
+        workload=workload,
+        load=Load(),
+        port=args.port,
+        folder=args.out,
+        data_name=DATA_NAME,
+        command=command,
     )
-    return {seed: make_trace(mix, seed) for seed in seeds}, words
-
-
-def _check_lengths(traces: Traces, settings: ServerSettings) -> None:
-    """Refuse a trace with a request that no server would take."""
-    for trace in traces.values():
-        for request in trace:
-            if request.max_tokens >= settings.max_model_len:
-                raise BenchError(
-                    f"request {request.id}: max_tokens is {request.max_tokens}, expected less "
-                    f"than {settings.max_model_len}, the servers' context"
-                )
+    return run_comparison(comparison, Console())
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -26,13 +26,17 @@ class StepGuard:
         try:
             yield
         except Exception as error:
-            if self._is_reported:
-                return
-            self._is_reported = True
-            self._counters.count(FALLBACK, Fallback.EXCEPTION)
-            failed_id = getattr(error, "request_id", request_id)
-            logger.exception(
-                "meridian_patch: %s failed for request %s; this step runs as stock",
-                what,
-                failed_id,
-            )
+            self.failed(what, error, request_id)
+
+    def failed(self, what: str, error: Exception, request_id: str | None = None) -> None:
+        """What ``protect`` does with an exception, for code that is too hot for it."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        self._counters.count(FALLBACK, Fallback.EXCEPTION)
+        logger.error(
+            "meridian_patch: %s failed for request %s; this step runs as stock",
+            what,
+            getattr(error, "request_id", request_id),
+            exc_info=error,
+        )

@@ -1,10 +1,20 @@
 """Carries a policy's decisions out on the scheduler's own queues, and puts them back."""
 
 import time
+from bisect import bisect_left
+from itertools import filterfalse
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.base import OrderPolicy, RequestView
+
+# Requests per step whose rank is looked at although nothing is known to have changed it.
+AUDITED_PER_STEP = 4
+
+# Rank without its drift, and the place in the stock order: no two requests have the same.
+Key = tuple[tuple[int, ...], int]
 
 
 class RankError(Exception):
@@ -16,9 +26,13 @@ class RankError(Exception):
 
 
 class RunningOrder:
-    """The order of the running requests under a policy.
+    """The running requests by rank; those of equal rank stand as they were admitted.
 
-    It is computed anew only after something happened that can change it.
+    A step costs what changed, not what runs: only requests that are new, that ``changed`` was
+    called for, or that are prefilling are ranked. Ranks that drift as requests decode (see
+    ``OrderPolicy.drift``) are kept relative to a clock that advances with every step, so that
+    they hold while everybody advances. What nobody told of, such as a request that got no token
+    in a step, is found by looking at a few requests per step in turn.
 
     Args:
         time_budget_us: ranking stops when it takes longer, and the step keeps the order it has.
@@ -26,44 +40,111 @@ class RunningOrder:
 
     def __init__(self, policy: OrderPolicy, router: PhaseRouter, time_budget_us: int) -> None:
         self._policy = policy
+        self._drift = policy.drift
         self._router = router
         self._time_budget_s = time_budget_us * 1e-6
-        self._is_stale = True
+        # The ranked requests in order, and their keys; an index means the same in both.
+        self._order: list[Any] = []
+        self._keys: list[Key] = []
+        self._key_of: dict[Any, Key] = {}
+        # Sets that keep their order, so that equal runs do equal things.
+        self._changed: dict[Any, None] = {}
+        # These leave their standing without any event.
+        self._prefilling: dict[Any, None] = {}
+        self._clock = 0
+        self._num_admitted = 0
+        self._next_audited = 0
 
-    def invalidate(self) -> None:
-        """Something happened: an admission, a preemption, a phase change."""
-        self._is_stale = True
+    def changed(self, request: Any) -> None:
+        """The rank of a request may have changed, because its phase did."""
+        if request in self._key_of:
+            self._changed[request] = None
+
+    def forget(self, request: Any) -> None:
+        """A request runs no more; should it run again it is a new one."""
+        key = self._key_of.pop(request, None)
+        if key is not None:
+            self._take_out(key)
+            self._changed.pop(request, None)
+            self._prefilling.pop(request, None)
 
     def arrange(self, running: list[Any]) -> tuple[list[Any], bool]:
-        """Order ``running`` by rank.
+        """Order ``running`` by rank; to be called once per step.
 
         Returns:
-            The list to use (a new one, or the given one when nothing changed), and False when
+            The list to use (a new one, or the given one when it is in order), and False when
             the time budget was exceeded and the given order stays.
 
         Raises:
             RankError: the policy failed; it names the request.
         """
-        if not self._is_stale:
-            return running, True
-        ranks = {}
-        any_prefilling = False
         deadline = time.perf_counter() + self._time_budget_s
-        for request in running:
+        self._clock += 1
+        # Requests compare by identity: whatever upstream did to the list is seen.
+        new = self._follow(running) if running != self._order else ()
+        for request in (*new, *self._changed, *self._prefilling):
             if time.perf_counter() > deadline:
                 return running, False
-            view = self._view(request)
-            ranks[request.request_id] = self._rank(request, view)
-            any_prefilling |= view.is_prefilling
-        # A request that is still prefilling leaves that standing without any event.
-        self._is_stale = any_prefilling
-        return sorted(running, key=lambda request: ranks[request.request_id]), True
+            self._place(request)
+            self._changed.pop(request, None)
+        self._audit(deadline)
+        return (running if running == self._order else self._order.copy()), True
 
-    def _rank(self, request: Any, view: RequestView) -> tuple[int, int]:
+    def _follow(self, running: list[Any]) -> list[Any]:
+        """Forget who left without a word; returns the requests that have no rank yet."""
+        ranked = len(self._order)
+        if running[:ranked] == self._order:
+            # Nearly always: upstream appended whom it admitted.
+            return running[ranked:]
+        new = list(filterfalse(self._key_of.__contains__, running))
+        if len(self._order) + len(new) != len(running):
+            for request in list(filterfalse(set(running).__contains__, self._order)):
+                self.forget(request)
+        return new
+
+    def _audit(self, deadline: float) -> None:
+        for _ in range(min(AUDITED_PER_STEP, len(self._order))):
+            if time.perf_counter() > deadline:
+                return
+            self._next_audited = (self._next_audited + 1) % len(self._order)
+            self._place(self._order[self._next_audited])
+
+    def _place(self, request: Any) -> None:
+        """Rank a request and put it where it belongs."""
+        view = self._view(request)
+        rank = self._rank(request, view)
+        old = self._key_of.get(request)
+        if old is None:
+            self._num_admitted += 1
+            key = (rank, self._num_admitted)
+        else:
+            key = (rank, old[1])
+        if view.is_prefilling:
+            self._prefilling[request] = None
+        else:
+            self._prefilling.pop(request, None)
+        if key == old:
+            return
+        if old is not None:
+            self._take_out(old)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._order.insert(index, request)
+        self._key_of[request] = key
+
+    def _take_out(self, key: Key) -> None:
+        index = bisect_left(self._keys, key)
+        del self._keys[index], self._order[index]
+
+    def _rank(self, request: Any, view: RequestView) -> tuple[int, ...]:
         try:
-            return self._policy.rank(view)
+            rank = self._policy.rank(view)
+            drift = self._drift.get(rank[0])
         except Exception as error:
             raise RankError(request.request_id) from error
+        if drift is None:
+            return rank
+        return (rank[0], rank[1] - drift * self._clock, *rank[2:])
 
     def _view(self, request: Any) -> RequestView:
         state = self._router.get(request.request_id)
@@ -102,8 +183,7 @@ class ArrivalOrder:
         """Give back the true arrival times; preempted requests move to their true places."""
         for request, arrival in self._arrivals:
             request.arrival_time = arrival
-        queued = set(waiting)
         for request, _ in self._arrivals:
-            if request in queued:
+            if request.status == RequestStatus.PREEMPTED and request in waiting:
                 waiting.remove_request(request)
                 waiting.add_request(request)

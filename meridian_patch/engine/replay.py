@@ -1,6 +1,7 @@
 """Drives vLLM's real scheduler on a virtual clock; what the model would sample is given."""
 
-from collections import deque
+import copy
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from vllm.v1.request import Request
 
 from meridian_patch.engine.replay_counts import InfiniteCache, RecomputedTokens
 from meridian_patch.engine.replay_foresight import drop_ended
-from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, MAX_MODEL_LEN, build_scheduler
+from meridian_patch.engine.replay_offload import KV_BYTES_PER_TOKEN, OffloadTier
+from meridian_patch.engine.replay_scheduler import build_scheduler
 from meridian_patch.engine.replay_types import (
+    EngineLimits,
     Markers,
     ReplayArm,
     ReplayRecord,
@@ -21,7 +24,9 @@ from meridian_patch.engine.replay_types import (
     ReplayTotals,
     StepWork,
 )
+from meridian_patch.engine.step_log import step_work
 from meridian_patch.errors import BenchError
+from meridian_patch.phase.router import Phase
 
 
 class ReplayEngine:
@@ -43,19 +48,27 @@ class ReplayEngine:
         markers: Markers,
         *,
         is_async: bool = True,
+        kv_bytes_per_token: int = KV_BYTES_PER_TOKEN,
+        limits: EngineLimits | None = None,
     ) -> None:
+        limits = limits or EngineLimits()
         self.now = 0.0
         self.totals = ReplayTotals()
-        self.scheduler = build_scheduler(arm, blocks, is_async=is_async)
+        self.scheduler = build_scheduler(arm, blocks, is_async=is_async, limits=limits)
         manager = self.scheduler.kv_cache_manager
         if hasattr(manager, "clock"):
             manager.clock = lambda: self.now
+        if hasattr(self.scheduler, "steering"):
+            self.scheduler.steering.clock = lambda: self.now
         if arm.knows_the_end:
             drop_ended(self.scheduler._kv_phases, lambda name: self._live[name][1].request)
+        self._offload = None
+        if arm.offload_gb_per_s is not None:
+            self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, kv_bytes_per_token)
         self._is_async = is_async
         self._step_seconds = step_seconds
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        self._sampling = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN)
+        self._hasher = get_request_block_hasher(limits.block_size, sha256)
+        self._sampling = SamplingParams(temperature=0, max_tokens=limits.max_model_len)
         self._sampling.update_from_generation_config({}, markers.turn_end)
         self._live: dict[str, tuple[Request, ReplayRecord]] = {}
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
@@ -65,8 +78,24 @@ class ReplayEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits, runs, or is on its way back."""
-        return not self._live and not self._in_flight
+        """Nothing waits, runs, is on its way back, or is copied."""
+        is_copying = self._offload is not None and self._offload.is_busy
+        return not self._live and not self._in_flight and not is_copying
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pool that requests hold; what is merely cached is free."""
+        return self.scheduler.kv_cache_manager.usage
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are in but not running, the preempted ones included."""
+        return len(self._live) - len(self.scheduler.running)
+
+    def running_phases(self) -> Counter[Phase]:
+        """Running requests by phase."""
+        running = (request.request_id for request in self.scheduler.running)
+        return Counter(self._live[name][1].phase for name in running)
 
     def counters(self) -> dict[str, int]:
         """What a patched scheduler counted since the start; empty for stock."""
@@ -75,15 +104,20 @@ class ReplayEngine:
 
     def add(self, request: ReplayRequest, arrival_s: float) -> None:
         """Submit a request; ``arrival_s`` is not after ``now``."""
+        sampling = self._sampling
+        if request.max_tokens is not None:
+            sampling = copy.copy(sampling)
+            sampling.max_tokens = request.max_tokens
         upstream = Request(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
-            sampling_params=self._sampling,
+            sampling_params=sampling,
             pooling_params=None,
             arrival_time=arrival_s,
             block_hasher=self._hasher,
         )
-        self._live[request.request_id] = (upstream, ReplayRecord(request, arrival_s))
+        record = ReplayRecord(request, arrival_s, scheduled_s=arrival_s)
+        self._live[request.request_id] = (upstream, record)
         self.scheduler.add_request(upstream)
 
     def step(self) -> StepWork:
@@ -94,19 +128,20 @@ class ReplayEngine:
         """
         output = self.scheduler.schedule()
         if not output.num_scheduled_tokens and not self._in_flight:
-            raise BenchError(
-                f"the scheduler is stuck with {len(self._live)} requests: one of them needs more "
-                "KV blocks than the pool holds; give a larger --pool"
-            )
+            self._wait_for_copies()
         self._note_admissions(output)
         work, result = self._run(output)
+        seconds = self._step_seconds(work)
+        if self._offload is not None:
+            seconds += self._offload.run(output, result, self.now, seconds)
+            self.totals.reloaded_tokens = self._offload.reloaded_tokens
         self.totals.steps += 1
         self._in_flight.append((output, result))
         if self._is_async:
             self._deliver_down_to(1 if output.num_scheduled_tokens else 0)
-            self.now += self._step_seconds(work)
+            self.now += seconds
         else:
-            self.now += self._step_seconds(work)
+            self.now += seconds
             self._deliver_down_to(0)
         return work
 
@@ -114,6 +149,16 @@ class ReplayEngine:
         """Records of the requests that finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
+
+    def _wait_for_copies(self) -> None:
+        # Whoever arrives meanwhile is admitted behind the copy: late by one copy at most.
+        if self._offload is not None and self._offload.is_copying:
+            self.now = self._offload.next_done_s(self.now)
+        elif self._live:
+            raise BenchError(
+                f"the scheduler is stuck with {len(self._live)} requests: one of them needs more "
+                "KV blocks than the pool holds; give a larger --pool"
+            )
 
     def _note_admissions(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
@@ -125,29 +170,29 @@ class ReplayEngine:
             )
             self._infinite.add(request.block_hashes, request.num_tokens)
         for request_id in output.preempted_req_ids or ():
+            request, record = self._live[request_id]
             self.totals.preemptions += 1
-            self._recomputed.preempted(request_id, self._live[request_id][0].num_tokens)
+            record.preemptions[record.phase] += 1
+            self._recomputed.preempted(request_id, request.num_tokens)
 
     def _run(self, output: Any) -> tuple[StepWork, ModelRunnerOutput]:
-        prefill_tokens = decode_seqs = context_tokens = attended_tokens = 0
+        work = step_work(output.num_scheduled_tokens, self.scheduler.requests)
         request_ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request, record = self._live[request_id]
             computed = request.num_computed_tokens
-            context_tokens += computed
-            if scheduled == 1:
-                decode_seqs += 1
-                attended_tokens += computed
-            else:
-                prefill_tokens += scheduled
-                attended_tokens += scheduled * computed - scheduled * (scheduled - 1) // 2
-            self._recomputed.ran(
+            again = self._recomputed.ran(
                 request_id,
                 computed - scheduled,
                 computed,
                 is_prefill_chunk=request.is_prefill_chunk,
             )
+            if again:
+                record.recomputed_tokens[record.phase] += again
+            waited_s = self.now - record.scheduled_s
+            record.longest_wait_s = max(record.longest_wait_s, waited_s)
+            record.scheduled_s = self.now
             if request.is_prefill_chunk:
                 sampled.append([])
                 continue
@@ -155,7 +200,6 @@ class ReplayEngine:
             # Under async scheduling one more token is sampled before the stop is seen.
             index = min(computed - request.num_prompt_tokens, len(tokens) - 1)
             sampled.append([tokens[index]])
-        work = StepWork(prefill_tokens, decode_seqs, context_tokens, attended_tokens)
         positions = {request_id: index for index, request_id in enumerate(request_ids)}
         result = ModelRunnerOutput(
             req_ids=request_ids, req_id_to_index=positions, sampled_token_ids=sampled

@@ -39,17 +39,20 @@ class RecomputedTokens:
         lost = self._prefilled.pop(request_id, num_known - 1)
         self._lost[request_id] = max(lost, self._lost.get(request_id, 0))
 
-    def ran(self, request_id: str, start: int, end: int, *, is_prefill_chunk: bool) -> None:
-        """A step computes the tokens from ``start`` to ``end``."""
+    def ran(self, request_id: str, start: int, end: int, *, is_prefill_chunk: bool) -> int:
+        """A step computes the tokens from ``start`` to ``end``; how many of them once more."""
+        again = 0
         if self._lost and request_id in self._lost:
             lost = self._lost[request_id]
-            self.total += max(0, min(lost, end) - start)
+            again = max(0, min(lost, end) - start)
+            self.total += again
             if end >= lost:
                 del self._lost[request_id]
         if is_prefill_chunk:
             self._prefilled[request_id] = end
         elif self._prefilled:
             self._prefilled.pop(request_id, None)
+        return again
 
     def forget(self, request_id: str) -> None:
         """A request finished."""

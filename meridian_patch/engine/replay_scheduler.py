@@ -1,11 +1,13 @@
 """Builds vLLM's real scheduler and KV manager for a replay: no model, no worker."""
 
+import copy
 import functools
 import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,16 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from meridian_patch import envs
 from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
-from meridian_patch.engine.replay_types import Markers, ReplayArm
+from meridian_patch.engine.replay_offload import transfer_config
+from meridian_patch.engine.replay_types import EngineLimits, Markers, ReplayArm
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
 from meridian_patch.errors import BenchError
 
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 65_536
+_DEFAULT_LIMITS = EngineLimits()
+BLOCK_SIZE = _DEFAULT_LIMITS.block_size
+MAX_MODEL_LEN = _DEFAULT_LIMITS.max_model_len
+MAX_NUM_SEQS = _DEFAULT_LIMITS.max_num_seqs
+MAX_BATCHED_TOKENS = _DEFAULT_LIMITS.max_num_batched_tokens
 TOOL_CALL = "<tool_call>"
 _MARKERS = {
     "think_start": "<think>",
@@ -53,8 +59,6 @@ prompt_start: think
 history: unverified
 tool_call: {json.dumps([TOOL_CALL])}
 """
-_MAX_NUM_SEQS = 256
-_MAX_BATCHED_TOKENS = 8192
 _STATUS_DIR = "MERIDIAN_PATCH_STATUS_DIR"
 _FAMILIES_DIR = "MERIDIAN_PATCH_SET_FAMILIES_DIR"
 
@@ -73,23 +77,28 @@ def read_markers() -> Markers:
     return Markers(**ids, tool_call=tool_call, content_ids=min(ids.values()))
 
 
-def build_scheduler(arm: ReplayArm, blocks: int, *, is_async: bool) -> Any:
+def build_scheduler(
+    arm: ReplayArm, blocks: int, *, is_async: bool, limits: EngineLimits = _DEFAULT_LIMITS
+) -> Any:
     """The scheduler of an arm.
 
     Args:
         arm: stock or patched, and the patch's settings.
         blocks: KV blocks that requests can use.
         is_async: vLLM's asynchronous scheduling, its default.
+        limits: sizes of the engine.
 
     Raises:
         ConfigError: a setting of the arm is unknown or wrong.
+        BenchError: its offload tier cannot be.
     """
-    config = _vllm_config(is_async)
+    config = copy.copy(_vllm_config(is_async, limits))
     # Load-bearing: one block is the null block, which holds no tokens.
     config.cache_config.num_gpu_blocks = blocks + 1
     spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
+        block_size=limits.block_size, num_kv_heads=2, head_size=32, dtype=torch.float32
     )
+    config.kv_transfer_config = transfer_config(arm, spec)
     scheduler_class, manager_class = _classes(arm, is_async=is_async)
     # Load-bearing: Scheduler.__init__ looks its KV manager up in its own module.
     with (
@@ -97,7 +106,7 @@ def build_scheduler(arm: ReplayArm, blocks: int, *, is_async: bool) -> Any:
         _environment(arm.settings),
         _rebound(scheduler_module, "KVCacheManager", manager_class),
     ):
-        scheduler = scheduler_class(
+        return scheduler_class(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=blocks + 1,
@@ -105,13 +114,9 @@ def build_scheduler(arm: ReplayArm, blocks: int, *, is_async: bool) -> Any:
                 kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             ),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
+            block_size=limits.block_size,
             log_stats=True,
         )
-    if arm.keeps_stock_order:
-        # Policy noop would switch the tiers off too.
-        scheduler._is_phase_noop = True
-    return scheduler
 
 
 def _classes(arm: ReplayArm, *, is_async: bool) -> tuple[type, type]:
@@ -128,15 +133,12 @@ def _classes(arm: ReplayArm, *, is_async: bool) -> tuple[type, type]:
 
 
 @functools.cache
-def _vllm_config(is_async: bool) -> Any:
+def _vllm_config(is_async: bool, limits: EngineLimits) -> Any:
     init_none_hash(sha256)
     arguments = {
         "model": str(replay_model()),
-        "max_model_len": MAX_MODEL_LEN,
-        "hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN},
-        "max_num_seqs": _MAX_NUM_SEQS,
-        "max_num_batched_tokens": _MAX_BATCHED_TOKENS,
-        "block_size": BLOCK_SIZE,
+        "hf_overrides": {"max_position_embeddings": limits.max_model_len},
+        **asdict(limits),
         "dtype": "float32",
         "enforce_eager": True,
     }

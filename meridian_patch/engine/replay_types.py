@@ -1,7 +1,10 @@
 """What a replay is fed with and what it hands back; imports no vLLM."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from meridian_patch.phase.router import Phase
 
 
 @dataclass(frozen=True)
@@ -12,15 +15,28 @@ class ReplayArm:
         name: as in tables.
         is_patched: our scheduler and KV manager over vLLM's, or vLLM's own.
         settings: ``MERIDIAN_PATCH_SET_*`` names and values. The process environment is not read.
-        keeps_stock_order: run requests in stock order whatever the policy; the KV tiers alone act.
         knows_the_end: go by ``ReplayRequest.is_last`` too, which no server knows.
+        offload_gb_per_s: 10^9 bytes per second, each way, to a host memory that keeps all KV;
+            None: no such tier.
+        offload_tokens: what that host memory holds; None: everything.
     """
 
     name: str
     is_patched: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
-    keeps_stock_order: bool = False
     knows_the_end: bool = False
+    offload_gb_per_s: float | None = None
+    offload_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine, as vLLM's options of these names set them."""
+
+    block_size: int = 16
+    max_model_len: int = 65_536
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class ReplayRequest:
         answer_start: index in ``output`` of the first token that a user reads.
         shared_tokens: length of the system prompt, which other conversations ask for too.
         is_last: no later request continues this one.
+        max_tokens: the client's bound on ``output``; None: as much as the model's context holds.
     """
 
     request_id: str
@@ -58,6 +75,7 @@ class ReplayRequest:
     answer_start: int
     shared_tokens: int = 0
     is_last: bool = False
+    max_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -65,9 +83,15 @@ class ReplayRecord:
     """What became of one request; times in seconds of the virtual clock.
 
     Attributes:
-        hit_tokens: prompt tokens found in the prefix cache when it was first admitted.
+        hit_tokens: prompt tokens found in the prefix cache, or in the offload tier, when it was
+            first admitted.
         bound_tokens: those that a cache which never evicts would have held at that time.
         token_s: when each output token was delivered.
+        preemptions: by the phase that the request was in.
+        recomputed_tokens: computed once more after a preemption, by the same.
+        scheduled_s: when the last step that the request was part of began.
+        longest_wait_s: between the begins of two steps in a row that the request was part of, or
+            from its arrival to the first.
     """
 
     request: ReplayRequest
@@ -77,6 +101,18 @@ class ReplayRecord:
     admitted_s: float | None = None
     token_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    preemptions: Counter[Phase] = field(default_factory=Counter)
+    recomputed_tokens: Counter[Phase] = field(default_factory=Counter)
+    scheduled_s: float = 0.0
+    longest_wait_s: float = 0.0
+
+    @property
+    def phase(self) -> Phase:
+        """By delivered tokens; the boundary belongs to the thought that it ends."""
+        if not self.token_s:
+            return Phase.PREFILL
+        has_ended = len(self.token_s) >= self.request.answer_start
+        return Phase.ANSWER if has_ended else Phase.THINK
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +124,14 @@ class StepWork:
         decode_seqs: sequences that compute one token each.
         context_tokens: tokens whose KV is read, summed over all sequences of the step.
         attended_tokens: context length summed over all *tokens* of the step.
+        prefill_seqs: sequences that compute more than one token.
     """
 
     prefill_tokens: int = 0
     decode_seqs: int = 0
     context_tokens: int = 0
     attended_tokens: int = 0
+    prefill_seqs: int = 0
 
 
 @dataclass(slots=True)
@@ -102,11 +140,13 @@ class ReplayTotals:
 
     Attributes:
         recomputed_tokens: tokens computed once more because a preemption had thrown them away.
+        reloaded_tokens: tokens loaded from the offload tier, lost by preemption or by eviction.
         engine_hits, engine_queries: hit and asked tokens as vLLM's own statistics count them.
     """
 
     steps: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    reloaded_tokens: int = 0
     engine_hits: int = 0
     engine_queries: int = 0

@@ -4,6 +4,8 @@ Runs in the EngineCore process. No upstream body is copied: ``schedule()`` arran
 ``super()`` and restores.
 """
 
+import time
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -17,8 +19,10 @@ from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.guard import StepGuard
 from meridian_patch.engine.kv_binding import bind_kv_phases
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
+from meridian_patch.engine.steering import Steering, StepLimits, limited
 from meridian_patch.phase.router import Phase, PhaseRouter
-from meridian_patch.policy.factory import build_policy
+from meridian_patch.policy.latency import LatencyPolicy
+from meridian_patch.policy.rules import choose_rules
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
@@ -36,11 +40,13 @@ class PhaseScheduling(UpstreamScheduler):
     1. Every request's phase is followed from its prompt and its accepted tokens.
     2. Before a step, the running requests are put in the policy's order: it decides who gets
        tokens first and, from its end, who is preempted.
-    3. Preempted answers resume before anything else that waits.
-    4. Without reasoning requests, and with the noop policy, every decision is stock.
-    5. What fails or takes too long here is counted, and the step runs as stock.
+    3. The step's token budget and the number of requests that may run are lowered for its length.
+    4. A request that has thought for long may be preempted before the step to let a newcomer in.
+    5. Preempted answers resume before anything else that waits.
+    6. Without reasoning requests, and with the noop policy, every decision is stock.
+    7. What fails or takes too long here is counted, and the step runs as stock.
 
-    Invariant: no request is ever added to or taken from a queue that ``super()`` owns.
+    Invariant: requests change queues only as ``super()`` itself moves them.
     """
 
     running: list[Any]
@@ -50,12 +56,28 @@ class PhaseScheduling(UpstreamScheduler):
         loaded = load_config(envs.environment())
         boundaries = resolve_boundaries(self.vllm_config, loaded)
         policy_config = loaded.config.policy
-        policy = build_policy(policy_config)
+        rules = choose_rules(policy_config)
+        if self.policy == SchedulingPolicy.PRIORITY:
+            # Who makes room for whom is the operator's to say then.
+            rules = replace(rules, time_sharing=False)
         self.phase_router = PhaseRouter(boundaries, policy_config.protected_answer_tokens)
         self.phase_counters = PhaseCounters()
         self._phase_guard = StepGuard(self.phase_counters)
-        self._phase_order = RunningOrder(policy, self.phase_router, policy_config.time_budget_us)
-        self._is_phase_noop = policy.is_noop
+        self._phase_rules = rules
+        self._time_budget_s = policy_config.time_budget_us * 1e-6
+        order = LatencyPolicy(
+            policy_config.protected_answer_tokens,
+            policy_config.max_preemptions,
+            by_work=rules.victims,
+        )
+        self._phase_order = RunningOrder(order, self.phase_router, policy_config.time_budget_us)
+        self.steering = Steering(
+            rules,
+            policy_config,
+            self.phase_router,
+            self._pool_tokens(),
+            self.max_num_scheduled_tokens,
+        )
         self._kv_phases = bind_kv_phases(
             self.kv_cache_manager,
             loaded.config,
@@ -69,7 +91,8 @@ class PhaseScheduling(UpstreamScheduler):
         facts = {
             "scheduler": type(self).__name__,
             "scheduler_base": type(self).__mro__[2].__name__,
-            "policy": policy.name,
+            "policy": policy_config.name,
+            "rules": [name for name, is_on in asdict(rules).items() if is_on],
             "config_digest": loaded.digest,
             "family": boundaries.family if boundaries else None,
             "boundaries": {"start": boundaries.start, "end": boundaries.end}
@@ -85,15 +108,22 @@ class PhaseScheduling(UpstreamScheduler):
         super().add_request(request)
         if is_new:
             self._track(request)
+            with self._phase_guard.protect("reading vllm_xargs", request.request_id):
+                self.steering.arrived(request)
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         super()._update_request_as_session(session, update)
+        self._phase_order.forget(session)
         self._track(session)
+        self.steering.changed(session)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._phase_guard.protect("the policy", request.request_id):
+            self.steering.left(request)
         if self._kv_phases:
             self._kv_phases.finished(request)
         self.phase_router.remove(request.request_id)
+        self._phase_order.forget(request)
         self._waiting_answers.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
@@ -109,27 +139,51 @@ class PhaseScheduling(UpstreamScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
-        arrivals = None
-        if not self._is_phase_noop and self.phase_router.num_reasoning:
+        limits, arrivals = StepLimits(), None
+        is_steered = self.phase_router.num_reasoning and not self._phase_rules.are_all_off
+        if is_steered:
             with self._phase_guard.protect("the policy"):
+                limits = self._plan()
                 arrivals = self._arrange()
         try:
-            output = super().schedule(*args, **kwargs)
+            with limited(self, limits):
+                output = super().schedule(*args, **kwargs)
         finally:
             if arrivals is not None:
                 arrivals.restore(self.waiting)
-        resumed = output.scheduled_cached_reqs.resumed_req_ids
-        for request_id in resumed:
+        if is_steered:
+            with self._phase_guard.protect("the policy"):
+                self.steering.scheduled(self, output)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             self._waiting_answers.pop(request_id, None)
-        if resumed or output.scheduled_new_reqs or output.preempted_req_ids:
-            self._phase_order.invalidate()
         # Load-bearing: after the last request there is one more step, which tells the workers;
         # its tokens are on their way by then.
         if self._kv_phases and not self.requests:
             self._kv_phases.check()
         return output
 
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._phase_guard.protect("the policy"):
+            self.steering.ended(scheduler_output)
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def _plan(self) -> StepLimits:
+        started_s = time.perf_counter()
+        limits = self.steering.plan(self)
+        if time.perf_counter() - started_s > self._time_budget_s:
+            self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
+            return StepLimits()
+        return limits
+
+    def _pool_tokens(self) -> int | None:
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            return None
+        return (self.kv_cache_config.num_blocks - 1) * self.block_size
+
     def _arrange(self) -> ArrivalOrder | None:
+        if not self._phase_rules.order:
+            return None
         # Load-bearing: nothing in scheduler or model runner depends on the order of `running`
         # but who gets the token budget first and who is preempted (the last, under FCFS).
         ordered, is_in_time = self._phase_order.arrange(self.running)
@@ -158,16 +212,20 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_counters.count(counters.PREEMPTION, phase)
         if phase is Phase.ANSWER:
             self._waiting_answers[request.request_id] = request
-        self._phase_order.invalidate()
+        self._phase_order.forget(request)
 
     def _update_request_with_output(
-        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        result = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        # For each request in each step: no context manager, and no *args, which cost the same.
+        result = super()._update_request_with_output(request, new_token_ids, is_stale)
         # Load-bearing: the first element is the accepted tokens, trimmed at a stop.
-        with self._phase_guard.protect("the phase router", request.request_id):
+        try:
             if self.phase_router.observe(request.request_id, result[0]):
-                self._phase_order.invalidate()
+                self._phase_order.changed(request)
+                self.steering.changed(request)
+        except Exception as error:
+            self._phase_guard.failed("the phase router", error, request.request_id)
         return result
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

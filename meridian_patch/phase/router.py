@@ -20,6 +20,10 @@ class Phase(StrEnum):
     ANSWER = "answer"
 
 
+# A name of the module is found faster than a member of an enumeration.
+_THINK, _ANSWER = Phase.THINK, Phase.ANSWER
+
+
 @dataclass(slots=True)
 class RequestPhase:
     """Phase state of one request."""
@@ -30,20 +34,30 @@ class RequestPhase:
     first_phase: Phase
     # Automaton state after the last accepted token.
     match_state: int
-    # Known tokens, prompt included.
-    num_tokens: int
+    # Known tokens when this phase began, prompt included.
+    tokens_before: int
     # Index of the token at which the first thought begins, that of an earlier request included.
     first_thought: int | None = None
     # The same for the first thought that this request itself thinks.
     own_thought: int | None = None
     # Accepted tokens since this phase began; the boundary belongs to the phase it ends.
     tokens_in_phase: int = 0
-    # Accepted think tokens over the whole request.
-    think_tokens: int = 0
+    # Accepted think tokens of earlier phases.
+    think_tokens_before: int = 0
     # True once a boundary ended thinking in this request's output.
     is_handed_off: bool = False
     # True for a request that thinks, has thought, or will think as soon as it is prefilled.
     is_reasoning: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt included."""
+        return self.tokens_before + self.tokens_in_phase
+
+    @property
+    def think_tokens(self) -> int:
+        """Accepted think tokens over the whole request."""
+        return self.think_tokens_before + (self.tokens_in_phase if self.phase is _THINK else 0)
 
 
 class PhaseRouter:
@@ -113,16 +127,33 @@ class PhaseRouter:
         state = self._states.get(request_id)
         if state is None or not token_ids:
             return False
+        if (
+            state.match_state == ROOT
+            and len(token_ids) == 1
+            and token_ids[0] not in self._first_ids
+        ):
+            # Nearly every step of every request: one token that is in no marker.
+            phase = state.phase
+            if phase is _THINK:
+                state.tokens_in_phase += 1
+                return False
+            if phase is _ANSWER:
+                state.tokens_in_phase += 1
+                return state.is_handed_off and state.tokens_in_phase == self._handoff_tokens
+        return self._observe_any(state, token_ids)
+
+    def _observe_any(self, state: RequestPhase, token_ids: Sequence[int]) -> bool:
         is_changed = False
         if state.phase is Phase.PREFILL:
             self._enter(state, state.first_phase)
             is_changed = True
         for token_id in token_ids:
-            state.num_tokens += 1
             state.tokens_in_phase += 1
-            if state.phase is Phase.THINK:
-                state.think_tokens += 1
-            elif state.is_handed_off and state.tokens_in_phase == self._handoff_tokens:
+            if (
+                state.phase is _ANSWER
+                and state.is_handed_off
+                and state.tokens_in_phase == self._handoff_tokens
+            ):
                 is_changed = True
             if state.match_state == ROOT and token_id not in self._first_ids:
                 continue
@@ -159,5 +190,7 @@ class PhaseRouter:
         self.counts[state.phase] -= 1
         self.counts[phase] += 1
         self._entered[phase] = self._entered.get(phase, 0) + 1
+        state.think_tokens_before = state.think_tokens
+        state.tokens_before = state.num_tokens
         state.phase = phase
         state.tokens_in_phase = 0

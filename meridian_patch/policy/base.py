@@ -1,5 +1,6 @@
 """What a policy sees of a request and what it decides."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from meridian_patch.phase.router import Phase
@@ -24,12 +25,16 @@ class OrderPolicy(Protocol):
     """Decides the order of the running requests."""
 
     @property
-    def name(self) -> str:
-        """As in the configuration."""
+    def drift(self) -> Mapping[int, int]:
+        """How ranks change while nothing happens but decoding.
 
-    @property
-    def is_noop(self) -> bool:
-        """True when the stock order must be left alone in every step."""
+        By the first number of a rank: what one more computed token adds to the second number.
+        Standings that are not named here do not change. The order is kept by this instead of
+        ranking everybody in every step.
+        """
 
-    def rank(self, view: RequestView) -> tuple[int, int]:
-        """Smaller is served sooner and preempted later; equal ranks keep the stock order."""
+    def rank(self, view: RequestView) -> tuple[int, ...]:
+        """Smaller is served sooner and preempted later; equal ranks keep the stock order.
+
+        Called when something happened to a request, and now and then when nothing did.
+        """

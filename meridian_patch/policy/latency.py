@@ -1,9 +1,13 @@
 """Answers first: the default policy."""
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from meridian_patch.phase.router import Phase
 from meridian_patch.policy.base import RequestView
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Standing(IntEnum):
@@ -25,23 +29,26 @@ class LatencyPolicy:
     2. Then answers; those that must recompute their tokens after a preemption come last of them.
     3. Then thinkers that were preempted ``max_preemptions`` times.
     4. Then thinkers, the one with the most computed tokens first, so that a preemption loses
-       the least work.
+       the least work; with ``by_work`` off, in stock order.
     5. Prefill is last: new prompts, and thinkers that recompute.
 
     Invariant: an answer is preempted only when no thinker and no prefill is left.
     """
 
-    name = "latency"
-    is_noop = False
-
-    def __init__(self, protected_answer_tokens: int, max_preemptions: int) -> None:
+    def __init__(
+        self, protected_answer_tokens: int, max_preemptions: int, *, by_work: bool = True
+    ) -> None:
         self._protected_answer_tokens = protected_answer_tokens
         self._max_preemptions = max_preemptions
+        self._by_work = by_work
+        self.drift: Mapping[int, int] = (
+            {Standing.THINK_PROTECTED: -1, Standing.THINK: -1} if by_work else {}
+        )
 
     def rank(self, view: RequestView) -> tuple[int, int]:
         """See the class; thinkers and prefill are ordered by computed tokens, descending."""
         standing = self._standing(view)
-        if standing >= Standing.THINK_PROTECTED:
+        if self._by_work and standing >= Standing.THINK_PROTECTED:
             return standing, -view.num_computed_tokens
         return standing, 0
 

@@ -137,9 +137,6 @@ def test_last_resort_preempts_an_answer_and_resumes_it_first(demo_model):
 
 
 class BrokenPolicy:
-    name = "broken"
-    is_noop = False
-
     def rank(self, view):
         if view.phase is Phase.THINK:
             raise RuntimeError("no rank today")

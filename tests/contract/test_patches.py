@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import kv_cache, scheduler, stat_logger
+from meridian_patch.engine import kv_cache, room, scheduler, stat_logger, steering
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
     KV_CACHE_MANAGER,
@@ -164,6 +164,21 @@ def self_names(cls: ast.ClassDef, context: type[ast.expr_context]) -> set[str]:
     }
 
 
+def names_on_the_scheduler(module) -> tuple[set[str], set[str]]:
+    """What functions of a module call and read on the scheduler that they are given."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    touched = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "scheduler"
+    ]
+    calls = {node.attr for node in touched if id(node) in called}
+    return calls, {node.attr for node in touched} - calls
+
+
 def super_calls(cls: ast.ClassDef) -> set[str]:
     return {
         node.attr
@@ -176,17 +191,20 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("patch", "module"),
+    ("patch", "module", "hands"),
     [
-        (SCHEDULER, scheduler),
-        (ASYNC_SCHEDULER, scheduler),
-        (KV_CACHE_MANAGER, kv_cache),
-        (SCHEDULER_STATS, stat_logger),
+        (SCHEDULER, scheduler, (steering, room)),
+        (ASYNC_SCHEDULER, scheduler, (steering, room)),
+        (KV_CACHE_MANAGER, kv_cache, ()),
+        (SCHEDULER_STATS, stat_logger, ()),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_contract_lists_all_that_our_class_touches(patch: Patch, module) -> None:
-    """Calls are the methods passed on to super() or called on self, reads the rest of self."""
+def test_contract_lists_all_that_our_class_touches(patch: Patch, module, hands) -> None:
+    """Calls are the methods passed on to super() or called on self, reads the rest of self.
+
+    ``hands`` are modules that the class gives itself to.
+    """
     touched_calls: set[str] = set()
     touched_reads: set[str] = set()
     for cls in classes_in(module):
@@ -201,6 +219,10 @@ def test_contract_lists_all_that_our_class_touches(patch: Patch, module) -> None
         }
         touched_calls |= super_calls(cls) | (called - own)
         touched_reads |= self_names(cls, ast.Load) - own - called
+    for hand in hands:
+        calls, reads = names_on_the_scheduler(hand)
+        touched_calls |= calls
+        touched_reads |= reads
     assert touched_calls == set(patch.contract.calls)
     assert touched_reads == set(patch.contract.reads)
 

@@ -40,6 +40,9 @@ from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
 BLOCK_SIZE = 32
 THINK_START, THINK_END, TURN_END = 256, 257, 259
 WORD = 65
+# What a step takes, and each of its tokens, on the driver's clock.
+STEP_S = 0.01
+TOKEN_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ class Driver:
     # Step index at which each output token of a request was delivered.
     deliveries: dict[str, list[int]] = field(default_factory=dict)
     steps: int = 0
+    # Seconds of the virtual clock.
+    now_s: float = 0.0
     # Prompt tokens found in the cache, as vLLM's own statistics have it.
     hits: int = 0
     preempted_hits: int = 0
@@ -170,12 +175,14 @@ class Driver:
             )
         # An event publisher would open a socket; the driver stands in for it.
         scheduler.kv_event_publisher = driver = cls(scheduler, is_async, hash_block_size)
+        if hasattr(scheduler, "steering"):
+            scheduler.steering.clock = lambda: driver.now_s
         return driver
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Job, extra_args: dict[str, Any] | None = None) -> None:
         self.jobs[job.request_id] = job
         self.deliveries[job.request_id] = []
-        parameters = SamplingParams(temperature=0, max_tokens=job.max_tokens)
+        parameters = SamplingParams(temperature=0, max_tokens=job.max_tokens, extra_args=extra_args)
         parameters.update_from_generation_config({}, TURN_END)
         self.scheduler.add_request(
             Request(
@@ -233,6 +240,7 @@ class Driver:
 
     def _deliver(self) -> None:
         output, result = self._in_flight.popleft()
+        self.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens
         for engine_outputs in self.scheduler.update_from_output(output, result).values():
             if engine_outputs.scheduler_stats is not None:
                 found = engine_outputs.scheduler_stats.prefix_cache_stats

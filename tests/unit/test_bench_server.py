@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.bench.arms import ARM_ENVIRONMENTS, arm_environment
+from meridian_patch.bench.arms import ARM_ENVIRONMENTS, Arm, arm_environment
 from meridian_patch.bench.client import Client
 from meridian_patch.bench.server import (
     ServerProcess,
@@ -139,7 +139,7 @@ def test_users_environment_wins_over_defaults():
 def test_activation_is_the_arms_own(arm):
     """Whatever activation is inherited, an arm has its own; other settings pass through."""
     base = {"MERIDIAN_PATCH": "1", "VLLM_PLUGINS": "meridian_patch", "MERIDIAN_PATCH_CONFIG": "c"}
-    env = arm_environment(arm, base)
+    env = arm_environment(Arm(arm, ARM_ENVIRONMENTS[arm]), base)
     assert env["MERIDIAN_PATCH"] == ("0" if arm == "stock" else "1")
     assert env.get("VLLM_PLUGINS") == ("" if arm == "stock" else None)
     assert env["MERIDIAN_PATCH_CONFIG"] == "c"

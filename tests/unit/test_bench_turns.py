@@ -204,7 +204,11 @@ def test_bootstrap_brackets_the_statistic():
         ("--seeds", "one", "expected seeds such as"),
         ("--history", "stripd", "unknown mode 'stripd'; known: stripped"),
         ("--arms", "stock,best", "unknown arm 'best'; known: stock"),
-        ("--cost", "h300", "unknown cost model 'h300'; known: h100-8b-dense"),
+        (
+            "--cost",
+            "h300",
+            "unknown cost model 'h300'; known: h100-30b-a3b-moe, h100-32b-dense",
+        ),
         ("--workers", "0", "expected a whole number above 0"),
     ],
 )

@@ -1,10 +1,12 @@
 """Who is served first and who is preempted last."""
 
+from dataclasses import asdict, replace
+
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.phase.router import Phase
 from meridian_patch.policy.base import RequestView
-from meridian_patch.policy.factory import build_policy
 from meridian_patch.policy.latency import LatencyPolicy
+from meridian_patch.policy.rules import PROFILES, choose_rules
 
 
 def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0):
@@ -52,8 +54,17 @@ def test_plain_answers_have_no_handoff():
     ]
 
 
-def test_factory_follows_the_configuration():
-    """The configured name and numbers reach the policy."""
-    assert build_policy(PolicyConfig(name="noop")).is_noop
-    eager = build_policy(PolicyConfig(protected_answer_tokens=0))
-    assert eager.rank(view(Phase.ANSWER, tokens=0)) == eager.rank(view(Phase.ANSWER))
+def test_thinkers_keep_the_stock_order_without_the_victims_rule():
+    """What they have computed is of no account then, in rank or drift."""
+    by_arrival = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3, by_work=False)
+    assert by_arrival.rank(view(Phase.THINK, 10)) == by_arrival.rank(view(Phase.THINK, 700))
+    assert by_arrival.drift == {}
+
+
+def test_each_rule_can_be_switched_off_alone():
+    """Unset rules are the profile's; noop has none."""
+    assert choose_rules(PolicyConfig(name="noop")).are_all_off
+    for name in asdict(PROFILES["latency"]):
+        on, off = (choose_rules(PolicyConfig(**{name: value})) for value in (True, False))
+        assert (getattr(on, name), getattr(off, name)) == (True, False)
+        assert replace(on, **{name: False}) == off

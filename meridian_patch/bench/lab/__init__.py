@@ -1,0 +1,1 @@
+"""The policy lab: workloads, replays and sweeps of them, and their report."""

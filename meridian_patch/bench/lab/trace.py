@@ -1,0 +1,165 @@
+"""Traces of the policy lab: lengths and times of requests, no texts; JSON lines in and out.
+
+One line of a trace file::
+
+    {"id": "3-0", "arrival_s": 0.1, "prompt_tokens": 208, "think_tokens": 478, "answer_tokens": 206}
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from meridian_patch.errors import BenchError
+
+LONGEST = 1_000_000
+# More than any chat template adds to one request, a tool call's marker included.
+TEMPLATE_TOKENS = 32
+_LATEST_S = 1e7
+Seconds = Annotated[float, Field(ge=0, le=_LATEST_S, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
+SomeTokens = Annotated[int, Field(ge=1, le=LONGEST)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class LabRequest:
+    """One request of a trace; the chat template's markers come on top of the tokens counted here.
+
+    Attributes:
+        id: unique within the trace.
+        arrival_s: seconds after the start of the trace; None for a session's later turns, which
+            wait for the one before.
+        prompt_tokens: system prompt and user message; of a later turn, what is new in it.
+        think_tokens: 0 is no thinking at all.
+        session: requests of one session follow each other.
+        turn: of the session, from 0, without gaps.
+        pause_s: of a later turn, from the last token of the turn before to this request.
+        shared_tokens: the system prompt's part of ``prompt_tokens``; of a session's first turn.
+        system: requests that name the same system prompt share its tokens.
+        itl_target_ms: wanted gap between answer tokens; None is the server's default.
+        priority: lower is sooner, as in vLLM.
+        is_tool_result: what is new is a tool's result, for which the answer before had called.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    id: Name
+    arrival_s: Seconds | None
+    prompt_tokens: SomeTokens
+    think_tokens: Tokens
+    answer_tokens: SomeTokens
+    session: Name | None = None
+    turn: Annotated[int, Field(ge=0)] = 0
+    pause_s: Seconds = 0.0
+    shared_tokens: Tokens = 0
+    system: Name | None = None
+    itl_target_ms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    priority: int = 0
+    is_tool_result: bool = False
+
+
+_LINE = TypeAdapter(LabRequest)
+
+
+def write_trace(path: Path, trace: Iterable[LabRequest]) -> None:
+    """Write one JSON object per line; fields at their defaults are left out."""
+    path.write_bytes(b"".join(_LINE.dump_json(r, exclude_defaults=True) + b"\n" for r in trace))
+
+
+def read_trace(path: Path) -> list[LabRequest]:
+    """Read a trace file; requests in the order of its lines.
+
+    Raises:
+        BenchError: the file cannot be read, or a line is wrong; names file, line and field.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        why = error.strerror
+        raise BenchError(f"cannot read the trace {path}: {why}; give a JSON lines file") from None
+    checked = _Checks()
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            checked.add(_parse(line, where), where)
+    if not checked.trace:
+        raise BenchError(f"the trace {path} holds no request; expected one JSON object per line")
+    return checked.trace
+
+
+def _parse(line: bytes, where: str) -> LabRequest:
+    try:
+        return _LINE.validate_json(line)
+    except ValidationError as error:
+        detail = error.errors()[0]
+    expected = detail["msg"].removeprefix("Input should be ")
+    if not detail["loc"]:
+        raise BenchError(f"{where}: {expected}; expected one JSON object per line") from None
+    name = detail["loc"][0]
+    if detail["type"] in {"missing", "missing_argument"}:
+        raise BenchError(f"{where}: field {name} is missing") from None
+    known = [field.name for field in fields(LabRequest)]
+    if name not in known:
+        raise BenchError(f"{where}: unknown field {name}; known: {', '.join(known)}") from None
+    raise _wrong(where, str(name), detail["input"], expected)
+
+
+def _wrong(where: str, field: str, value: object, expected: str) -> BenchError:
+    return BenchError(f"{where}: field {field} is {value!r}, expected {expected}")
+
+
+class _Checks:
+    """What one line alone cannot show."""
+
+    def __init__(self) -> None:
+        self.trace: list[LabRequest] = []
+        self._ids: set[str] = set()
+        self._turns: dict[str, int] = {}
+        self._systems: dict[str, int] = {}
+
+    def add(self, request: LabRequest, where: str) -> None:
+        if request.id in self._ids:
+            raise _wrong(where, "id", request.id, "an id that was not used before")
+        self._ids.add(request.id)
+        self._check_turn(request, where)
+        self._check_system(request, where)
+        self.trace.append(request)
+
+    def _check_turn(self, request: LabRequest, where: str) -> None:
+        if request.session is None:
+            following = 0
+        else:
+            following = self._turns.get(request.session, 0)
+            self._turns[request.session] = following + 1
+        if request.turn != following:
+            expected = f"{following}, the next turn of session {request.session!r} in this file"
+            if request.session is None:
+                expected = "0 where no session is named"
+            raise _wrong(where, "turn", request.turn, expected)
+        if request.turn == 0 and request.arrival_s is None:
+            raise _wrong(where, "arrival_s", None, "seconds, 0 or more")
+        if request.turn > 0 and request.arrival_s is not None:
+            expected = "null: a later turn comes pause_s after the turn before"
+            raise _wrong(where, "arrival_s", request.arrival_s, expected)
+        if request.turn == 0 and request.pause_s:
+            raise _wrong(where, "pause_s", request.pause_s, "0 at a session's first turn")
+        if request.turn == 0 and request.is_tool_result:
+            raise _wrong(where, "is_tool_result", True, "false at a session's first turn")
+
+    def _check_system(self, request: LabRequest, where: str) -> None:
+        shared = request.shared_tokens
+        if request.system is None or request.turn > 0:
+            if shared:
+                expected = "0 where no system prompt is named, and at later turns"
+                raise _wrong(where, "shared_tokens", shared, expected)
+            return
+        if shared > request.prompt_tokens:
+            expected = f"at most prompt_tokens, which is {request.prompt_tokens}"
+            raise _wrong(where, "shared_tokens", shared, expected)
+        before = self._systems.setdefault(request.system, shared)
+        if shared != before:
+            expected = f"{before}, as before for system {request.system!r}"
+            raise _wrong(where, "shared_tokens", shared, expected)

@@ -1,0 +1,195 @@
+"""``meridian bench policy-micro``: what the policy costs per step, against stock."""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from meridian_patch.bench.arguments import read_whole
+from meridian_patch.bench.interrupts import end_like_ctrl_c
+from meridian_patch.bench.lab.lengths import CHAT_ANSWER, CHAT_PROMPT, CHAT_THINK, draw_lengths
+from meridian_patch.bench.machine import describe_machine
+from meridian_patch.errors import BenchError
+
+STOCK = "stock"
+# Without the time budget's fallback: a step that took long is to be seen as that.
+ARMS = {
+    name: {
+        "MERIDIAN_PATCH_SET_POLICY__NAME": name,
+        "MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000",
+    }
+    for name in ("noop", "latency")
+}
+FIGURES = "policy-micro.json"
+EXIT_INTERRUPTED = 130
+
+Row = dict[str, Any]
+# Per arm and call, the seconds of each step; steps of equal index belong together.
+Seen = dict[str, list[dict[str, float]]]
+
+
+def add_policy_micro(benches: Any) -> None:
+    """Add ``policy-micro`` to the benches."""
+    micro = benches.add_parser(
+        "policy-micro", help="what the policy costs per step, by running and waiting requests"
+    )
+    micro.add_argument("--running", default="64,256,1024", help="requests that run")
+    micro.add_argument("--waiting", default="0,1000", help="requests that wait behind them")
+    micro.add_argument("--steps", default="400", help="measured steps per arm")
+    micro.add_argument("--seed", default="1", help="of the lengths")
+    micro.add_argument("--out", type=Path, default=Path("out/bench/policy-micro"), help="folder")
+    micro.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    running = [read_whole("--running", text) for text in parsed.running.split(",")]
+    waiting = [
+        0 if text == "0" else read_whole("--waiting", text) for text in parsed.waiting.split(",")
+    ]
+    steps = read_whole("--steps", parsed.steps)
+    seed = read_whole("--seed", parsed.seed)
+    end_like_ctrl_c()
+    console = Console()
+    rows: list[Row] = []
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    is_interrupted = False
+    try:
+        with Progress(console=console, transient=True, refresh_per_second=2) as progress:
+            task = progress.add_task("steps", total=len(running) * len(waiting) * steps)
+            for many in running:
+                for behind in waiting:
+                    seen = measure(many, behind, steps, seed, lambda: progress.advance(task))
+                    rows += figures(many, behind, seen)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        print("meridian: interrupted, what was measured so far is written", file=sys.stderr)
+    console.print(table_of(rows))
+    report = {
+        "provenance": "measured-cpu",
+        "machine": str(describe_machine()),
+        "steps": steps,
+        "seed": seed,
+        "is_interrupted": is_interrupted,
+        "rows": rows,
+    }
+    (parsed.out / FIGURES).write_text(json.dumps(report, indent=1) + "\n")
+    console.print(str(parsed.out / FIGURES), highlight=False)
+    return EXIT_INTERRUPTED if is_interrupted else 0
+
+
+def measure(running: int, waiting: int, steps: int, seed: int, on_step: Callable[[], None]) -> Seen:
+    """Seconds of ``steps`` steps of every arm, all of them on the same load.
+
+    Raises:
+        BenchError: the pool was too small, so that the arms did different things.
+    """
+    from meridian_patch.engine.policy_micro import PolicyMicro
+    from meridian_patch.engine.replay_types import ReplayArm
+
+    arms = [ReplayArm(STOCK), *(ReplayArm(name, True, values) for name, values in ARMS.items())]
+    micro = PolicyMicro(arms, running, waiting, Load(running, seed).draw)
+    micro.settle()
+    seen: Seen = {arm.name: [] for arm in arms}
+    # As vLLM does with its engine core: a collection would hit whichever arm it comes in.
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(steps):
+            for name, seconds in micro.step():
+                seen[name].append(seconds)
+            on_step()
+    finally:
+        gc.unfreeze()
+    if micro.preemptions:
+        raise BenchError(
+            f"{micro.preemptions} requests were preempted with {running} running, so the arms "
+            "did not do the same work; choose another --seed"
+        )
+    return seen
+
+
+class Load:
+    """Chats of which the first are met somewhere in the middle of their output.
+
+    Args:
+        running: how many of them.
+        seed: of lengths, progress and tokens.
+    """
+
+    def __init__(self, running: int, seed: int) -> None:
+        self._running = running
+        self._seed = seed
+
+    def draw(self, number: int) -> Any:
+        """The request of this number, always the same."""
+        from meridian_patch.engine.replay_scheduler import read_markers
+        from meridian_patch.engine.replay_types import ReplayRequest
+
+        rng = np.random.default_rng((self._seed, number))
+        markers = read_markers()
+        prompt, think, answer = (
+            int(draw_lengths(fit, rng, 1)[0]) for fit in (CHAT_PROMPT, CHAT_THINK, CHAT_ANSWER)
+        )
+        # What is done already counts as prompt; somebody who answers thinks for one token more.
+        done = int(rng.random() * (think + answer)) if number < self._running else 0
+        answer = max(1, answer - max(0, done - think))
+        think = max(1, think - done)
+        text = rng.integers(markers.content_ids, size=prompt + done).tolist()
+        word = int(rng.integers(markers.content_ids))
+        return ReplayRequest(
+            request_id=f"request-{number}",
+            prompt=[*text, markers.think_start],
+            output=[word] * think + [markers.think_end] + [word] * answer + [markers.turn_end],
+            answer_start=think + 1,
+        )
+
+
+def figures(running: int, waiting: int, seen: Seen) -> list[Row]:
+    """Per arm and call, the cost in microseconds and what is on top of stock's.
+
+    The difference is taken within each step, so that a slow moment of the machine hits both sides.
+    """
+    rows = []
+    for name, steps in seen.items():
+        for call in steps[0]:
+            ours = np.array([step[call] for step in steps]) * 1e6
+            stock = np.array([step[call] for step in seen[STOCK]]) * 1e6
+            row = {
+                "running": running,
+                "waiting": waiting,
+                "arm": name,
+                "call": call,
+                "p50_us": float(np.median(ours)),
+                "p99_us": float(np.percentile(ours, 99)),
+            }
+            if name != STOCK:
+                row["extra_us"] = {
+                    f"p{q}": float(np.percentile(ours - stock, q)) for q in (20, 50, 80)
+                }
+            rows.append(row)
+    return rows
+
+
+def table_of(rows: list[Row]) -> Table:
+    """The same for people."""
+    table = Table(title="CPU µs per step; extra over stock: median (p20..p80) of the paired steps")
+    for heading in ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        extra = row.get("extra_us")
+        shown = f"{extra['p50']:.0f} ({extra['p20']:.0f}..{extra['p80']:.0f})" if extra else ""
+        table.add_row(
+            *(str(row[name]) for name in ("running", "waiting", "call", "arm")),
+            f"{row['p50_us']:.0f}",
+            f"{row['p99_us']:.0f}",
+            shown,
+        )
+    return table

@@ -1,0 +1,213 @@
+"""Runs a served comparison: servers that differ in one thing, the same traces, in turn.
+
+The servers of all arms are up at once, and one at a time is under load; an idle one sleeps. Every
+seed is played on all arms before the next one, in the order ABBA, so that whatever changes on the
+machine in the meantime meets all arms alike.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meridian_patch import envs
+from meridian_patch.bench.arms import (
+    Arm,
+    ArmRun,
+    RunningArm,
+    SeedRun,
+    arm_environment,
+    play_seed,
+    start_arm,
+)
+from meridian_patch.bench.machine import describe_machine
+from meridian_patch.bench.report import Origin, write_report
+from meridian_patch.bench.serve_load import Load
+from meridian_patch.bench.server import ServerSettings, pick_port
+from meridian_patch.bench.summary import summarise
+from meridian_patch.bench.table import table_title, terminal_table
+from meridian_patch.bench.workload import TraceRequest, write_trace
+from meridian_patch.engine.device import accelerator_name
+from meridian_patch.errors import BenchError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and how.
+
+    Attributes:
+        arms: in the order of the tables.
+        settings: of every server.
+        traces: seed to trace; one pair of runs each.
+        workload: the traces in words.
+        load: how the servers are driven.
+        port: of the first server, the next ones follow; 0 for any free ones.
+        folder: takes logs, traces and reports.
+        data_name: file name of the results as JSON.
+        command: as typed.
+    """
+
+    arms: Sequence[Arm]
+    settings: ServerSettings
+    traces: Mapping[int, Sequence[TraceRequest]]
+    workload: str
+    load: Load
+    port: int
+    folder: Path
+    data_name: str
+    command: str
+
+
+def run_comparison(comparison: Comparison, console: Console) -> int:
+    """Run, print the table and write the reports, also when an arm fails.
+
+    Returns:
+        Exit code: 1 when an arm or a request failed, 130 on Ctrl-C.
+
+    Raises:
+        BenchError: the comparison cannot begin.
+    """
+    ports = _ports(comparison)
+    _check_lengths(comparison)
+    folder = comparison.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, trace in comparison.traces.items():
+        write_trace(folder / f"trace-{seed}.jsonl", trace)
+    # Before vLLM is imported, which leaves variables of its own behind.
+    base_env = dict(envs.environment())
+    machine = replace(describe_machine(), accelerator=accelerator_name())
+    date = datetime.now().astimezone().isoformat(timespec="seconds")
+    origin = Origin(
+        date, comparison.command, machine, comparison.settings, comparison.workload, comparison.load
+    )
+    console.print(f"{origin.machine}\n{comparison.workload}", highlight=False)
+    runs = [ArmRun(arm.name) for arm in comparison.arms]
+    code = _play(comparison, runs, ports, base_env, console)
+    if _tell_failed_requests(runs, console):
+        code = code or EXIT_FAILED
+    played = [run for run in runs if run.seeds or run.error]
+    if not any(run.seeds for run in played):
+        return code
+    arms = [summarise(run) for run in played]
+    console.print(terminal_table(arms, f"{machine.how}{table_title(arms)}"))
+    page = write_report(folder, played, origin, comparison.data_name)
+    console.print(f"report: {page}", highlight=False)
+    return code
+
+
+def abba(arms: Sequence[RunningArm], pair: int) -> Sequence[RunningArm]:
+    """The arms in the order in which a pair runs: forth, then back, and so on."""
+    return arms if pair % 2 == 0 else arms[::-1]
+
+
+def _play(
+    comparison: Comparison,
+    runs: Sequence[ArmRun],
+    ports: Sequence[int],
+    base_env: Mapping[str, str],
+    console: Console,
+) -> int:
+    """Start all servers, then play; what breaks an arm off is said, kept, and ends that arm."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Seldom redrawn: the clients share the machine.
+    with Progress(*columns, console=console, refresh_per_second=2) as progress, ExitStack() as up:
+        busy: ArmRun | None = None
+        try:
+            running = []
+            for arm, run, port in zip(comparison.arms, runs, ports, strict=True):
+                busy = run
+                task = progress.add_task(f"{run.name}: starting the server", total=None)
+                try:
+                    running.append(up.enter_context(_start(comparison, arm, run, port, base_env)))
+                except BenchError as error:
+                    _end_arm(run, error, progress.console)
+                progress.remove_task(task)
+            for number, (seed, trace) in enumerate(comparison.traces.items()):
+                for served in abba(running, number):
+                    busy = served.run
+                    task = progress.add_task(f"seed {seed}, {busy.name}", total=len(trace))
+                    advance = partial(progress.advance, task)
+                    try:
+                        play_seed(served, seed, trace, comparison.load.processes, advance)
+                    except BenchError as error:
+                        _end_arm(busy, error, progress.console)
+                running = [served for served in running if served.run.error is None]
+            busy = None
+        except KeyboardInterrupt:
+            if busy is not None:
+                busy.error = "interrupted"
+                progress.console.print(f"{busy.name}: interrupted", style="red")
+            return EXIT_INTERRUPTED
+    return EXIT_FAILED if any(run.error for run in runs) else 0
+
+
+def _start(
+    comparison: Comparison, arm: Arm, run: ArmRun, port: int, base_env: Mapping[str, str]
+) -> AbstractContextManager[RunningArm]:
+    log = comparison.folder / f"server-{run.name}.log"
+    env = arm_environment(arm, base_env)
+    return start_arm(run, comparison.settings, env, log, comparison.load, port)
+
+
+def _end_arm(run: ArmRun, error: BenchError, console: Console) -> None:
+    run.error = str(error)
+    # No markup: a log's lines hold brackets.
+    console.print(f"{run.name}: {error}", style="red", highlight=False, markup=False)
+
+
+def _tell_failed_requests(runs: Sequence[ArmRun], console: Console) -> bool:
+    """Say how many requests of complete runs failed; True when any did."""
+    found = False
+    for run in runs:
+        records = [record for seed in _complete(run) for record in seed.records]
+        failed = [record for record in records if record.finish_reason is None]
+        if failed:
+            found = True
+            first = failed[0]
+            reason = first.error or "the stream ended without a finish reason"
+            console.print(
+                f"{run.name}: {len(failed)} of {len(records)} requests failed; the first, "
+                f"{first.request.id}: {reason}",
+                style="red",
+                highlight=False,
+                markup=False,
+            )
+    return found
+
+
+def _complete(run: ArmRun) -> Iterator[SeedRun]:
+    return (seed for seed in run.seeds if seed.is_complete)
+
+
+def _ports(comparison: Comparison) -> list[int]:
+    """A port per arm, the wanted ones checked."""
+    if comparison.port == 0:
+        return [0] * len(comparison.arms)
+    return [pick_port(comparison.port + number) for number in range(len(comparison.arms))]
+
+
+def _check_lengths(comparison: Comparison) -> None:
+    """Refuse a trace with a request that no server would take."""
+    context = comparison.settings.max_model_len
+    if context is None:
+        return
+    for trace in comparison.traces.values():
+        for request in trace:
+            if request.max_tokens >= context:
+                raise BenchError(
+                    f"request {request.id}: max_tokens is {request.max_tokens}, expected less "
+                    f"than {context}, the servers' context"
+                )

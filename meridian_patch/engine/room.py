@@ -1,0 +1,151 @@
+"""Who comes in next, and who makes room: admission and time-sharing on the scheduler's queues."""
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.forecasts import Forecasts
+from meridian_patch.phase.router import Phase, PhaseRouter
+from meridian_patch.policy.admission import count_admissible
+from meridian_patch.policy.time_sharing import Thinker, TimeSharing
+
+# Looking at all that wait, or at everybody in every step, would cost too much.
+_MOST_ADMITTED = 4
+_REFRESH_STEPS = 8
+
+
+class Room:
+    """Room in the KV pool: gives it to newcomers and takes it from those who thought for long.
+
+    Args:
+        sharing: None switches time-sharing off.
+        is_forecasting: False leaves admission to stock.
+        pool_tokens: KV tokens that the forecast peak may come to.
+        aging_s: after waiting this long a displaced request stands before all newcomers.
+    """
+
+    def __init__(
+        self,
+        forecasts: Forecasts,
+        sharing: TimeSharing | None,
+        router: PhaseRouter,
+        pool_tokens: float,
+        aging_s: float,
+        *,
+        is_forecasting: bool,
+    ) -> None:
+        self._forecasts = forecasts
+        self._sharing = sharing
+        self._router = router
+        self._pool_tokens = pool_tokens
+        self._aging_s = aging_s
+        self._is_forecasting = is_forecasting
+        # Displaced requests that wait, with since when; the oldest first.
+        self._displaced: dict[Any, float] = {}
+        self._is_waiting_unordered = False
+        # The last answer, and for how many steps it stands where there was no room.
+        self._max_active: int | None = None
+        self._steps_left = 0
+
+    def arrived(self) -> None:
+        """A request came in."""
+        self._is_waiting_unordered = True
+
+    def left(self, request: Any) -> None:
+        """A request is gone, and with it what it held."""
+        self._displaced.pop(request, None)
+        self._steps_left = 0
+
+    def max_active(self, scheduler: Any, now_s: float) -> int | None:
+        """How many requests may run after the next step; None for as many as stock admits.
+
+        May displace a running request.
+        """
+        if self._displaced:
+            self._order_waiting(scheduler, now_s)
+        is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
+        if is_full or not scheduler.waiting:
+            self._steps_left = 0
+            return None
+        if self._steps_left:
+            self._steps_left -= 1
+            return self._max_active
+        has_room = self._has_room(scheduler) or self._displace(scheduler, now_s)
+        self._max_active = None
+        if self._is_forecasting:
+            admissible = self._count_admissible(scheduler)
+            # Load-bearing: requests that wait but hold blocks (KV being loaded) go first.
+            holding = len(scheduler.kv_holding_waiting)
+            self._max_active = len(scheduler.running) + holding + admissible
+            has_room = has_room and admissible > 0
+        # Where there was room somebody comes in, and the next may be let in too.
+        self._steps_left = 0 if has_room else _REFRESH_STEPS - 1
+        return self._max_active
+
+    def _has_room(self, scheduler: Any) -> bool:
+        """The next in line fits in now, with a block more for each that runs."""
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        needed = -(-scheduler.waiting.peek_request().num_tokens // scheduler.block_size)
+        return bool(free >= needed + len(scheduler.running))
+
+    def _count_admissible(self, scheduler: Any) -> int:
+        waiting = self._forecasts.of(islice(scheduler.waiting, _MOST_ADMITTED))
+        running = self._forecasts.of(scheduler.running)
+        return count_admissible(running, waiting, self._pool_tokens)
+
+    def _displace(self, scheduler: Any, now_s: float) -> bool:
+        """Preempt somebody for the next in line, if the policy names anybody."""
+        # Whoever was preempted had its turn.
+        if self._sharing is None or scheduler.waiting.peek_request().num_preemptions:
+            return False
+        chosen = self._sharing.choose(self._thinkers(scheduler))
+        if chosen is None:
+            return False
+        request = scheduler.requests[chosen.request_id]
+        scheduler.running.remove(request)
+        # Load-bearing: as upstream preempts, before the step rather than in it.
+        scheduler._preempt_request(
+            request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+        )
+        # Load-bearing: for model runner V1 a request that is back at once never left.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self._displaced[request] = now_s
+        self._is_waiting_unordered = True
+        self._order_waiting(scheduler, now_s)
+        return True
+
+    def _thinkers(self, scheduler: Any) -> Iterator[Thinker]:
+        for request in scheduler.running:
+            state = self._router.get(request.request_id)
+            if (
+                state is not None
+                and state.phase is Phase.THINK
+                and not request.is_prefill_chunk
+                # Load-bearing: False while a step in flight still writes the blocks.
+                and scheduler._request_blocks_can_be_freed(request)
+            ):
+                yield Thinker(
+                    request.request_id,
+                    request.num_computed_tokens,
+                    state.think_tokens,
+                    request.num_preemptions,
+                )
+
+    def _order_waiting(self, scheduler: Any, now_s: float) -> None:
+        """Displaced requests stand behind newcomers, until they have waited long enough."""
+        for request in list(self._displaced):
+            if request.status != RequestStatus.PREEMPTED:
+                del self._displaced[request]
+        aged = [r for r, since_s in self._displaced.items() if now_s - since_s >= self._aging_s]
+        for request in reversed(aged):
+            scheduler.waiting.remove_request(request)
+            scheduler.waiting.prepend_request(request)
+            del self._displaced[request]
+        if self._is_waiting_unordered:
+            for request in self._displaced:
+                scheduler.waiting.remove_request(request)
+                scheduler.waiting.add_request(request)
+            self._is_waiting_unordered = False

@@ -1,0 +1,178 @@
+"""Carries the policy's limits out: how long a step may be, who comes in, who makes room."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.engine.forecasts import Forecasts
+from meridian_patch.engine.readers import Readers
+from meridian_patch.engine.room import Room
+from meridian_patch.engine.step_timer import StepTimer
+from meridian_patch.phase.router import PhaseRouter
+from meridian_patch.policy.rules import Rules
+from meridian_patch.policy.step_cut import CutSettings, StepCut
+from meridian_patch.policy.step_time import StepShape, StepTimeModel
+from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
+from meridian_patch.policy.wishes import Wishes, read_wishes
+
+
+class StepLimits(NamedTuple):
+    """What one step may do; None leaves it to stock."""
+
+    token_budget: int | None = None
+    max_active: int | None = None
+
+
+class Steering:
+    """Works out and applies the limits of each step.
+
+    Args:
+        pool_tokens: KV tokens of the pool; None when they cannot be told, and admission is stock's.
+        full_tokens: the engine's token budget per step.
+
+    Attributes:
+        clock: seconds of a steady clock.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        config: PolicyConfig,
+        router: PhaseRouter,
+        pool_tokens: int | None,
+        full_tokens: int,
+    ) -> None:
+        self.clock: Callable[[], float] = time.monotonic
+        self.model = StepTimeModel()
+        self.forecasts = Forecasts(router, config.admission_reserve_tokens)
+        self._pool_tokens = pool_tokens
+        self._timer = StepTimer()
+        self._cut = StepCut(CutSettings.of(config, full_tokens), self.model)
+        self._rules = rules
+        itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
+        self._readers = Readers(router, itl_s)
+        # Of live requests that ask for something.
+        self._wishes: dict[str, Wishes] = {}
+        self._sharing = None
+        if rules.time_sharing:
+            self._sharing = TimeSharing(SharingSettings.of(config), self.model)
+        self._room = None
+        if pool_tokens is not None and (rules.admission or rules.time_sharing):
+            self._room = Room(
+                self.forecasts,
+                self._sharing,
+                router,
+                pool_tokens * config.admission_overcommit,
+                config.aging_s,
+                is_forecasting=rules.admission,
+            )
+        self._shape = StepShape(0, 0, 0)
+        self._prefilling: list[Any] = []
+        self._budget: int | None = None
+
+    def arrived(self, request: Any) -> None:
+        """A request came in.
+
+        Raises:
+            ConfigError: it asks for something that does not exist; it is served all the same.
+        """
+        if self._room:
+            self._room.arrived()
+        sampling = request.sampling_params
+        wishes = read_wishes(sampling.extra_args) if sampling else Wishes()
+        if wishes != Wishes():
+            self._wishes[request.request_id] = wishes
+        bounds = (wishes.max_think_tokens, getattr(sampling, "thinking_token_budget", None))
+        known = [bound for bound in bounds if bound is not None]
+        if known:
+            self.forecasts.limit(request.request_id, min(known))
+
+    def changed(self, request: Any) -> None:
+        """The request's phase may have changed."""
+        name = request.request_id
+        self._readers.changed(name, self._wishes.get(name, Wishes()), self.clock())
+
+    def left(self, request: Any) -> None:
+        """A request is gone, finished or aborted."""
+        self.forecasts.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
+        self._readers.left(request.request_id)
+        self._wishes.pop(request.request_id, None)
+        if self._room:
+            self._room.left(request)
+
+    def plan(self, scheduler: Any) -> StepLimits:
+        """Limits of the next step; may displace a running request."""
+        now_s = self.clock()
+        max_active = self._room.max_active(scheduler, now_s) if self._room else None
+        # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
+        self._prefilling = [request for request in scheduler.running if request.is_prefill_chunk]
+        decode_rows = len(scheduler.running) - len(self._prefilling)
+        held = int(scheduler.kv_cache_manager.usage * (self._pool_tokens or 0))
+        self._shape = StepShape(0, decode_rows, held)
+        self._budget = None
+        if self._rules.step_cut and self._readers:
+            before = self._prefilling[0].num_computed_tokens if self._prefilling else 0
+            target_s = self._target_s(now_s)
+            self._budget = self._cut.token_budget(self._shape, before, target_s, now_s)
+        return StepLimits(self._budget, max_active)
+
+    def scheduled(self, scheduler: Any, output: Any) -> None:
+        """The step is on its way."""
+        total = output.total_num_scheduled_tokens
+        if not total:
+            return
+        now_s = self.clock()
+        is_used_up = self._budget is not None and total >= self._budget
+        self._cut.ran(is_used_up=is_used_up, now_s=now_s)
+        prefill = attended = 0
+        for request in self._begun(scheduler, output):
+            tokens = output.num_scheduled_tokens.get(request.request_id, 0)
+            prefill += tokens
+            # Load-bearing: the scheduled tokens already count as computed.
+            attended += tokens * (request.num_computed_tokens - tokens)
+        shape = StepShape(prefill, total - prefill, self._shape.context_tokens, attended)
+        self._timer.scheduled(output, shape, now_s)
+
+    def _begun(self, scheduler: Any, output: Any) -> Iterator[Any]:
+        """Requests whose prompt, or what a preemption threw away, is computed in this step."""
+        yield from self._prefilling
+        for new in output.scheduled_new_reqs:
+            yield scheduler.requests[new.req_id]
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            yield scheduler.requests[request_id]
+
+    def ended(self, output: Any) -> None:
+        """The step's output is back."""
+        now_s = self.clock()
+        timed = self._timer.ended(output, now_s)
+        if timed is not None:
+            self.model.observe(*timed)
+        if self._sharing:
+            self._sharing.advance(now_s)
+
+    def _target_s(self, now_s: float) -> float | None:
+        default_s = self._cut.default_itl_s(self._shape)
+        if default_s is None:
+            return None
+        if self._rules.pacing:
+            return self._readers.due_s(default_s, now_s)
+        return self._readers.target_s(default_s)
+
+
+@contextmanager
+def limited(scheduler: Any, limits: StepLimits) -> Iterator[None]:
+    """Apply the limits for the length of one step."""
+    budget, active = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+    try:
+        if limits.token_budget is not None:
+            scheduler.max_num_scheduled_tokens = min(budget, limits.token_budget)
+        if limits.max_active is not None:
+            scheduler.max_num_active_reqs = min(active, limits.max_active)
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = budget
+        scheduler.max_num_active_reqs = active

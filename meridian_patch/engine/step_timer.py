@@ -1,0 +1,34 @@
+"""Times the engine's steps."""
+
+from collections import deque
+from typing import Any
+
+from meridian_patch.policy.step_time import StepShape
+
+# More steps than any engine keeps in flight.
+_MOST_IN_FLIGHT = 64
+
+
+class StepTimer:
+    """Tells how long each step took, from when it was scheduled and when its output came back.
+
+    With asynchronous scheduling a step waits for the one before it: it began when that one ended.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: deque[tuple[Any, StepShape, float]] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._last_end_s = float("-inf")
+
+    def scheduled(self, output: Any, shape: StepShape, now_s: float) -> None:
+        """A step with at least one token goes to the workers."""
+        self._in_flight.append((output, shape, now_s))
+
+    def ended(self, output: Any, now_s: float) -> tuple[StepShape, float] | None:
+        """The output of a step is back: its shape and seconds, or None if it was not noted."""
+        while self._in_flight:
+            noted, shape, scheduled_s = self._in_flight.popleft()
+            if noted is output:
+                seconds = now_s - max(scheduled_s, self._last_end_s)
+                self._last_end_s = now_s
+                return shape, seconds
+        return None

@@ -1,0 +1,163 @@
+"""How long the next step would take: least squares over the steps so far, refreshed online.
+
+A step reads the weights and the KV of its sequences once, and computes its tokens; the slower of
+the two decides (roofline: Williams et al., 2009). So there are two linear fits, one over steps that
+only decode and one over steps whose prefill made them longer; a prediction is the greater of both.
+"""
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_FORGETTING: Final = 0.995
+# A step further from the prediction than this many mean deviations counts as this far.
+_OUTLIER_DEVIATIONS: Final = 4.0
+_MIN_STEPS: Final = 4
+# Each step counts at first; later ones change little.
+_EARLY_STEPS: Final = 64
+_REFIT_EVERY: Final = 8
+# Weight of the coefficients so far against new data, in steps; keeps what new data cannot tell.
+_MEMORY: Final = 1e-3
+# A step that took this much longer than decoding alone was made longer by its prefill.
+_PREFILL_SHOWS: Final = 1.03
+
+
+class StepShape(NamedTuple):
+    """What a step has to do.
+
+    Attributes:
+        prefill_tokens: tokens of prompts and of resumes.
+        decode_rows: requests that decode.
+        context_tokens: KV tokens that running requests hold.
+        attended_tokens: summed over prefill tokens, what stands before their chunk: attention
+            over a long prompt costs more the further it got.
+    """
+
+    prefill_tokens: int
+    decode_rows: int
+    context_tokens: int
+    attended_tokens: int = 0
+
+
+class StepTimeModel:
+    """Predicts seconds per step from its shape."""
+
+    def __init__(self) -> None:
+        self._decode = LinearFit(3)
+        self._prefill = LinearFit(4)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long; nonsense (not above 0, not finite) is left out."""
+        if not 0 < seconds < float("inf"):
+            return
+        if not shape.prefill_tokens:
+            self._decode.add(_decode_features(shape), seconds)
+            return
+        decode_s = self.decode_seconds(shape)
+        if decode_s is None or seconds > _PREFILL_SHOWS * decode_s:
+            self._prefill.add(_prefill_features(shape), seconds)
+
+    def decode_seconds(self, shape: StepShape) -> float | None:
+        """Without its prefill; None before there is data."""
+        return self._decode.predict(_decode_features(shape))
+
+    def seconds(self, shape: StepShape) -> float | None:
+        """The whole step; None before there is data."""
+        decode_s = self.decode_seconds(shape)
+        if decode_s is None or not shape.prefill_tokens:
+            return decode_s
+        prefill_s = self._prefill.predict(_prefill_features(shape))
+        return None if prefill_s is None else max(decode_s, prefill_s)
+
+    def prefill_within(self, shape: StepShape, seconds: float, before: int) -> int | None:
+        """Most prefill tokens that let a step of this shape end in time; None without data.
+
+        Args:
+            shape: its own prefill is of no account.
+            seconds: that the step may take.
+            before: tokens of the prompt that stand before the chunk.
+        """
+        if self._prefill.coefficients is None:
+            return None
+        fixed_s, token_s, context_s, attended_s = self._prefill.coefficients.tolist()
+        bare_s = fixed_s + token_s * shape.decode_rows + context_s * shape.context_tokens
+        per_token_s = token_s + attended_s * before
+        return max(0, int((seconds - bare_s) / per_token_s)) if per_token_s > 0 else None
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """What computing so many tokens adds to steps whose prefill shows."""
+        fitted = self._prefill.coefficients
+        return None if fitted is None else float(fitted[1]) * tokens
+
+
+class LinearFit:
+    """Least squares with forgetting; coefficients are never negative.
+
+    Args:
+        features: how many; the first is 1 by convention.
+    """
+
+    def __init__(self, features: int) -> None:
+        self.coefficients: NDArray[np.float64] | None = None
+        self._moments = np.zeros((features, features))
+        self._products = np.zeros(features)
+        self._deviation_s = 0.0
+        self._steps = 0
+
+    def add(self, features: tuple[float, ...], seconds: float) -> None:
+        """One observation."""
+        predicted = self.predict(features)
+        if predicted is not None:
+            off_s = seconds - predicted
+            limit_s = max(_OUTLIER_DEVIATIONS * self._deviation_s, 0.05 * predicted)
+            off_s = min(max(off_s, -limit_s), limit_s)
+            seconds = predicted + off_s
+            self._deviation_s += 0.02 * (abs(off_s) - self._deviation_s)
+        row = np.array(features)
+        self._moments *= _FORGETTING
+        self._moments += np.outer(row, row)
+        self._products *= _FORGETTING
+        self._products += row * seconds
+        self._steps += 1
+        is_due = self._steps < _EARLY_STEPS or self._steps % _REFIT_EVERY == 0
+        if self._steps >= _MIN_STEPS and is_due:
+            self._refit()
+
+    def predict(self, features: tuple[float, ...]) -> float | None:
+        """None before there is enough data."""
+        if self.coefficients is None:
+            return None
+        terms = zip(self.coefficients.tolist(), features, strict=True)
+        return float(sum(coefficient * feature for coefficient, feature in terms))
+
+    def _refit(self) -> None:
+        scale = np.sqrt(np.diag(self._moments))
+        used = scale > 0
+        before = self.coefficients
+        if before is None:
+            before = np.zeros(len(scale))
+        found = np.zeros(len(scale))
+        while used.any():
+            pick = np.ix_(used, used)
+            weight = _MEMORY * np.eye(int(used.sum()))
+            moments = self._moments[pick] / np.outer(scale[used], scale[used]) + weight
+            products = self._products[used] / scale[used] + weight @ (before[used] * scale[used])
+            found[:] = 0.0
+            found[used] = np.linalg.solve(moments, products) / scale[used]
+            negative = found < 0
+            if not negative.any():
+                break
+            used &= ~negative
+        self.coefficients = found
+
+
+def _decode_features(shape: StepShape) -> tuple[float, ...]:
+    return 1.0, float(shape.decode_rows), float(shape.context_tokens)
+
+
+def _prefill_features(shape: StepShape) -> tuple[float, ...]:
+    tokens = shape.prefill_tokens + shape.decode_rows
+    return 1.0, float(tokens), float(shape.context_tokens), float(shape.attended_tokens)

@@ -1,0 +1,173 @@
+"""Lab traces on vLLM's real scheduler and KV manager: tokens, turns, what is shared."""
+
+from dataclasses import replace
+
+import pytest
+
+from meridian_patch.bench.cost import DEFAULT_COST, load_cost
+from meridian_patch.bench.lab.source import LabSource, longest_request_tokens
+from meridian_patch.bench.lab.trace import LabRequest
+from meridian_patch.bench.lab.workloads import WORKLOADS, draw_trace
+from meridian_patch.bench.replay import play
+from meridian_patch.bench.turns import History
+from meridian_patch.bench.turns_arms import turns_arm
+from meridian_patch.engine.replay import ReplayEngine
+from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.errors import BenchError
+
+SESSION = [
+    LabRequest("a-0", 0.0, 50, 40, 20, "a", 0, 0.0, 30, "x"),
+    LabRequest("a-1", None, 12, 30, 10, "a", 1, 0.5, 0, "x", is_tool_result=True),
+    LabRequest("a-2", None, 7, 0, 15, "a", 2, 3.0, 0, "x"),
+    LabRequest("a-3", None, 9, 25, 5, "a", 3, 1.0, 0, "x"),
+]
+SINGLE = LabRequest("b", 0.25, 45, 20, 30, shared_tokens=30, system="x")
+TOOL_HISTORIES = [History.STRIPPED, History.KEPT, History.TOOL_LOOP]
+
+
+def replay(trace, history, pool=100_000, arm="meridian"):
+    markers = read_markers()
+    cost = load_cost(DEFAULT_COST)
+    engine = ReplayEngine(turns_arm(arm, history), pool // BLOCK_SIZE, cost.step_seconds, markers)
+    source = LabSource(trace, markers, history)
+    records = {record.request.request_id: record for record in play(engine, source)}
+    assert set(records) == {request.id for request in trace}
+    return engine, source, records
+
+
+def shortened(trace):
+    """The same shape in a second."""
+    return [
+        replace(
+            request,
+            prompt_tokens=request.prompt_tokens // 40 + request.shared_tokens + 1,
+            think_tokens=-(-request.think_tokens // 40),
+            answer_tokens=request.answer_tokens // 40 + 1,
+        )
+        for request in trace
+    ]
+
+
+def plain(trace):
+    return [replace(request, think_tokens=0) for request in trace]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_workload_plays(workload):
+    """All requests finish, with the lengths of the trace and pauses kept."""
+    trace = shortened(draw_trace(workload, 40, 4.0, 1))
+    history = WORKLOADS[workload].history
+    _, source, records = replay(trace, history)
+    markers = read_markers()
+    for request in trace:
+        record = records[request.id]
+        output, start = record.request.output, record.request.answer_start
+        assert record.finish_reason == "stop"
+        assert start == (request.think_tokens + 1 if request.think_tokens else 0)
+        answer = output[start:-1]
+        if answer[: len(markers.tool_call)] == list(markers.tool_call):
+            answer = answer[len(markers.tool_call) :]
+        assert len(answer) == request.answer_tokens
+        if request.turn == 0:
+            assert record.arrival_s == request.arrival_s
+        else:
+            before = records[f"{request.session}-{request.turn - 1}"]
+            assert record.arrival_s == before.token_s[-1] + request.pause_s
+    longest = max(len(r.request.prompt) + len(r.request.output) for r in records.values())
+    bound = longest_request_tokens(trace, history)
+    assert longest <= bound
+    assert not source._exchanges
+    assert not source._places
+
+
+@pytest.mark.parametrize("history", TOOL_HISTORIES)
+def test_later_prompts_are_the_templates(history):
+    """What is earlier stands in a prompt as the template renders it."""
+    markers = read_markers()
+    _, _, records = replay([*SESSION, SINGLE], history)
+    prompts = [records[request.id].request.prompt for request in SESSION]
+    outputs = [records[request.id].request.output for request in SESSION]
+    assert len(prompts[0]) == 50 + 6
+    continued = prompts[0] + outputs[0]
+    has_thought = history is not History.STRIPPED
+    assert (prompts[1][: len(continued)] == continued) == has_thought
+    assert prompts[1].count(markers.think_end) == (1 if has_thought else 0)
+    # No thinking: an empty thought in the prompt, and nothing but the answer in the output.
+    assert prompts[2][-2:] == [markers.think_start, markers.think_end]
+    assert records["a-2"].request.answer_start == 0
+    assert len(outputs[2]) == 15 + 1
+    assert markers.think_end not in outputs[2]
+    kept = {History.STRIPPED: 0, History.KEPT: 3, History.TOOL_LOOP: 0}[history]
+    assert prompts[3].count(markers.think_end) == kept
+    call = len(markers.tool_call)
+    assert tuple(outputs[0][41 : 41 + call]) == markers.tool_call
+    assert len(outputs[1]) == 30 + 1 + 10 + 1
+
+
+def test_plain_has_no_markers_of_thinking():
+    markers = read_markers()
+    _, _, records = replay(plain(SESSION), History.PLAIN)
+    for record in records.values():
+        tokens = {*record.request.prompt, *record.request.output}
+        assert not tokens & {markers.think_start, markers.think_end}
+
+
+def test_a_system_prompt_is_shared_by_name():
+    """Requests that name it begin alike and hit it; one with another name does not."""
+    wide = [
+        LabRequest(f"r{number}", number * 5.0, 200, 10, 10, shared_tokens=160, system=system)
+        for number, system in enumerate(["x", "x", "y"])
+    ]
+    _, _, records = replay(wide, History.STRIPPED)
+    hits = [records[request.id].hit_tokens for request in wide]
+    assert hits == [0, 160, 0]
+    first, second, third = (records[request.id].request for request in wide)
+    assert first.shared_tokens == 161
+    assert first.prompt[:161] == second.prompt[:161] != third.prompt[:161]
+    assert first.prompt[162:] != second.prompt[162:]
+
+
+def test_tokens_depend_on_id_and_seed():
+    """And are made when they are asked for, not when the source is started."""
+    markers = read_markers()
+
+    def prompts(seed):
+        source = LabSource([*SESSION, SINGLE], markers, seed=seed)
+        arrivals = dict(source.start())
+        assert not source._exchanges
+        return {time: request.prompt for time, request in arrivals.items()}
+
+    assert prompts(1) == prompts(1)
+    assert prompts(1)[0.25] != prompts(2)[0.25]
+    assert prompts(1)[0.25][32:] != prompts(1)[0.0][32:]
+
+
+def test_the_bound_is_close():
+    """The longest request is not over-estimated by more than the template's share."""
+    trace = draw_trace("s-turns", 40, 4.0, 1)
+    for history in (History.STRIPPED, History.KEPT):
+        _, _, records = replay(trace, history, pool=400_000, arm="stock")
+        longest = max(len(r.request.prompt) + len(r.request.output) for r in records.values())
+        assert longest <= longest_request_tokens(trace, history) <= longest + 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("trace", "history", "words"),
+    [
+        ([replace(SINGLE, prompt_tokens=65_500)], History.KEPT, "request b of the trace may come"),
+        (
+            [SESSION[0], replace(SESSION[1], think_tokens=65_400)],
+            History.STRIPPED,
+            "request a-1 of the trace may come to 65",
+        ),
+        ([SINGLE], History.PLAIN, "request b of the trace has think_tokens 20, expected 0"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(trace, history, words):
+    with pytest.raises(BenchError, match=words):
+        LabSource(trace, read_markers(), history)
+
+
+def test_an_empty_trace_has_no_longest_request():
+    with pytest.raises(BenchError, match="holds no request"):
+        longest_request_tokens([])

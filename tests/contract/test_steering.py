@@ -1,0 +1,182 @@
+"""Step cut, admission and time-sharing on vLLM's real scheduler; each fails when switched off."""
+
+import random
+
+import pytest
+from scheduler_driver import BLOCK_SIZE, STEP_S, TOKEN_S, Job, make_prompt
+from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+
+from meridian_patch.engine.kv_integrity import find_faults
+from meridian_patch.phase.router import Phase
+
+BUDGET = 512
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    """Sets ``policy.*`` for the drivers that the test builds."""
+
+    def set_policy(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", str(value).lower())
+
+    set_policy(time_budget_us=10_000_000)
+    return set_policy
+
+
+def job(name, seed, *, prompt=60, think=50, answer=20, **more):
+    tokens = make_prompt(random.Random(seed), prompt, thinks=True, shared=1000 + seed)
+    return Job(name, tuple(tokens), think, answer, **more)
+
+
+def steps_with_answers(driver, limit=2000):
+    """Decode rows and prefill tokens of each step in which somebody answers."""
+    scheduler = driver.scheduler
+    seen = []
+    while scheduler.has_unfinished_requests() and limit:
+        limit -= 1
+        is_read = scheduler.phase_router.counts[Phase.ANSWER] > 0
+        output = driver.step()
+        if is_read and output.num_scheduled_tokens:
+            seen.append(max(output.num_scheduled_tokens.values()))
+    return seen
+
+
+def learn(driver):
+    """Serve requests of all sizes, so that the step-time model knows this machine."""
+    for number in range(12):
+        driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
+        driver.drain()
+
+
+@SYNC_AND_ASYNC
+@pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
+def test_prefill_beside_an_answer_keeps_the_step_short(demo_model, policy, is_async, is_on):
+    """A long prompt comes in pieces while somebody reads; without the rule in one go."""
+    policy(step_cut=is_on, answer_itl_ms=20.0)
+    driver = driver_for(
+        demo_model, is_async=is_async, blocks=200, max_num_batched_tokens=BUDGET, max_num_seqs=8
+    )
+    learn(driver)
+    driver.add(job("reader", 50, think=5, answer=300))
+    step_until(driver, "reader", Phase.ANSWER)
+    driver.add(job("long", 51, prompt=1400, think=5, answer=5))
+    largest = max(steps_with_answers(driver))
+    in_time = (0.020 - STEP_S) / TOKEN_S
+    if is_on:
+        assert 0.5 * in_time < largest < 1.3 * in_time
+    else:
+        assert largest > 2 * in_time
+    assert not driver.scheduler.phase_counters.totals.get("fallback:exception")
+
+
+def test_nobody_reads_nobody_is_cut(demo_model, policy):
+    """Thinking alone: prompts take the engine's whole budget."""
+    policy(answer_itl_ms=11.0)
+    driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
+    learn(driver)
+    driver.add(job("thinker", 50, think=400, answer=5))
+    step_until(driver, "thinker", Phase.THINK)
+    driver.add(job("long", 51, prompt=1400, think=400, answer=5))
+    largest = max(max(driver.step().num_scheduled_tokens.values()) for _ in range(5))
+    assert largest >= BUDGET - 1
+
+
+def test_a_requests_own_target_counts(demo_model, policy):
+    """The tightest of those who read: a request may ask for more than the configuration."""
+    policy(answer_itl_ms=40.0)
+    largest = {}
+    for name, wish in (("own", {"meridian_itl_ms": 15.0}), ("none", None)):
+        driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
+        learn(driver)
+        driver.add(job("reader", 50, think=5, answer=300), extra_args=wish)
+        step_until(driver, "reader", Phase.ANSWER)
+        driver.add(job("long", 51, prompt=1400, think=5, answer=5))
+        largest[name] = max(steps_with_answers(driver))
+    assert largest["own"] < 1.3 * (0.015 - STEP_S) / TOKEN_S < largest["none"] / 2
+
+
+def test_a_wrong_wish_is_logged_and_the_request_served(demo_model, policy, caplog):
+    driver = driver_for(demo_model)
+    driver.add(job("r", 1, think=5, answer=5), extra_args={"meridian_itl_ms": -1.0})
+    driver.drain()
+    assert driver.deliveries["r"]
+    assert driver.scheduler.phase_counters.totals["fallback:exception"] == 1
+
+
+@SYNC_AND_ASYNC
+@pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
+def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_async, is_on):
+    """It answers at once, the thinker goes on later; without the rule the newcomer waits."""
+    policy(time_sharing=is_on, admission=False, sharing_min_tokens=200, sharing_overhead=1.0)
+    blocks = 40
+    driver = driver_for(demo_model, is_async=is_async, blocks=blocks, max_num_batched_tokens=BUDGET)
+    learn(driver)
+    driver.add(job("long", 50, prompt=60, think=700, answer=5))
+    driver.add(job("other", 51, prompt=60, think=500, answer=5))
+    step_until(driver, "long", Phase.THINK, 290)
+    prompt = BLOCK_SIZE * (blocks - 22)
+    driver.add(job("new", 52, prompt=prompt, think=2, answer=3))
+    while not driver.deliveries["new"]:
+        driver.step()
+    has_waited = "other" not in driver.scheduler.requests
+    driver.drain()
+    assert has_waited is not is_on
+    assert [len(driver.deliveries[name]) for name in ("long", "other", "new")] == [707, 507, 7]
+    assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
+
+
+def test_admission_keeps_room_for_what_runs(demo_model, policy):
+    """Forecasts from what ended: nobody is preempted where stock's admission preempts."""
+    preemptions = {}
+    for is_on in (True, False):
+        policy(admission=is_on, time_sharing=False, admission_overcommit=1.0)
+        driver = driver_for(demo_model, blocks=40, max_num_batched_tokens=BUDGET)
+        for number in range(60):
+            driver.add(job(f"r{number}", number, prompt=40, think=150, answer=20))
+        driver.drain()
+        totals = driver.scheduler.phase_counters.totals
+        preemptions[is_on] = sum(n for key, n in totals.items() if key.startswith("preemption:"))
+    assert preemptions[True] < preemptions[False] / 3
+    assert preemptions[False] > 20
+
+
+def test_a_think_budget_bounds_the_forecast(demo_model, policy):
+    """A request that may think for 20 tokens only is let in where another one waits."""
+    policy(admission=True, time_sharing=False, admission_overcommit=1.0)
+    admitted = {}
+    for name, wish in (("short", {"meridian_max_think_tokens": 20}), ("unknown", None)):
+        driver = driver_for(demo_model, blocks=26, max_num_batched_tokens=BUDGET)
+        for number in range(20):
+            driver.add(job(f"lesson{number}", number, prompt=20, think=600, answer=5))
+            driver.drain()
+        driver.add(job("runs", 50, prompt=60, think=600, answer=5))
+        step_until(driver, "runs", Phase.THINK, 50)
+        driver.add(job("new", 51, prompt=60, think=20, answer=5), extra_args=wish)
+        for _ in range(30):
+            driver.step()
+        admitted[name] = bool(driver.deliveries["new"])
+    assert admitted == {"short": True, "unknown": False}
+
+
+@SYNC_AND_ASYNC
+def test_nobody_starves(demo_model, policy, is_async):
+    """Newcomers without end: a request that made room is back some time after aging_s."""
+    policy(admission=False, sharing_min_tokens=50, sharing_overhead=1.0, aging_s=2.0)
+    driver = driver_for(demo_model, is_async=is_async, blocks=24, max_num_batched_tokens=BUDGET)
+    learn(driver)
+    rng = random.Random(0)
+    away_since, longest_s, number = {}, 0.0, 0
+    for step in range(6000):
+        if step % 25 == 0:
+            number += 1
+            driver.add(job(f"r{number}", number, think=rng.choice((20, 300)), answer=10))
+        preempted = driver.step().preempted_req_ids or ()
+        running = {request.request_id for request in driver.scheduler.running}
+        for name in list(away_since):
+            if name in running:
+                longest_s = max(longest_s, driver.now_s - away_since.pop(name))
+        away_since |= {name: driver.now_s for name in preempted if name not in running}
+    assert longest_s > 0
+    longest_s = max([longest_s, *(driver.now_s - since for since in away_since.values())])
+    assert longest_s < 2.0 + 10.0

@@ -1,0 +1,90 @@
+"""`meridian bench serve` on real servers: what it measures, and what it keeps when one dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meridian_patch.envs import environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+COMMAND = (sys.executable, "-P", "-m", "meridian_patch.cli", "bench", "serve")
+LOAD = ("--arms", "stock,latency", "--requests", "20", "--rate", "8")
+
+
+def start_bench(folder: Path, *options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, *LOAD, "--out", str(folder), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A busy machine must not make a policy step count as slow and run as stock.
+        env={**environment(), "MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "100000"},
+    )
+
+
+def first_server_of(bench: subprocess.Popen) -> int:
+    """Process id of the first server, which is the first child."""
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    deadline = time.monotonic() + 60
+    while not (pids := children.read_text().split()):
+        assert time.monotonic() < deadline, "no server was started"
+        time.sleep(0.1)
+    return int(pids[0])
+
+
+def wait_for(line: str, log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not (log.exists() and line in log.read_text(errors="replace")):
+        assert time.monotonic() < deadline, f"no {line!r} in {log}"
+        time.sleep(0.1)
+
+
+def test_pair_is_measured_and_reported(tmp_path):
+    """Two servers, one trace: all requests end, and every figure has a ratio to stock."""
+    bench = start_bench(tmp_path, "--pairs", "1")
+    output, _ = bench.communicate(timeout=300)
+    assert bench.returncode == 0, output
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["how"].startswith("measured-")
+    assert data["load"]["processes"] == 2
+    for arm in ("stock", "latency"):
+        figures = data["arms"][arm]["by_seed"]["11"]
+        assert figures["failed_requests"] == 0
+        assert figures["accuracy"] > 0.8
+        assert 0 < figures["ttft_p50_s"] < figures["ttfat_p50_s"] < figures["e2e_p50_s"]
+    # Stock counts no phases, ours does: the arms are what they are called.
+    assert data["arms"]["stock"]["by_seed"]["11"]["policy_fallbacks"] is None
+    assert data["arms"]["latency"]["by_seed"]["11"]["policy_fallbacks"] == 0
+    assert data["over_stock"]["latency"]["tokens_per_s"]["mean"] > 0
+    for words in ("latency / stock", "TTFAT p95", "worst answer gap"):
+        assert words in output
+    assert (tmp_path / "report.html").exists()
+
+
+def test_server_that_dies_leaves_the_others_results(tmp_path):
+    """A killed server ends its arm with the log's last lines; the other arm plays on."""
+    bench = start_bench(tmp_path, "--pairs", "2", "--rate", "4")
+    server = first_server_of(bench)
+    wait_for("Resetting prefix cache", tmp_path / "server-stock.log")
+    # By then the clients send: the trace lasts some seconds.
+    time.sleep(3)
+    os.kill(server, signal.SIGKILL)
+    output, _ = bench.communicate(timeout=120)
+    assert bench.returncode == 1
+    assert "stock: the vLLM server ended with exit code -9" in output
+    assert "the last lines:" in output
+    assert "Traceback (most recent call last)" not in output
+    arms = json.loads((tmp_path / "results.json").read_text())["arms"]
+    assert arms["stock"]["is_partial"]
+    assert "server-stock.log; the last lines:" in arms["stock"]["error"]
+    assert arms["latency"]["error"] is None
+    for seed in ("11", "12"):
+        assert arms["latency"]["by_seed"][seed]["failed_requests"] == 0
+        assert arms["latency"]["by_seed"][seed]["tokens_per_s"] > 0

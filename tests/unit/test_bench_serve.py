@@ -1,0 +1,295 @@
+"""What `meridian bench serve` refuses, and how its client processes share a trace."""
+
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from meridian_patch import cli
+from meridian_patch.bench.arms import Arm, ArmRun, SeedRun, arm_environment
+from meridian_patch.bench.client import Client, RequestRecord
+from meridian_patch.bench.serve_arms import known_arms, policy_profiles, read_arms
+from meridian_patch.bench.serve_load import deal, play_in_processes
+from meridian_patch.bench.serve_plan import any_settings, find_model_or_name, packaged_model
+from meridian_patch.bench.serve_run import abba
+from meridian_patch.bench.summary import (
+    compared_arms,
+    harm_over_stock,
+    ratio_to_stock,
+    summarise,
+)
+from meridian_patch.bench.workload import Mix, TraceRequest, make_trace, read_trace, write_trace
+from meridian_patch.config.load import load_config
+from meridian_patch.errors import BenchError
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The sentence that a command ends with."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "serve", *arguments])
+    assert ended.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith("meridian: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", "stock,turbo"], "--arms: unknown arm 'turbo'; known: stock, noop, patched"),
+        (["--arms", "stock,stock"], "arm 'stock' is named twice"),
+        (["--arms", ""], "--arms is empty"),
+        (["--arm", "fast"], "--arm is 'fast', expected NAME:section.key=value"),
+        (["--arm", "../x:policy.name=noop"], "expected NAME:section.key=value"),
+        (["--arm", "stock:policy.name=noop"], "stock has no settings of ours"),
+        (["--arm", "fast:policy.name"], "'policy.name' is no setting"),
+        (["--arm", "fast:policy.nam=noop"], "arm fast: "),
+        (["--arm", "fast:policy.max_preemptions=0"], "policy.max_preemptions"),
+        (["--pairs", "0"], "--pairs is '0', expected a whole number above 0"),
+        (["--pairs", "2", "--seeds", "11-15"], "--pairs is 2 and --seeds is '11-15', which are 5"),
+        (["--seeds", "x"], "--seeds is 'x'"),
+        (["--clients", "-1"], "--clients is '-1'"),
+        (["--rate", "inf"], "--rate is 'inf'"),
+        (["--request-limit", "0"], "--request-limit is '0'"),
+        (["--port", "65535"], "--port is '65535', expected 0 to 65534"),
+        (["--serve-args", "--x 'a"], '--serve-args is "--x \'a": No closing quotation'),
+        (["--blocks", "64"], "--blocks is 64, expected at least 65"),
+        (["--model", "/no/where"], "model directory /no/where holds no config.json"),
+        (["--model", "./none"], "model directory none holds no config.json"),
+        (["--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
+        (["--trace", "t.jsonl", "--seeds", "1"], "leave one of them out"),
+    ],
+)
+def test_wrong_option_is_one_sentence(capsys, arguments, message):
+    """A wrong value is refused before a server starts, in one line that names the option."""
+    assert message in refused(capsys, *arguments)
+
+
+def test_taken_port_is_refused(capsys, tmp_path):
+    """Each arm's port is looked at before any server starts, the second one too."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        out = tmp_path / "out"
+        err = refused(capsys, "--port", str(port - 1), "--out", str(out))
+    assert f"port {port} on 127.0.0.1 cannot be used" in err or f"port {port - 1} on" in err
+    assert not out.exists()
+
+
+def test_every_policy_profile_is_an_arm():
+    """Whatever policies there are can be served without a change here."""
+    assert set(policy_profiles()) <= set(known_arms())
+    for arm in read_arms(",".join(policy_profiles()), [], {}):
+        config = load_config(arm_environment(arm, {})).config
+        assert config.policy.name == arm.name
+
+
+def test_described_arm_sets_its_keys():
+    """Keys of a described arm reach the configuration of its server and of no other."""
+    stock, calm = read_arms("stock", ["calm:policy.max_preemptions=7,kv.tiers=false"], {})
+    config = load_config(arm_environment(calm, {})).config
+    assert (config.policy.max_preemptions, config.kv.tiers) == (7, False)
+    assert arm_environment(stock, {})["MERIDIAN_PATCH"] == "0"
+
+
+def test_hub_name_and_directory_are_told_apart(tmp_path, monkeypatch):
+    """owner/name is a directory only where the owner is a folder here."""
+    monkeypatch.chdir(tmp_path)
+    assert find_model_or_name("owner/name") == "owner/name"
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(BenchError, match="holds no config"):
+        find_model_or_name("owner/name")
+
+
+def test_other_models_are_served_as_vllm_would(tmp_path):
+    """The tiny reasoner has settings of its own; another model only what was asked for."""
+    tiny = any_settings(packaged_model().resolve(), None, ("--seed", "3"))
+    assert "--num-gpu-blocks-override 96" in " ".join(tiny.options)
+    assert tiny.options[-2:] == ["--seed", "3"]
+    other = any_settings(tmp_path / "Model-8B", 500, ("--enforce-eager",))
+    assert other.options == ["--num-gpu-blocks-override", "500", "--enforce-eager"]
+    assert other.served_name == "Model-8B"
+
+
+def test_pairs_run_forth_and_back():
+    """Neither arm is always the first."""
+    assert [abba("sl", pair) for pair in range(4)] == ["sl", "ls", "sl", "ls"]
+
+
+def test_trace_is_dealt_in_turn():
+    """Each process gets its share, and none is started for nothing."""
+    trace = make_trace(Mix(5, 10.0), 1)
+    assert [[r.id for r in share] for share in deal(trace, 2)] == [
+        ["1-0", "1-2", "1-4"],
+        ["1-1", "1-3"],
+    ]
+    assert len(deal(trace, 9)) == 5
+
+
+def test_extra_fields_of_a_trace(tmp_path):
+    """Further fields of the chat request stand in the trace; what the client decides must not."""
+    path = tmp_path / "trace.jsonl"
+    message = ({"role": "user", "content": "q?"},)
+    trace = [TraceRequest("a", 0.0, message, "", 9, {"thinking_token_budget": 4})]
+    write_trace(path, trace)
+    assert read_trace(path) == trace
+    write_trace(path, [TraceRequest("a", 0.0, message, "", 9, {"stream": False})])
+    with pytest.raises(BenchError, match="line 1: field extra is"):
+        read_trace(path)
+
+
+class Streams(BaseHTTPRequestHandler):
+    """Streams three tokens; the question says what goes wrong."""
+
+    seen: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(body)
+        question = body["messages"][0]["content"]
+        self.send_response(400 if question == "bad" else 200)
+        self.end_headers()
+        for number in range(3):
+            if question == "hangs" and number == 2:
+                time.sleep(3)
+            ends = number == 2 and question != "breaks off"
+            choice = {
+                "token_ids": [number],
+                "delta": {"content": "x"},
+                "finish_reason": "stop" if ends else None,
+            }
+            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def address():
+    """A stand-in for a server; it streams what a vLLM server would."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Streams)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    Streams.seen.clear()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def requests(*questions: str, gap_s: float = 0.02) -> list[TraceRequest]:
+    return [
+        TraceRequest(
+            str(n), n * gap_s, ({"role": "user", "content": question},), "", 9, {"top_k": n}
+        )
+        for n, question in enumerate(questions)
+    ]
+
+
+def test_processes_share_a_trace(address):
+    """All requests of both processes are merged, each sent when due on one shared clock."""
+    records, ended = [], []
+    trace = requests(*["fine"] * 9)
+    play_in_processes(
+        Client(address, "m"), trace, 2, records, lambda: None, lambda: ended.append(1)
+    )
+    assert sorted(record.request.id for record in records) == [str(n) for n in range(9)]
+    assert len(ended) == 9
+    for record in records:
+        assert record.finish_reason == "stop"
+        assert record.token_ids == [0, 1, 2]
+        late_s = record.submit_s - record.request.arrival_s
+        assert 0 <= late_s < 0.5
+        assert record.submit_s <= record.token_s[0] <= record.token_s[-1]
+    assert sorted(body["top_k"] for body in Streams.seen) == list(range(9))
+
+
+def test_failed_requests_are_noted_and_hang_nobody(address):
+    """A refused, a broken and a hanging request end as failed; the others are as ever."""
+    records = []
+    trace = requests("fine", "bad", "breaks off", "hangs")
+    begin = time.monotonic()
+    play_in_processes(
+        Client(address, "m", request_limit_s=1.0), trace, 2, records, lambda: None, lambda: None
+    )
+    assert time.monotonic() - begin < 10
+    by_id = {record.request.id: record for record in records}
+    assert by_id["0"].finish_reason == "stop"
+    assert by_id["1"].error.startswith("HTTP 400")
+    assert (by_id["2"].error, by_id["2"].finish_reason) == (None, None)
+    assert "Timeout" in by_id["3"].error
+
+
+def test_broken_off_run_keeps_what_was_under_way(address):
+    """When the server is found dead, ended requests and those under way are kept."""
+    records = []
+    looks = iter([None, None, BenchError("the vLLM server ended")])
+
+    def check_server() -> None:
+        error = next(looks)
+        if error is not None:
+            raise error
+
+    with pytest.raises(BenchError, match="the vLLM server ended"):
+        play_in_processes(
+            Client(address, "m"),
+            requests("fine", "hangs"),
+            2,
+            records,
+            check_server,
+            lambda: None,
+        )
+    by_id = {record.request.id: record for record in records}
+    assert by_id["0"].finish_reason == "stop"
+    assert by_id["1"].finish_reason is None
+    assert by_id["1"].token_ids == [0, 1]
+
+
+def test_ratio_needs_both_arms_and_pairs_by_seed():
+    """Without stock there is nothing to compare with; noop is compared only when alone."""
+    arms = [summarise(ArmRun(name)) for name in ("stock", "noop", "latency", "calm")]
+    assert compared_arms(arms) == ["latency", "calm"]
+    assert compared_arms(arms[:2]) == ["noop"]
+    assert compared_arms(arms[1:]) == []
+    assert ratio_to_stock(arms, "latency", "tokens_per_s") is None
+
+
+def whole_run(name: str, ttfat_s: float, *, is_complete: bool = True) -> ArmRun:
+    """One request that thinks for one token and answers with two."""
+    request = TraceRequest("a", 0.0, (), "", 9)
+    record = RequestRecord(
+        request, 0.0, [9, 1, 2], [0.1, ttfat_s, ttfat_s + 0.1], finish_reason="stop"
+    )
+    return ArmRun(name, [SeedRun(11, 1, (9,), [record], {}, is_complete)])
+
+
+def test_harm_is_what_the_same_request_lost():
+    """A request that got its answer half as late again counts as 0.5."""
+    arms = [summarise(whole_run("stock", 1.0)), summarise(whole_run("latency", 1.5))]
+    assert harm_over_stock(arms, "latency").by_seed == {11: pytest.approx(0.5)}
+    assert ratio_to_stock(arms, "latency", "ttfat_p95_s").mean == pytest.approx(1.5)
+
+
+def test_broken_run_is_compared_with_nobody():
+    """Half a run against a whole one would be no ratio."""
+    broken = summarise(whole_run("latency", 1.5, is_complete=False))
+    arms = [summarise(whole_run("stock", 1.0)), broken]
+    assert ratio_to_stock(arms, "latency", "ttfat_p95_s") is None
+    assert harm_over_stock(arms, "latency") is None
+    assert broken.spreads["ttfat_p95_s"].median == pytest.approx(1.5)
+
+
+def test_arms_with_equal_names_cannot_hide():
+    """An arm described under the name of a listed one is refused."""
+    with pytest.raises(BenchError, match="arm 'noop' is named twice"):
+        read_arms("noop", ["noop:kv.tiers=false"], {})
+    assert read_arms("", ["own:kv.tiers=false"], {}) == [
+        Arm("own", {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_KV__TIERS": "false"})
+    ]

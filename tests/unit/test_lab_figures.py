@@ -1,0 +1,227 @@
+"""Figures of lab replays: each metric, how arms are paired, and what may stand in one table."""
+
+import numpy as np
+import pytest
+from lab_runs import lab_run, requests
+
+from meridian_patch.bench.bootstrap import bootstrap_interval, bootstrap_quotient
+from meridian_patch.bench.lab.alone import AloneTimes
+from meridian_patch.bench.lab.arms import STOCK, choose_arms, named_arm, own_arm
+from meridian_patch.bench.lab.figures import GOODPUT, HARM, Limits, summarise
+from meridian_patch.bench.lab.grid import Place, RunKey
+from meridian_patch.bench.lab.metrics import (
+    StepTimes,
+    answer_gaps,
+    goodput,
+    harm_p99,
+    per_request,
+    reading_quality,
+    run_figures,
+    steady_span,
+    weighted_quantile,
+)
+from meridian_patch.bench.lab.tables import KINDS, by_place, place_cells
+from meridian_patch.engine.replay_types import ReplayRecord, ReplayRequest
+from meridian_patch.errors import BenchError
+from meridian_patch.phase.router import Phase
+
+PLACE = Place("s-prod", 0.25, 4096, 0.9, 2.0)
+
+
+def seconds(work):
+    return 1.0 if work.prefill_tokens else 0.1 + 0.001 * work.context_tokens
+
+
+def record(name, arrival_s, token_s, answer_start, prompt=10):
+    tokens = [0] * len(token_s)
+    request = ReplayRequest(name, [0] * prompt, tokens, answer_start)
+    made = ReplayRecord(request, arrival_s, admitted_s=arrival_s)
+    made.token_s = list(token_s)
+    made.finish_reason = "stop"
+    return made
+
+
+def test_times_of_one_request():
+    """Every clock of a request with two think tokens, a boundary and three answer tokens."""
+    made = record("a", 1.0, [3.0, 4.0, 6.0, 6.5, 6.6, 7.0], 3)
+    made.longest_wait_s = 2.5
+    row = per_request([made], AloneTimes(seconds, 4))
+    alone = 3 * 1.0 + sum(0.1 + 0.001 * (10 + token) for token in (1, 2, 3))
+    assert row.ids == ("a",)
+    assert row.ttft_s[0] == 2.0
+    assert row.ttfat_s[0] == 5.5
+    assert row.slowdown[0] == pytest.approx(5.5 / alone)
+    assert row.ttot_s[0] == 0.5
+    assert row.think_tpot_s[0] == 1.5
+    assert row.e2e_s[0] == 6.0
+    assert row.longest_wait_s[0] == 2.5
+    assert row.answer_itl_p99_s[0] == pytest.approx(np.quantile([0.1, 0.4], 0.99))
+    assert answer_gaps([made]) == pytest.approx([0.1, 0.4])
+
+
+def test_a_request_without_a_thought_has_no_think_clocks():
+    row = per_request([record("a", 0.0, [1.0, 2.0], 0)], AloneTimes(seconds, 4))
+    assert np.isnan(row.ttot_s[0])
+    assert np.isnan(row.think_tpot_s[0])
+    assert row.ttfat_s[0] == row.ttft_s[0] == 1.0
+
+
+def test_alone_times_do_not_depend_on_what_was_asked_before():
+    """The table of decode steps grows in pieces."""
+    grown = AloneTimes(seconds, 100)
+    asked = [(50, 3), (900, 20), (10, 700), (50, 3)]
+    assert [grown.seconds(*a) for a in asked] == pytest.approx(
+        [AloneTimes(seconds, 100).seconds(*a) for a in asked]
+    )
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    [
+        ([5.0], 1.0),
+        ([0.0, 0.05, 0.10], 1.0),
+        ([0.0, 0.001, 0.002], 1.0),
+        # Nothing but the first token is read for a second: 1 token-second of 1 + 0.95.
+        ([0.0, 1.0], 1 / 1.95),
+        # Delivered ahead of the reader: a late token that is not yet due costs nothing.
+        ([0.0, 0.01, 0.02, 0.15], 1.0),
+    ],
+)
+def test_reading_quality(stamps, expected):
+    assert reading_quality(stamps) == pytest.approx(expected)
+
+
+def test_reading_quality_counts_lateness_once_per_token_that_it_delays():
+    """After a pause the reader goes on at its pace, behind for good."""
+    late, hurried = [0.0, 1.0, 1.05, 1.10], [0.0, 1.0, 1.0, 1.0]
+    assert reading_quality(late) == pytest.approx(reading_quality(hurried))
+    assert reading_quality(late) < reading_quality([0.0, 0.05, 0.1, 0.3]) < 1
+
+
+def test_run_figures():
+    """Pooled gaps, stalls, phases, and rates over the right spans."""
+    first = record("a", 0.0, [1.0, 2.0, 2.1, 2.4], 2)
+    second = record("b", 1.0, [2.0, 3.0, 3.1], 1)
+    first.preemptions[Phase.THINK] = 2
+    second.preemptions[Phase.ANSWER] = 1
+    second.recomputed_tokens[Phase.ANSWER] = 30
+    steps = StepTimes(
+        np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.1, 0.2]), np.array([9, 0, 0]), np.full(3, 0.5)
+    )
+    records = [first, second]
+    rows = per_request(records, AloneTimes(seconds, 100))
+    figures = run_figures(records, rows, answer_gaps(records), steps)
+    assert figures["answer_gap_max_s"] == pytest.approx(0.3)
+    assert figures["answer_stalls"] == 1
+    assert figures["decode_only_step_p99_s"] == pytest.approx(0.199)
+    assert figures["answer_gap_max_over_decode_only"] == pytest.approx(0.3 / 0.199)
+    assert figures["preemptions"] == 3
+    assert figures["preemptions_think"] == 2
+    assert figures["preempted_answers"] == figures["preemptions_answer"] == 1
+    assert figures["recomputed_tokens"] == figures["recomputed_tokens_answer"] == 30
+    assert figures["tokens_per_s"] == pytest.approx(7 / 3.1)
+    assert figures["ttft_mean_s"] == 1.0
+    assert {kind.name for kind in KINDS} <= {*figures, HARM, GOODPUT}
+
+
+def test_steady_time_ends_when_the_queue_is_empty_for_good():
+    records = [record("a", 0.0, range(100), 0), record("b", 0.0, [50.0], 0)]
+    stamps = np.arange(101.0)
+    assert steady_span(records, stamps) == (10.0, 80.0)
+    records[1].admitted_s = 40.0
+    assert steady_span(records, stamps) == (10.0, 40.0)
+
+
+def test_weighted_quantile():
+    """A value counts by how long it lasted."""
+    values, weights = np.array([3.0, 1.0, 2.0]), np.array([1.0, 98.0, 1.0])
+    assert weighted_quantile(values, weights, 0.5) == 1.0
+    assert weighted_quantile(values, weights, 0.99) == 2.0
+    assert weighted_quantile(values, weights, 1.0) == 3.0
+    assert weighted_quantile(np.array([]), np.array([]), 0.5) == 0.0
+
+
+def test_harm_and_goodput():
+    stock, ours = requests([1.0, 2.0, 4.0]), requests([1.0, 1.0, 6.0])
+    assert harm_p99(ours, stock) == pytest.approx(0.5, abs=0.02)
+    served = requests([1.0] * 4, slowdown=[1, 10, 11, 2], itl=[0.1, 0.1, 0.01, 0.2])
+    assert goodput(served, 4.0, 10.0, 0.1) == 0.5
+
+
+def test_arms_are_paired_with_stock_by_seed():
+    """Ratios are over the seeds that both have; values over all that the arm has."""
+    runs = {
+        RunKey(PLACE, STOCK, 1): lab_run((2.0, 2.0)),
+        RunKey(PLACE, STOCK, 2): lab_run((4.0, 4.0)),
+        RunKey(PLACE, "ours", 1): lab_run((1.0, 3.0)),
+        RunKey(PLACE, "ours", 3): lab_run((9.0, 9.0)),
+    }
+    stock, ours = summarise(runs, Limits())
+    assert stock.figures["ttfat_mean_s"].value == 3.0
+    assert stock.figures["ttfat_mean_s"].over_stock == 1.0
+    assert stock.figures["ttfat_mean_s"].interval == (2.0, 4.0)
+    assert ours.seeds == (1, 3)
+    assert ours.figures["ttfat_mean_s"].value == 5.5
+    assert ours.figures["ttfat_mean_s"].over_stock == 1.0
+    assert ours.figures["ttfat_mean_s"].over_stock_interval is None
+    assert ours.figures[HARM].value == pytest.approx(0.49)
+    assert ours.figures["answer_stalls"].over_stock is None
+    assert ours.figures[GOODPUT].value == 0.5
+    assert list(by_place([stock, ours])) == [PLACE]
+    harm = next(line for line in place_cells([stock, ours], is_brief=True) if "harm" in line.label)
+    assert harm.cells == ["0.0", "49.0"]
+
+
+@pytest.mark.parametrize("change", [{"how": "measured-cpu"}, {"cost": "other"}])
+def test_figures_of_different_provenance_are_not_mixed(change):
+    runs = {
+        RunKey(PLACE, STOCK, 1): lab_run(),
+        RunKey(PLACE, "ours", 1): lab_run(**change),
+    }
+    with pytest.raises(BenchError, match="different provenance cannot stand in one table"):
+        summarise(runs, Limits())
+
+
+def test_the_fast_bootstrap_gives_the_interval_of_the_slow_one():
+    above, below = np.array([1.0, 2.0, 5.0]), np.array([2.0, 1.0, 4.0])
+    pairs = list(zip(above, below, strict=True))
+    slow = bootstrap_interval(pairs, lambda p: sum(a for a, _ in p) / sum(b for _, b in p))
+    assert bootstrap_quotient(above, below) == pytest.approx(slow)
+    assert bootstrap_quotient(above[:1], below[:1]) is None
+    assert bootstrap_quotient(above, np.zeros(3)) is None
+
+
+def test_arms():
+    """Named arms are policies, one's own are settings; stock is first and sets nothing."""
+    arms = choose_arms("noop,latency,noop", ["mine:policy.max_preemptions=2,kv.tiers=false"])
+    assert [arm.name for arm in arms] == ["stock", "noop", "latency", "mine"]
+    assert not arms[0].settings
+    assert arms[3].settings == {
+        "MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS": "2",
+        "MERIDIAN_PATCH_SET_KV__TIERS": "false",
+    }
+    assert named_arm("latency").settings == {"MERIDIAN_PATCH_SET_POLICY__NAME": "latency"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mine", "expected NAME:KEY=VALUE"),
+        ("mine:", "expected NAME:KEY=VALUE"),
+        (":a=b", "expected NAME:KEY=VALUE"),
+        ("mine:policy.name", "expected NAME:KEY=VALUE"),
+        ("stock:policy.name=noop", "choose another name"),
+        ("mine:policy.speed=2", "arm 'mine': .*policy.speed"),
+        ("mine:policy.max_preemptions=0", "arm 'mine': .*policy.max_preemptions"),
+    ],
+)
+def test_wrong_arms_are_refused_in_one_sentence(text, message):
+    with pytest.raises(BenchError, match=message):
+        own_arm(text)
+
+
+def test_unknown_and_double_arms_are_refused():
+    with pytest.raises(BenchError, match="unknown arm 'fast'; known: stock, "):
+        choose_arms("fast", [])
+    with pytest.raises(BenchError, match="two arms called 'noop'"):
+        choose_arms("noop", ["noop:kv.tiers=false"])

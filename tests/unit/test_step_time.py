@@ -1,0 +1,72 @@
+"""The online step-time model recovers a roofline, forgets, and survives nonsense."""
+
+import random
+
+import pytest
+from rooflines import random_shape, roofline, trained
+
+from meridian_patch.policy.step_time import LinearFit, StepShape, StepTimeModel
+
+
+def error(model: StepTimeModel, shape: StepShape, speed: float = 1.0) -> float:
+    return abs(model.seconds(shape) / roofline(shape, speed) - 1)
+
+
+def test_a_roofline_is_recovered():
+    """Decode-only steps and large prefills are predicted within 10 % on shapes never seen."""
+    model, rng = trained(), random.Random(1)
+    for prefill in (0, 400, 1500):
+        shapes = [random_shape(rng, prefill) for _ in range(20)]
+        assert max(error(model, shape) for shape in shapes) < 0.1
+
+
+def test_nothing_is_predicted_before_there_is_data():
+    """None, not a guess; one kind of step tells nothing of the other."""
+    model = StepTimeModel()
+    shape = StepShape(100, 10, 1000)
+    assert model.seconds(shape) is None
+    assert model.prefill_within(shape, 0.02, 0) is None
+    for _ in range(20):
+        model.observe(StepShape(0, 10, 1000), 0.01)
+    assert model.decode_seconds(shape) == pytest.approx(0.01, rel=0.01)
+    assert model.prefill_within(shape, 0.02, 0) is None
+
+
+def test_prefill_within_a_time_keeps_it():
+    """As many tokens as fit, less of them the further a prompt got."""
+    model = trained()
+    shape = StepShape(0, 30, 50_000)
+    near, far = (model.prefill_within(shape, 0.02, before) for before in (0, 8000))
+    assert near > far > 0
+    assert roofline(shape._replace(prefill_tokens=near)) == pytest.approx(0.02, rel=0.1)
+    assert model.prefill_within(shape, 1e-4, 0) == 0
+
+
+def test_outliers_and_nonsense_hardly_move_it():
+    """A hundred stalls of a second, zeros and infinities among a thousand steps."""
+    rng, model = random.Random(2), trained()
+    for step in range(1000):
+        shape = random_shape(rng)
+        seconds = 1.0 if step % 10 == 0 else roofline(shape)
+        model.observe(shape, seconds)
+        model.observe(shape, rng.choice((0.0, -1.0, float("inf"), float("nan"))))
+    assert error(model, StepShape(0, 50, 50_000)) < 0.2
+    assert error(model, StepShape(1000, 50, 50_000)) < 0.2
+
+
+def test_a_machine_that_slowed_down_is_followed():
+    """After some thousand steps at half the speed the old data is forgotten."""
+    rng, model = random.Random(3), trained()
+    for _ in range(3000):
+        shape = random_shape(rng)
+        model.observe(shape, roofline(shape, 2.0))
+    assert error(model, StepShape(0, 50, 50_000), 2.0) < 0.1
+
+
+def test_coefficients_are_never_negative():
+    """Falling data gives a flat line, not one that promises steps in no time."""
+    fit = LinearFit(2)
+    for tokens in range(1, 40):
+        fit.add((1.0, float(tokens)), 1.0 - tokens / 100)
+    assert (fit.coefficients >= 0).all()
+    assert fit.predict((1.0, 1000.0)) > 0

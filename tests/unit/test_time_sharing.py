@@ -1,0 +1,80 @@
+"""Who makes room, who reads what by when, and what requests may ask for."""
+
+import pytest
+
+from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.errors import ConfigError
+from meridian_patch.policy.pacing import MOST_TARGETS, Reading, next_due_s
+from meridian_patch.policy.time_sharing import SharingSettings, Thinker, TimeSharing
+from meridian_patch.policy.wishes import Wishes, read_wishes
+
+
+class PricedModel:
+    """Computing a token again takes a millisecond."""
+
+    def prefill_seconds(self, tokens: int) -> float:
+        return tokens * 1e-3
+
+
+def sharing(seconds: float = 100.0, **config) -> TimeSharing:
+    one = TimeSharing(SharingSettings.of(PolicyConfig(**config)), PricedModel())
+    one.advance(0.0)
+    one.advance(seconds)
+    return one
+
+
+def thinker(name: str, attained: int, *, held: int = 100, preemptions: int = 0) -> Thinker:
+    return Thinker(name, held, attained, preemptions)
+
+
+def test_the_longest_thinker_makes_room():
+    """The most attained service, above the least, and not too often."""
+    some = [thinker("a", 2500), thinker("b", 9000), thinker("c", 1999)]
+    assert sharing().choose(some).request_id == "b"
+    assert sharing().choose([thinker("c", 1999)]) is None
+    assert sharing().choose([thinker("d", 5000, preemptions=3), some[0]]).request_id == "a"
+
+
+def test_recompute_is_paid_from_a_share_of_the_time():
+    """5 % of ten seconds buy half a second of recomputing, once."""
+    one = sharing(10.0, sharing_overhead=0.05)
+    assert (
+        one.choose([thinker("a", 9000, held=600), thinker("b", 3000, held=400)]).request_id == "b"
+    )
+    assert one.choose([thinker("c", 3000, held=200)]) is None
+    one.advance(13.0)
+    assert one.choose([thinker("c", 3000, held=200)]).request_id == "c"
+    assert sharing(10.0, sharing_overhead=0.0).choose([thinker("a", 9000)]) is None
+
+
+def test_a_reader_with_tokens_in_hand_can_wait():
+    """Due when the first has read what there is; bounded by the tightest target on both sides."""
+    fast, slow = Reading(0.0, 13, 0.05), Reading(0.0, 100, 0.05)
+    assert next_due_s([fast, slow], 0.5) == pytest.approx(0.15)
+    assert next_due_s([slow], 0.5) == pytest.approx(MOST_TARGETS * 0.05)
+    assert next_due_s([Reading(0.0, 1, 0.05), slow], 9.0) == pytest.approx(0.05)
+    assert next_due_s([slow, Reading(0.0, 1000, 0.01)], 0.5) == pytest.approx(0.04)
+    assert next_due_s([], 0.0) is None
+
+
+def test_wishes_are_read_and_those_of_others_left_alone():
+    assert read_wishes(None) == Wishes()
+    assert read_wishes({"other": object()}) == Wishes()
+    mine = {"meridian_itl_ms": 40.0, "meridian_max_think_tokens": 512, "other": 1}
+    assert read_wishes(mine) == Wishes(0.04, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("meridian_itl_ms", 0.0),
+        ("meridian_itl_ms", "fast"),
+        ("meridian_itl_ms", float("nan")),
+        ("meridian_max_think_tokens", 0),
+        ("meridian_max_think_tokens", 2.5),
+        ("meridian_patience", 1),
+    ],
+)
+def test_a_wrong_wish_is_one_sentence_with_the_field(name, value):
+    with pytest.raises(ConfigError, match=f"vllm_xargs field {name} is .*known fields: meridian_"):
+        read_wishes({name: value})
