@@ -1,6 +1,7 @@
 """Drives vLLM's real scheduler on a virtual clock; what the model would sample is given."""
 
 import copy
+import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from vllm.v1.request import Request
 from meridian_patch.engine.replay_counts import InfiniteCache, RecomputedTokens
 from meridian_patch.engine.replay_foresight import drop_ended
 from meridian_patch.engine.replay_offload import KV_BYTES_PER_TOKEN, OffloadTier
-from meridian_patch.engine.replay_scheduler import build_scheduler
+from meridian_patch.engine.replay_scheduler import build_scheduler, quiet
 from meridian_patch.engine.replay_types import (
     EngineLimits,
     Markers,
@@ -144,6 +145,11 @@ class ReplayEngine:
             self.now += seconds
             self._deliver_down_to(0)
         return work
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all that is cached; called while idle."""
+        with quiet(logging.INFO):
+            self.scheduler.reset_prefix_cache()
 
     def take_finished(self) -> list[ReplayRecord]:
         """Records of the requests that finished since the last call."""

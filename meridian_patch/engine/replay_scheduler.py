@@ -102,7 +102,7 @@ def build_scheduler(
     scheduler_class, manager_class = _classes(arm, is_async=is_async)
     # Load-bearing: Scheduler.__init__ looks its KV manager up in its own module.
     with (
-        _quiet(logging.INFO),
+        quiet(logging.INFO),
         _environment(arm.settings),
         _rebound(scheduler_module, "KVCacheManager", manager_class),
     ):
@@ -144,7 +144,7 @@ def _vllm_config(is_async: bool, limits: EngineLimits) -> Any:
     }
     # Load-bearing: EngineArgs loads vLLM's plugins, ours too. This process stays unpatched.
     # What vLLM warns of is this machine's CPU, on which nothing is computed.
-    with _quiet(logging.WARNING), _environment({"MERIDIAN_PATCH": "0"}):
+    with quiet(logging.WARNING), _environment({"MERIDIAN_PATCH": "0"}):
         config = EngineArgs(**arguments).create_engine_config()
     # The CPU platform turns async scheduling off; the scheduler itself does not mind.
     config.scheduler_config.async_scheduling = is_async
@@ -152,7 +152,7 @@ def _vllm_config(is_async: bool, limits: EngineLimits) -> Any:
 
 
 @contextmanager
-def _quiet(level: int) -> Iterator[None]:
+def quiet(level: int) -> Iterator[None]:
     """Nothing up to ``level`` is logged."""
     before = logging.root.manager.disable
     logging.disable(level)

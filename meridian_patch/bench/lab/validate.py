@@ -73,7 +73,7 @@ def compare(
     for seed, name in names.items():
         timed = run.plays[name]
         records = [_record(request, markers) for request in timed.requests]
-        engine.scheduler.reset_prefix_cache()
+        engine.reset_prefix_cache()
         before = engine.totals.preemptions
         replayed = play(engine, _Recorded(records, engine.now))
         comparisons.append(

@@ -37,6 +37,7 @@ def _by_arm(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
 
 
 def validation_table(comparisons: Sequence[Comparison]) -> Table:
+    """A row per arm and figure."""
     table = Table("arm", "figure", "engine", "replay", "error", "engine's repeats apart")
     for name, of_arm in _by_arm(comparisons).items():
         engine, replay = mean_figures(of_arm)
@@ -53,6 +54,14 @@ def validation_table(comparisons: Sequence[Comparison]) -> Table:
 def validation_report(
     comparisons: Sequence[Comparison], cost: CostModel, load: Load, arguments: dict[str, Any]
 ) -> dict[str, Any]:
+    """All there is to know of a validation, for JSON.
+
+    Args:
+        comparisons: of all arms, seeds and rounds.
+        cost: that was replayed with.
+        load: what was played.
+        arguments: of ``vllm.LLM``.
+    """
     arms = {}
     for name, of_arm in _by_arm(comparisons).items():
         engine, replay = mean_figures(of_arm)
