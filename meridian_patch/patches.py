@@ -17,7 +17,6 @@ SCHEDULER_CONTRACT: Final = Contract(
         "schedule",
         "make_stats",
         "_update_request_as_session",
-        "_update_request_with_output",
         "_preempt_request",
         "_free_blocks",
         "_free_request",
@@ -37,6 +36,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_free_request",
     ),
     reads=(
+        "_pause_state",
         "block_size",
         "kv_cache_config",
         "kv_cache_manager",

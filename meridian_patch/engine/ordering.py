@@ -11,7 +11,7 @@ from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.base import OrderPolicy, RequestView
 
 # Requests per step whose rank is looked at although nothing is known to have changed it.
-AUDITED_PER_STEP = 4
+AUDITED_PER_STEP = 2
 
 # Rank without its drift, and the place in the stock order: no two requests have the same.
 Key = tuple[tuple[int, ...], int]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.forecasts import Forecasts
@@ -67,7 +68,9 @@ class Room:
         if self._displaced:
             self._order_waiting(scheduler, now_s)
         is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
-        if is_full or not scheduler.waiting:
+        # Load-bearing: a scheduler that is paused admits nobody, so nobody is to make room.
+        is_paused = scheduler._pause_state != PauseState.UNPAUSED
+        if is_full or is_paused or not scheduler.waiting:
             self._steps_left = 0
             return None
         if self._steps_left:

@@ -64,6 +64,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_counters = PhaseCounters()
         self._phase_guard = StepGuard(self.phase_counters)
         self._phase_rules = rules
+        self._is_stock = rules.are_all_off
         self._time_budget_s = policy_config.time_budget_us * 1e-6
         order = LatencyPolicy(
             policy_config.protected_answer_tokens,
@@ -86,6 +87,8 @@ class PhaseScheduling(UpstreamScheduler):
             self._phase_guard,
             self.phase_counters,
         )
+        # Known tokens, by request, of those whose next tokens the router wants to see.
+        self._expected: dict[str, int] = {}
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
         self._waiting_answers: dict[str, Any] = {}
         facts = {
@@ -118,6 +121,8 @@ class PhaseScheduling(UpstreamScheduler):
         self.steering.changed(session)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        # A request ends before its last tokens were taken in.
+        self._observe(request.request_id)
         with self._phase_guard.protect("the policy", request.request_id):
             self.steering.left(request)
         if self._kv_phases:
@@ -140,7 +145,7 @@ class PhaseScheduling(UpstreamScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
         limits, arrivals = StepLimits(), None
-        is_steered = self.phase_router.num_reasoning and not self._phase_rules.are_all_off
+        is_steered = self.phase_router.num_reasoning and not self._is_stock
         if is_steered:
             with self._phase_guard.protect("the policy"):
                 limits = self._plan()
@@ -154,7 +159,11 @@ class PhaseScheduling(UpstreamScheduler):
         if is_steered:
             with self._phase_guard.protect("the policy"):
                 self.steering.scheduled(self, output)
+        # Load-bearing: nobody gets a first token who is in neither of the two.
+        for new in output.scheduled_new_reqs:
+            self.phase_router.runs(new.req_id)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self.phase_router.runs(request_id)
             self._waiting_answers.pop(request_id, None)
         # Load-bearing: after the last request there is one more step, which tells the workers;
         # its tokens are on their way by then.
@@ -162,10 +171,31 @@ class PhaseScheduling(UpstreamScheduler):
             self._kv_phases.check()
         return output
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         with self._phase_guard.protect("the policy"):
             self.steering.ended(scheduler_output)
-        return super().update_from_output(scheduler_output, *args, **kwargs)
+        with self._phase_guard.protect("the phase router"):
+            # Load-bearing: rows of token ids; a request accepts none that is not in its row.
+            self._expected = self.phase_router.expects(
+                model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+            )
+        result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
+        while self._expected:
+            self._observe(next(iter(self._expected)))
+        return result
+
+    def _observe(self, request_id: str) -> None:
+        """Take in the tokens that a request was expected to accept, if it was."""
+        seen = self._expected.pop(request_id, None)
+        if seen is None:
+            return
+        with self._phase_guard.protect("the phase router", request_id):
+            if self.phase_router.observe(request_id, seen):
+                request = self.requests[request_id]
+                self._phase_order.changed(request)
+                self.steering.changed(request)
 
     def _plan(self) -> StepLimits:
         started_s = time.perf_counter()
@@ -214,20 +244,6 @@ class PhaseScheduling(UpstreamScheduler):
             self._waiting_answers[request.request_id] = request
         self._phase_order.forget(request)
 
-    def _update_request_with_output(
-        self, request: Any, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        # For each request in each step: no context manager, and no *args, which cost the same.
-        result = super()._update_request_with_output(request, new_token_ids, is_stale)
-        # Load-bearing: the first element is the accepted tokens, trimmed at a stop.
-        try:
-            if self.phase_router.observe(request.request_id, result[0]):
-                self._phase_order.changed(request)
-                self.steering.changed(request)
-        except Exception as error:
-            self._phase_guard.failed("the phase router", error, request.request_id)
-        return result
-
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
@@ -243,7 +259,8 @@ class PhaseScheduling(UpstreamScheduler):
 
     def _track(self, request: Any) -> None:
         with self._phase_guard.protect("the phase router", request.request_id):
-            # Load-bearing: all known tokens of a request, prompt first.
+            # Load-bearing: all known tokens of a request, prompt first; accepted ones are appended
+            # to this very list.
             self.phase_router.add(request.request_id, request._all_token_ids)
 
 

@@ -71,6 +71,7 @@ class Steering:
                 is_forecasting=rules.admission,
             )
         self._shape = StepShape(0, 0, 0)
+        # Requests whose known tokens are being computed, in the order in which they were admitted.
         self._prefilling: list[Any] = []
         self._budget: int | None = None
 
@@ -109,7 +110,11 @@ class Steering:
         now_s = self.clock()
         max_active = self._room.max_active(scheduler, now_s) if self._room else None
         # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
-        self._prefilling = [request for request in scheduler.running if request.is_prefill_chunk]
+        self._prefilling = [
+            request
+            for request in self._prefilling
+            if request.is_prefill_chunk and request.status == RequestStatus.RUNNING
+        ]
         decode_rows = len(scheduler.running) - len(self._prefilling)
         held = int(scheduler.kv_cache_manager.usage * (self._pool_tokens or 0))
         self._shape = StepShape(0, decode_rows, held)
@@ -129,7 +134,8 @@ class Steering:
         is_used_up = self._budget is not None and total >= self._budget
         self._cut.ran(is_used_up=is_used_up, now_s=now_s)
         prefill = attended = 0
-        for request in self._begun(scheduler, output):
+        self._prefilling += self._begun(scheduler, output)
+        for request in self._prefilling:
             tokens = output.num_scheduled_tokens.get(request.request_id, 0)
             prefill += tokens
             # Load-bearing: the scheduled tokens already count as computed.
@@ -138,8 +144,7 @@ class Steering:
         self._timer.scheduled(output, shape, now_s)
 
     def _begun(self, scheduler: Any, output: Any) -> Iterator[Any]:
-        """Requests whose prompt, or what a preemption threw away, is computed in this step."""
-        yield from self._prefilling
+        """Requests whose prompt, or what a preemption threw away, this step begins to compute."""
         for new in output.scheduled_new_reqs:
             yield scheduler.requests[new.req_id]
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:

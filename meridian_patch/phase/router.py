@@ -1,11 +1,12 @@
 """Which phase each request is in, kept up to date from accepted tokens.
 
-Runs in the EngineCore process, once per request and step, so it does as little as it can.
+Runs in the EngineCore process in every step, so it does as little as it can.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
@@ -28,6 +29,8 @@ _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
 class RequestPhase:
     """Phase state of one request."""
 
+    # Known tokens, prompt first. The caller's own list: it grows as tokens are accepted.
+    known: Sequence[int]
     # PREFILL until the first token is accepted.
     phase: Phase
     # The phase that the prompt ends in: the first token's phase.
@@ -40,8 +43,6 @@ class RequestPhase:
     first_thought: int | None = None
     # The same for the first thought that this request itself thinks.
     own_thought: int | None = None
-    # Accepted tokens since this phase began; the boundary belongs to the phase it ends.
-    tokens_in_phase: int = 0
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
     # True once a boundary ended thinking in this request's output.
@@ -50,9 +51,9 @@ class RequestPhase:
     is_reasoning: bool = False
 
     @property
-    def num_tokens(self) -> int:
-        """Known tokens, prompt included."""
-        return self.tokens_before + self.tokens_in_phase
+    def tokens_in_phase(self) -> int:
+        """Accepted tokens since this phase began; the boundary belongs to the phase it ends."""
+        return len(self.known) - self.tokens_before
 
     @property
     def think_tokens(self) -> int:
@@ -67,6 +68,9 @@ class PhaseRouter:
     boundary left open (no boundary: answering). An end boundary moves it to ``ANSWER``, a new
     start boundary back to ``THINK``.
 
+    Nearly every token is in no marker and changes nothing. A step costs one look at its tokens
+    together (``expects``), and ``observe`` for the few requests to which something may happen.
+
     Args:
         boundaries: of the served model; None makes every request single-phase.
         handoff_tokens: ``observe`` also reports the answer token with this index after a boundary.
@@ -78,6 +82,9 @@ class PhaseRouter:
         self._first_ids = self._matcher.first_ids if self._matcher else frozenset()
         self._handoff_tokens = handoff_tokens
         self._states: dict[str, RequestPhase] = {}
+        # Requests that any next token may change: without a token yet, within a marker, in their
+        # hand-off.
+        self._attentive: dict[str, RequestPhase] = {}
         # Number of requests by phase; the sum is len(self).
         self.counts: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._entered: dict[Phase, int] = {}
@@ -91,20 +98,25 @@ class PhaseRouter:
         """State of a request, or None when it is not tracked."""
         return self._states.get(request_id)
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """Track a request; again for a known id starts it over (a streaming session went on)."""
+    def add(self, request_id: str, known: Sequence[int]) -> None:
+        """Track a request; again for a known id starts it over (a streaming session went on).
+
+        Args:
+            request_id: a name of its own.
+            known: its tokens so far; accepted tokens are appended to it by the caller.
+        """
         self.remove(request_id)
         first_phase, match_state = Phase.ANSWER, ROOT
         own_thought = None
         if self._matcher:
-            event, begin = self._matcher.last_boundary(prompt_token_ids)
+            event, begin = self._matcher.last_boundary(known)
             if event is Event.START:
                 first_phase, own_thought = Phase.THINK, begin
-            match_state = self._matcher.state_after(prompt_token_ids)
-        state = RequestPhase(Phase.PREFILL, first_phase, match_state, len(prompt_token_ids))
+            match_state = self._matcher.state_after(known)
+        state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, len(known))
         state.own_thought = own_thought
         if self._boundaries:
-            state.first_thought = find_first_thought(prompt_token_ids, self._boundaries)
+            state.first_thought = find_first_thought(known, self._boundaries)
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
@@ -112,73 +124,87 @@ class PhaseRouter:
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ids are fine."""
+        self._attentive.pop(request_id, None)
         state = self._states.pop(request_id, None)
         if state is not None:
             self.counts[state.phase] -= 1
             self.num_reasoning -= state.is_reasoning
 
-    def observe(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Take in accepted tokens, in order.
+    def runs(self, request_id: str) -> None:
+        """A request is in a step that may bring its first token; unknown ids are fine."""
+        state = self._states.get(request_id)
+        if state is not None and state.phase is Phase.PREFILL:
+            self._attentive[request_id] = state
+
+    def expects(
+        self, sampled: Sequence[Sequence[int]], index_of: Mapping[str, int]
+    ) -> dict[str, int]:
+        """The requests to ``observe`` once these tokens are accepted, and what they know now.
+
+        Args:
+            sampled: tokens of a step, one row per request.
+            index_of: row by request id.
+
+        Returns:
+            By request id the number of known tokens, which is what ``observe`` wants.
+        """
+        expected = {name: len(state.known) for name, state in self._attentive.items()}
+        if not self._first_ids.isdisjoint(chain.from_iterable(sampled)):
+            for name, index in index_of.items():
+                state = self._states.get(name)
+                if state is not None and not self._first_ids.isdisjoint(sampled[index]):
+                    expected[name] = len(state.known)
+        return expected
+
+    def observe(self, request_id: str, seen: int) -> bool:
+        """Take in what a request came to know since it knew ``seen`` tokens.
 
         Returns:
             True when the request's place in the order may have changed: its phase did, or its
             hand-off is over.
         """
         state = self._states.get(request_id)
-        if state is None or not token_ids:
+        if state is None or len(state.known) <= seen:
             return False
-        if (
-            state.match_state == ROOT
-            and len(token_ids) == 1
-            and token_ids[0] not in self._first_ids
-        ):
-            # Nearly every step of every request: one token that is in no marker.
-            phase = state.phase
-            if phase is _THINK:
-                state.tokens_in_phase += 1
-                return False
-            if phase is _ANSWER:
-                state.tokens_in_phase += 1
-                return state.is_handed_off and state.tokens_in_phase == self._handoff_tokens
-        return self._observe_any(state, token_ids)
-
-    def _observe_any(self, state: RequestPhase, token_ids: Sequence[int]) -> bool:
         is_changed = False
         if state.phase is Phase.PREFILL:
-            self._enter(state, state.first_phase)
+            self._enter(state, state.first_phase, seen)
             is_changed = True
-        for token_id in token_ids:
-            state.tokens_in_phase += 1
-            if (
-                state.phase is _ANSWER
-                and state.is_handed_off
-                and state.tokens_in_phase == self._handoff_tokens
-            ):
-                is_changed = True
-            if state.match_state == ROOT and token_id not in self._first_ids:
-                continue
-            is_changed |= self._match(state, token_id)
-        return is_changed
+        for index in range(seen, len(state.known)):
+            token_id = state.known[index]
+            if state.match_state != ROOT or token_id in self._first_ids:
+                is_changed |= self._match(state, token_id, index + 1)
+        is_handing_off = (
+            state.phase is _ANSWER
+            and state.is_handed_off
+            and state.tokens_in_phase < self._handoff_tokens
+        )
+        if is_handing_off or state.match_state != ROOT:
+            self._attentive[request_id] = state
+        else:
+            self._attentive.pop(request_id, None)
+        was_handing_off = state.is_handed_off and seen - state.tokens_before < self._handoff_tokens
+        return is_changed or (state.phase is _ANSWER and was_handing_off and not is_handing_off)
 
     def drain_entered(self) -> dict[Phase, int]:
         """How often a request entered each phase since the last call."""
         entered, self._entered = self._entered, {}
         return entered
 
-    def _match(self, state: RequestPhase, token_id: int) -> bool:
+    def _match(self, state: RequestPhase, token_id: int, known: int) -> bool:
         assert self._matcher is not None
         state.match_state, event = self._matcher.step(state.match_state, token_id)
         if event is Event.END and state.phase is Phase.THINK:
             state.is_handed_off = True
-            self._enter(state, Phase.ANSWER)
+            self._enter(state, Phase.ANSWER, known)
             return True
         if event is Event.START and state.phase is Phase.ANSWER:
             self._mark_reasoning(state)
             if state.own_thought is None:
-                state.own_thought = state.num_tokens - self._matcher.longest_start
+                state.own_thought = known - self._matcher.longest_start
             if state.first_thought is None:
                 state.first_thought = state.own_thought
-            self._enter(state, Phase.THINK)
+            self._enter(state, Phase.THINK, known)
             return True
         return False
 
@@ -186,11 +212,12 @@ class PhaseRouter:
         self.num_reasoning += not state.is_reasoning
         state.is_reasoning = True
 
-    def _enter(self, state: RequestPhase, phase: Phase) -> None:
+    def _enter(self, state: RequestPhase, phase: Phase, known: int) -> None:
+        """A phase begins after the first ``known`` tokens."""
         self.counts[state.phase] -= 1
         self.counts[phase] += 1
         self._entered[phase] = self._entered.get(phase, 0) + 1
-        state.think_tokens_before = state.think_tokens
-        state.tokens_before = state.num_tokens
+        if state.phase is _THINK:
+            state.think_tokens_before += known - state.tokens_before
+        state.tokens_before = known
         state.phase = phase
-        state.tokens_in_phase = 0

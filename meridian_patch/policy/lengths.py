@@ -35,7 +35,7 @@ class LengthHistogram:
         ) or self._seen == _MIN_COUNT:
             self._refresh()
 
-    def remaining(self, attained: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    def remaining(self, attained: NDArray[np.float64]) -> NDArray[np.float64] | None:
         """Expected tokens still to come of phases that are this long already.
 
         Returns:

@@ -39,7 +39,8 @@ class StepCut:
     1. Nobody answers: the engine's full budget.
     2. Somebody answers: decoding, and as much prefill as ends in time by ``model``; before the
        model has data, the full budget over ``think_batch_multiplier``.
-    3. Saturation guard: a cut that was used up in every step for ``drain_s`` holds work back
+    3. Where any prefill costs a fixed time, no less of it than is worth that time.
+    4. Saturation guard: a cut that was used up in every step for ``drain_s`` holds work back
        that does not drain. It is doubled each ``drain_s`` from then on, until the backlog is gone.
     """
 
@@ -66,10 +67,10 @@ class StepCut:
             now_s: of a steady clock.
         """
         settings = self._settings
-        within = None if target_s is None else self._model.prefill_within(shape, target_s, before)
-        if within is None:
-            within = int(settings.full_tokens / settings.think_batch_multiplier)
-        prefill = max(within, settings.min_prefill_tokens) * self._widening(now_s)
+        cautious = int(settings.full_tokens / settings.think_batch_multiplier)
+        room = None if target_s is None else self._model.prefill_room(shape, target_s, before)
+        fitting = max(room.in_time, min(room.worthwhile, cautious)) if room else cautious
+        prefill = max(fitting, settings.min_prefill_tokens) * self._widening(now_s)
         return int(min(shape.decode_rows + prefill, settings.full_tokens))
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:

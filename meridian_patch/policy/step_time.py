@@ -5,12 +5,10 @@ the two decides (roofline: Williams et al., 2009). So there are two linear fits,
 only decode and one over steps whose prefill made them longer; a prediction is the greater of both.
 """
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from operator import mul
+from typing import Final, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _FORGETTING: Final = 0.995
 # A step further from the prediction than this many mean deviations counts as this far.
@@ -23,6 +21,8 @@ _REFIT_EVERY: Final = 8
 _MEMORY: Final = 1e-3
 # A step that took this much longer than decoding alone was made longer by its prefill.
 _PREFILL_SHOWS: Final = 1.03
+# Of what prefill adds to a step, the most that may be the same for one token and for many.
+_MOST_FIXED_SHARE: Final = 0.25
 
 
 class StepShape(NamedTuple):
@@ -40,6 +40,20 @@ class StepShape(NamedTuple):
     decode_rows: int
     context_tokens: int
     attended_tokens: int = 0
+
+
+class PrefillRoom(NamedTuple):
+    """Prefill tokens of a step.
+
+    Attributes:
+        in_time: most that let it end in time.
+        worthwhile: fewest that take up most of what they add to it. Where any prefill makes a step
+            longer by a fixed time, small chunks would pay it often; 0 where prefill hides behind
+            decoding.
+    """
+
+    in_time: int
+    worthwhile: int
 
 
 class StepTimeModel:
@@ -72,40 +86,48 @@ class StepTimeModel:
         prefill_s = self._prefill.predict(_prefill_features(shape))
         return None if prefill_s is None else max(decode_s, prefill_s)
 
-    def prefill_within(self, shape: StepShape, seconds: float, before: int) -> int | None:
-        """Most prefill tokens that let a step of this shape end in time; None without data.
+    def prefill_room(self, shape: StepShape, seconds: float, before: int) -> PrefillRoom | None:
+        """What prefill a step of this shape may have; None without data.
 
         Args:
             shape: its own prefill is of no account.
             seconds: that the step may take.
             before: tokens of the prompt that stand before the chunk.
         """
-        if self._prefill.coefficients is None:
+        decode_s = self.decode_seconds(shape)
+        if decode_s is None or self._prefill.coefficients is None:
             return None
-        fixed_s, token_s, context_s, attended_s = self._prefill.coefficients.tolist()
-        bare_s = fixed_s + token_s * shape.decode_rows + context_s * shape.context_tokens
+        fixed_s, token_s, context_s, attended_s = self._prefill.coefficients
         per_token_s = token_s + attended_s * before
-        return max(0, int((seconds - bare_s) / per_token_s)) if per_token_s > 0 else None
+        if per_token_s <= 0:
+            return None
+        bare_s = fixed_s + token_s * shape.decode_rows + context_s * shape.context_tokens
+        in_time = max(0.0, (seconds - bare_s) / per_token_s)
+        worthwhile = max(0.0, (bare_s - decode_s) * (1 / _MOST_FIXED_SHARE - 1) / per_token_s)
+        return PrefillRoom(int(in_time), int(worthwhile))
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """What computing so many tokens adds to steps whose prefill shows."""
         fitted = self._prefill.coefficients
-        return None if fitted is None else float(fitted[1]) * tokens
+        return None if fitted is None else fitted[1] * tokens
 
 
 class LinearFit:
     """Least squares with forgetting; coefficients are never negative.
+
+    Observations are gathered and fitted together: a step costs an addition to a list.
 
     Args:
         features: how many; the first is 1 by convention.
     """
 
     def __init__(self, features: int) -> None:
-        self.coefficients: NDArray[np.float64] | None = None
+        self.coefficients: tuple[float, ...] | None = None
         self._moments = np.zeros((features, features))
         self._products = np.zeros(features)
         self._deviation_s = 0.0
         self._steps = 0
+        self._gathered: list[tuple[float, ...]] = []
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         """One observation."""
@@ -116,29 +138,33 @@ class LinearFit:
             off_s = min(max(off_s, -limit_s), limit_s)
             seconds = predicted + off_s
             self._deviation_s += 0.02 * (abs(off_s) - self._deviation_s)
-        row = np.array(features)
-        self._moments *= _FORGETTING
-        self._moments += np.outer(row, row)
-        self._products *= _FORGETTING
-        self._products += row * seconds
+        self._gathered.append((*features, seconds))
         self._steps += 1
         is_due = self._steps < _EARLY_STEPS or self._steps % _REFIT_EVERY == 0
         if self._steps >= _MIN_STEPS and is_due:
+            self._take_in()
             self._refit()
 
     def predict(self, features: tuple[float, ...]) -> float | None:
         """None before there is enough data."""
         if self.coefficients is None:
             return None
-        terms = zip(self.coefficients.tolist(), features, strict=True)
-        return float(sum(coefficient * feature for coefficient, feature in terms))
+        return float(sum(map(mul, self.coefficients, features)))
+
+    def _take_in(self) -> None:
+        """What was gathered joins the moments, the last of it with the greatest weight."""
+        rows = np.array(self._gathered)
+        self._gathered.clear()
+        features, seconds = rows[:, :-1], rows[:, -1]
+        weighted = features.T * _FORGETTING ** np.arange(len(rows))[::-1]
+        faded = _FORGETTING ** len(rows)
+        self._moments = self._moments * faded + weighted @ features
+        self._products = self._products * faded + weighted @ seconds
 
     def _refit(self) -> None:
         scale = np.sqrt(np.diag(self._moments))
         used = scale > 0
-        before = self.coefficients
-        if before is None:
-            before = np.zeros(len(scale))
+        before = np.array(self.coefficients or np.zeros(len(scale)))
         found = np.zeros(len(scale))
         while used.any():
             pick = np.ix_(used, used)
@@ -151,7 +177,7 @@ class LinearFit:
             if not negative.any():
                 break
             used &= ~negative
-        self.coefficients = found
+        self.coefficients = tuple(found.tolist())
 
 
 def _decode_features(shape: StepShape) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ import random
 import pytest
 from scheduler_driver import BLOCK_SIZE, STEP_S, TOKEN_S, Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from vllm.v1.core.sched.interface import PauseState
 
 from meridian_patch.engine.kv_integrity import find_faults
 from meridian_patch.phase.router import Phase
@@ -124,6 +125,25 @@ def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_asy
     assert has_waited is not is_on
     assert [len(driver.deliveries[name]) for name in ("long", "other", "new")] == [707, 507, 7]
     assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
+
+
+def test_a_paused_scheduler_displaces_nobody(demo_model, policy):
+    """It would admit nobody in the place of the one that made room."""
+    policy(time_sharing=True, admission=False, sharing_min_tokens=200, sharing_overhead=1.0)
+    blocks = 40
+    driver = driver_for(demo_model, blocks=blocks, max_num_batched_tokens=BUDGET)
+    learn(driver)
+    driver.add(job("long", 50, prompt=60, think=700, answer=5))
+    driver.add(job("other", 51, prompt=60, think=500, answer=5))
+    step_until(driver, "long", Phase.THINK, 290)
+    driver.add(job("new", 52, prompt=BLOCK_SIZE * (blocks - 22), think=2, answer=3))
+    driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(50):
+        driver.step()
+    assert not driver.scheduler.phase_counters.totals.get("preemption:think")
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.drain()
+    assert driver.scheduler.phase_counters.totals["preemption:think"] == 1
 
 
 def test_admission_keeps_room_for_what_runs(demo_model, policy):

@@ -6,10 +6,10 @@ from unittest.mock import patch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from spoken import SpokenRouter
 
 from meridian_patch.engine.ordering import RunningOrder
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.policy.base import RequestView
 from meridian_patch.policy.latency import LatencyPolicy
 
@@ -34,7 +34,7 @@ class Upstream(RuleBasedStateMachine):
         # What is known to have changed must do without it.
         self.no_audit = patch("meridian_patch.engine.ordering.AUDITED_PER_STEP", 0)
         self.no_audit.start()
-        self.router = PhaseRouter(BOUNDARIES, PROTECTED)
+        self.router = SpokenRouter(BOUNDARIES, PROTECTED)
         self.policy = LatencyPolicy(PROTECTED, max_preemptions=2)
         self.order = RunningOrder(self.policy, self.router, time_budget_us=10**9)
         self.running = []
@@ -66,7 +66,7 @@ class Upstream(RuleBasedStateMachine):
         for index, one in enumerate(self.running):
             one.num_computed_tokens += 1
             one.is_prefill_chunk = False
-            if self.router.observe(one.request_id, [token if index == chosen else WORD]):
+            if self.router.say(one.request_id, [token if index == chosen else WORD]):
                 self.order.changed(one)
 
     @precondition(lambda self: self.running)

@@ -2,9 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from spoken import SpokenRouter
 
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.router import Phase, PhaseRouter
+from meridian_patch.phase.router import Phase
 
 # Few ids and markers that share tokens, so that partial matches are common.
 TOKEN = st.integers(0, 4)
@@ -28,10 +29,10 @@ def phase_by_search(prompt, tokens):
 @given(st.lists(TOKEN), st.lists(st.lists(TOKEN, max_size=4), min_size=1))
 def test_phase_equals_plain_search_however_steps_cut_the_stream(prompt, steps):
     """The automaton's phase is the one a search over the whole text gives."""
-    router = PhaseRouter(BOUNDARIES)
+    router = SpokenRouter(BOUNDARIES)
     router.add("r", prompt)
     for step in steps:
-        router.observe("r", step)
+        router.say("r", step)
     tokens = [token for step in steps for token in step]
     expected = phase_by_search(prompt, tokens) if tokens else Phase.PREFILL
     assert router.get("r").phase is expected
@@ -43,7 +44,7 @@ OPERATION = st.tuples(st.sampled_from(["add", "remove", "observe"]), st.integers
 @given(st.lists(st.tuples(OPERATION, st.lists(TOKEN, max_size=5))))
 def test_counts_always_add_up_and_nothing_leaks(operations):
     """Counts by phase sum to the tracked requests, and removal leaves nothing."""
-    router = PhaseRouter(BOUNDARIES)
+    router = SpokenRouter(BOUNDARIES)
     for (operation, number), tokens in operations:
         request_id = f"r{number}"
         if operation == "add":
@@ -51,7 +52,7 @@ def test_counts_always_add_up_and_nothing_leaks(operations):
         elif operation == "remove":
             router.remove(request_id)
         else:
-            router.observe(request_id, tokens)
+            router.say(request_id, tokens)
         assert sum(router.counts.values()) == len(router)
         assert min(router.counts.values()) >= 0
         assert 0 <= router.num_reasoning <= len(router)

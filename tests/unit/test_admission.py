@@ -4,12 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_patch.policy.admission import Forecast, count_admissible, peak_tokens
+from meridian_patch.policy.admission import count_admissible, peak_tokens
 from meridian_patch.policy.lengths import LengthHistogram
 
-forecasts = st.lists(
-    st.builds(Forecast, st.integers(1, 500).map(float), st.integers(0, 200).map(float)), max_size=8
-)
+# Held tokens and growth.
+forecasts = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 200)), max_size=8)
+
+
+def table(requests):
+    return np.array(requests, float).reshape(-1, 2)
 
 
 @given(forecasts)
@@ -17,20 +20,19 @@ def test_the_peak_is_that_of_a_simulation(requests):
     """All grow by a token per step and leave once grown: the greatest sum on the way."""
     most = 0.0
     for step in range(202):
-        alive = [request for request in requests if request.growth_tokens >= step]
-        most = max(most, sum(request.held_tokens + step for request in alive))
-    assert peak_tokens(requests) == most
+        most = max(most, sum(held + step for held, growth in requests if growth >= step))
+    assert peak_tokens(table(requests)) == most
 
 
 @given(forecasts, forecasts, st.integers(1, 4000))
 def test_what_is_admitted_fits_and_the_next_would_not(running, waiting, pool):
     """The count is the longest prefix that fits; an empty engine takes one in any case."""
-    admitted = count_admissible(running, waiting, pool)
+    admitted = count_admissible(table(running), table(waiting), pool)
     together = running + waiting[:admitted]
     if admitted and len(together) > 1:
-        assert peak_tokens(together) <= pool
+        assert peak_tokens(table(together)) <= pool
     if admitted < len(waiting):
-        assert peak_tokens([*together, waiting[admitted]]) > pool
+        assert peak_tokens(table([*together, waiting[admitted]])) > pool
     if waiting and not running:
         assert admitted >= 1
 

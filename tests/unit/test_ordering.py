@@ -52,7 +52,9 @@ def policy():
 @pytest.fixture
 def order(policy, phases):
     router = SimpleNamespace(
-        get=lambda name: RequestPhase(phases[name], phases[name], 0, 0) if name in phases else None
+        get=lambda name: (
+            RequestPhase((), phases[name], phases[name], 0, 0) if name in phases else None
+        )
     )
     return RunningOrder(policy, router, PATIENCE_US)
 

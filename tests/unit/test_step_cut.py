@@ -36,6 +36,17 @@ def test_some_prefill_is_always_allowed():
     assert cut(trained()).token_budget(SHAPE, 0, 1e-4, 0.0) == 30 + 64
 
 
+def test_a_chunk_is_worth_its_fixed_cost():
+    """Where any prefill takes a while, small chunks would take it many times."""
+    model = StepTimeModel()
+    for step in range(200):
+        prefill = step % 3 * 100
+        model.observe(StepShape(prefill, 30, 0), 2e-3 + 2e-5 * prefill + 1e-3 * bool(prefill))
+    shape = StepShape(0, 30, 0)
+    one = cut(model)
+    assert 120 < one.token_budget(shape, 0, one.default_itl_s(shape), 0.0) - 30 < 180
+
+
 def test_a_cut_that_does_not_drain_is_widened_and_comes_back():
     """Saturation guard: doubled per drain_s after the first, until a step leaves something over."""
     one = cut(trained(), drain_s=5.0)

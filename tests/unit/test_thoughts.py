@@ -1,9 +1,9 @@
 """Where the first thought of a request stands."""
 
 import pytest
+from spoken import SpokenRouter
 
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.phase.thoughts import MAX_SHORT_TOKENS, find_first_thought, holds_any
 
 START, END, WORD, LINE = 1, 2, 9, 10
@@ -85,10 +85,10 @@ def test_holds_any():
 
 
 def routed(boundaries, prompt, *steps):
-    router = PhaseRouter(boundaries)
+    router = SpokenRouter(boundaries)
     router.add("r", prompt)
     for step in steps:
-        router.observe("r", step)
+        router.say("r", step)
     return router.get("r")
 
 
