@@ -25,6 +25,7 @@ ARMS = {
     name: {
         "MERIDIAN_PATCH_SET_POLICY__NAME": name,
         "MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000",
+        "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
     }
     for name in ("noop", "latency")
 }
