@@ -2,6 +2,7 @@
 
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import filterfalse
 from typing import Any
 
@@ -32,16 +33,26 @@ class RunningOrder:
     called for, or that are prefilling are ranked. Ranks that drift as requests decode (see
     ``OrderPolicy.drift``) are kept relative to a clock that advances with every step, so that
     they hold while everybody advances. What nobody told of, such as a request that got no token
-    in a step, is found by looking at a few requests per step in turn.
+    in a step, is found by looking at a few requests per step in turn. That bounds how late the
+    order is: every request is ranked at least once in ``running / AUDITED_PER_STEP`` steps. An
+    offload tier that fills up, or evicts, is seen so late.
 
     Args:
         time_budget_us: ranking stops when it takes longer, and the step keeps the order it has.
+        kept_tokens: what a preemption of a request would not lose; None: nothing.
     """
 
-    def __init__(self, policy: OrderPolicy, router: PhaseRouter, time_budget_us: int) -> None:
+    def __init__(
+        self,
+        policy: OrderPolicy,
+        router: PhaseRouter,
+        time_budget_us: int,
+        kept_tokens: Callable[[Any], int] | None = None,
+    ) -> None:
         self._policy = policy
         self._drift = policy.drift
         self._router = router
+        self._kept_tokens = kept_tokens
         self._time_budget_s = time_budget_us * 1e-6
         # The ranked requests in order, and their keys; an index means the same in both.
         self._order: list[Any] = []
@@ -162,6 +173,7 @@ class RunningOrder:
             bool(request.is_prefill_chunk),
             request.num_computed_tokens,
             request.num_preemptions,
+            self._kept_tokens(request) if self._kept_tokens else 0,
         )
 
 

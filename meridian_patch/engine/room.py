@@ -1,7 +1,7 @@
 """Who comes in next, and who makes room: admission and time-sharing on the scheduler's queues."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,6 +24,7 @@ class Room:
     Args:
         sharing: None switches time-sharing off.
         is_forecasting: False leaves admission to stock.
+        kept_tokens: what a displacement of a request would not lose; None: nothing.
         pool_tokens: KV tokens that the forecast peak may come to.
         aging_s: after waiting this long a displaced request stands before all newcomers.
     """
@@ -37,6 +38,7 @@ class Room:
         aging_s: float,
         *,
         is_forecasting: bool,
+        kept_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._forecasts = forecasts
         self._sharing = sharing
@@ -44,6 +46,7 @@ class Room:
         self._pool_tokens = pool_tokens
         self._aging_s = aging_s
         self._is_forecasting = is_forecasting
+        self._kept_tokens = kept_tokens
         # Displaced requests that wait, with since when; the oldest first.
         self._displaced: dict[Any, float] = {}
         self._is_waiting_unordered = False
@@ -121,6 +124,7 @@ class Room:
         return True
 
     def _thinkers(self, scheduler: Any) -> Iterator[Thinker]:
+        kept = self._kept_tokens
         for request in scheduler.running:
             state = self._router.get(request.request_id)
             if (
@@ -132,7 +136,7 @@ class Room:
             ):
                 yield Thinker(
                     request.request_id,
-                    request.num_computed_tokens,
+                    request.num_computed_tokens - (kept(request) if kept else 0),
                     state.think_tokens,
                     request.num_preemptions,
                 )

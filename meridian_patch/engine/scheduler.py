@@ -18,6 +18,7 @@ from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.guard import StepGuard
 from meridian_patch.engine.kv_binding import bind_kv_phases
+from meridian_patch.engine.offloaded import find_offloaded
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
 from meridian_patch.engine.steering import Steering, StepLimits, limited
 from meridian_patch.phase.router import Phase, PhaseRouter
@@ -66,18 +67,23 @@ class PhaseScheduling(UpstreamScheduler):
         self._phase_rules = rules
         self._is_stock = rules.are_all_off
         self._time_budget_s = policy_config.time_budget_us * 1e-6
+        kept = find_offloaded(self, is_reasoning=boundaries is not None)
         order = LatencyPolicy(
             policy_config.protected_answer_tokens,
             policy_config.max_preemptions,
             by_work=rules.victims,
+            keeps_thinking=kept is not None and kept.has_thinking,
         )
-        self._phase_order = RunningOrder(order, self.phase_router, policy_config.time_budget_us)
+        self._phase_order = RunningOrder(
+            order, self.phase_router, policy_config.time_budget_us, kept
+        )
         self.steering = Steering(
             rules,
             policy_config,
             self.phase_router,
             self._pool_tokens(),
             self.max_num_scheduled_tokens,
+            kept,
         )
         self._kv_phases = bind_kv_phases(
             self.kv_cache_manager,

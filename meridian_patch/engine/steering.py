@@ -33,6 +33,7 @@ class Steering:
     Args:
         pool_tokens: KV tokens of the pool; None when they cannot be told, and admission is stock's.
         full_tokens: the engine's token budget per step.
+        kept_tokens: what a preemption of a request would not lose; None: nothing.
 
     Attributes:
         clock: seconds of a steady clock.
@@ -45,6 +46,7 @@ class Steering:
         router: PhaseRouter,
         pool_tokens: int | None,
         full_tokens: int,
+        kept_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.model = StepTimeModel()
@@ -69,6 +71,7 @@ class Steering:
                 pool_tokens * config.admission_overcommit,
                 config.aging_s,
                 is_forecasting=rules.admission,
+                kept_tokens=kept_tokens,
             )
         self._shape = StepShape(0, 0, 0)
         # Requests whose known tokens are being computed, in the order in which they were admitted.

@@ -16,9 +16,11 @@ class RequestView(NamedTuple):
     is_handed_off: bool
     # True while its known tokens are being computed: a new prompt, or a resume after preemption.
     is_prefilling: bool
-    # Tokens whose KV is computed: what a preemption throws away.
+    # Tokens whose KV is computed: what a preemption throws away,
     num_computed_tokens: int
     num_preemptions: int
+    # but for these, which an offload tier gives back. What the prefix cache would is not known.
+    num_kept_tokens: int = 0
 
 
 class OrderPolicy(Protocol):

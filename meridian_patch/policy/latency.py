@@ -28,29 +28,41 @@ class LatencyPolicy:
        stands before everybody.
     2. Then answers; those that must recompute their tokens after a preemption come last of them.
     3. Then thinkers that were preempted ``max_preemptions`` times.
-    4. Then thinkers, the one with the most computed tokens first, so that a preemption loses
-       the least work; with ``by_work`` off, in stock order.
-    5. Prefill is last: new prompts, and thinkers that recompute.
+    4. Then thinkers, the one with the most work to lose first: computed tokens, less those that
+       an offload tier keeps. Equal ones, and all with ``by_work`` off, stand in stock order.
+    5. Prefill is last: new prompts, and thinkers that recompute; the most computed tokens first.
 
     Invariant: an answer is preempted only when no thinker and no prefill is left.
+
+    Args:
+        keeps_thinking: a tier keeps thinking as it goes on, so that what is lost does not grow.
     """
 
     def __init__(
-        self, protected_answer_tokens: int, max_preemptions: int, *, by_work: bool = True
+        self,
+        protected_answer_tokens: int,
+        max_preemptions: int,
+        *,
+        by_work: bool = True,
+        keeps_thinking: bool = False,
     ) -> None:
         self._protected_answer_tokens = protected_answer_tokens
         self._max_preemptions = max_preemptions
         self._by_work = by_work
         self.drift: Mapping[int, int] = (
-            {Standing.THINK_PROTECTED: -1, Standing.THINK: -1} if by_work else {}
+            {Standing.THINK_PROTECTED: -1, Standing.THINK: -1}
+            if by_work and not keeps_thinking
+            else {}
         )
 
     def rank(self, view: RequestView) -> tuple[int, int]:
-        """See the class; thinkers and prefill are ordered by computed tokens, descending."""
+        """See the class; the second number orders thinkers and prefill."""
         standing = self._standing(view)
-        if self._by_work and standing >= Standing.THINK_PROTECTED:
+        if not self._by_work or standing < Standing.THINK_PROTECTED:
+            return standing, 0
+        if standing is Standing.PREFILL:
             return standing, -view.num_computed_tokens
-        return standing, 0
+        return standing, view.num_kept_tokens - view.num_computed_tokens
 
     def _standing(self, view: RequestView) -> Standing:
         if view.phase is Phase.ANSWER:

@@ -15,7 +15,8 @@ class Thinker(NamedTuple):
     """A running request that thinks."""
 
     request_id: str
-    # Tokens whose KV a displacement throws away.
+    # Tokens that a displacement makes it compute again. What an offload tier keeps costs nothing:
+    # a load is much cheaper, and runs beside the steps.
     held_tokens: int
     # Think tokens so far: the service it had.
     attained_tokens: int

@@ -29,14 +29,19 @@ class Request(SimpleNamespace):
 class Upstream(RuleBasedStateMachine):
     """A scheduler that admits, decodes, finishes and preempts at random."""
 
+    # Whether an offload tier keeps all that is computed.
+    has_tier = False
+
     def __init__(self):
         super().__init__()
         # What is known to have changed must do without it.
         self.no_audit = patch("meridian_patch.engine.ordering.AUDITED_PER_STEP", 0)
         self.no_audit.start()
         self.router = SpokenRouter(BOUNDARIES, PROTECTED)
-        self.policy = LatencyPolicy(PROTECTED, max_preemptions=2)
-        self.order = RunningOrder(self.policy, self.router, time_budget_us=10**9)
+        self.policy = LatencyPolicy(PROTECTED, max_preemptions=2, keeps_thinking=self.has_tier)
+        self.order = RunningOrder(
+            self.policy, self.router, time_budget_us=10**9, kept_tokens=self._kept
+        )
         self.running = []
         self.waiting = []
         # The stock order: as admitted.
@@ -137,7 +142,11 @@ class Upstream(RuleBasedStateMachine):
             one.is_prefill_chunk,
             one.num_computed_tokens,
             one.num_preemptions,
+            self._kept(one),
         )
+
+    def _kept(self, one):
+        return one.num_computed_tokens if self.has_tier else 0
 
     def _standing(self, one):
         return self.policy.rank(self._view(one))[0]
@@ -146,5 +155,14 @@ class Upstream(RuleBasedStateMachine):
         return self.policy.rank(self._view(one))[1] == 0
 
 
+class UpstreamWithTier(Upstream):
+    """Nobody loses anything: thinkers too stand in the stock order, without a look at them."""
+
+    has_tier = True
+
+
+SETTINGS = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestUpstream = Upstream.TestCase
-TestUpstream.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestUpstream.settings = SETTINGS
+TestUpstreamWithTier = UpstreamWithTier.TestCase
+TestUpstreamWithTier.settings = SETTINGS

@@ -115,6 +115,22 @@ def test_a_thinker_that_got_no_token_falls_back_in_turn(order, phases):
     assert names(running) == "bcdefgha"
 
 
+def test_what_the_tier_gives_up_is_seen_within_a_round(policy, phases):
+    """Nobody tells of an eviction; each request is looked at once per so many steps."""
+    kept = dict.fromkeys("abcdefgh", 80)
+    phases.update(dict.fromkeys(kept, Phase.THINK))
+    router = SimpleNamespace(get=lambda name: RequestPhase(phases[name], phases[name], 0, 0))
+    order = RunningOrder(policy, router, PATIENCE_US, lambda one: kept[one.request_id])
+    running = arrange(order, [request(name, 100 - n) for n, name in enumerate(kept)])
+    assert names(running) == "abcdefgh"
+    kept["f"] = 0
+    for _ in range(len(kept) // ordering.AUDITED_PER_STEP):
+        for one in running:
+            one.num_computed_tokens += 1
+        running = arrange(order, running)
+    assert names(running) == "fabcdegh"
+
+
 def test_prefill_that_ends_is_seen_without_a_word(order, monkeypatch):
     """It is looked at in every step."""
     monkeypatch.setattr(ordering, "AUDITED_PER_STEP", 0)

@@ -9,8 +9,8 @@ from meridian_patch.policy.latency import LatencyPolicy
 from meridian_patch.policy.rules import PROFILES, choose_rules
 
 
-def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0):
-    return RequestView(phase, tokens, handed, prefilling, computed, preemptions)
+def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0, kept=0):
+    return RequestView(phase, tokens, handed, prefilling, computed, preemptions, kept)
 
 
 def order(**views):
@@ -59,6 +59,26 @@ def test_thinkers_keep_the_stock_order_without_the_victims_rule():
     by_arrival = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3, by_work=False)
     assert by_arrival.rank(view(Phase.THINK, 10)) == by_arrival.rank(view(Phase.THINK, 700))
     assert by_arrival.drift == {}
+
+
+def test_what_an_offload_tier_keeps_is_no_work_lost():
+    """Thinkers stand by what they would lose; prefill by what it has computed."""
+    assert order(
+        big_kept=view(Phase.THINK, 900, kept=880),
+        small=view(Phase.THINK, 100),
+        big=view(Phase.THINK, 700, kept=300),
+        often_preempted=view(Phase.THINK, 900, preemptions=3, kept=900),
+        resuming=view(Phase.THINK, 800, prefilling=True, kept=800),
+        prefill=view(Phase.PREFILL, 200, prefilling=True),
+    ) == ["often_preempted", "big", "small", "big_kept", "resuming", "prefill"]
+
+
+def test_thinkers_whose_thinking_is_kept_do_not_drift():
+    """What they lose stays the same while they go on."""
+    policy = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3, keeps_thinking=True)
+    first, later = (policy.rank(view(Phase.THINK, n, kept=n)) for n in (10, 700))
+    assert first == later
+    assert policy.drift == {}
 
 
 def test_each_rule_can_be_switched_off_alone():

@@ -1,0 +1,208 @@
+"""What vLLM's offloading connector keeps, on the real scheduler: who is preempted for it."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from meridian_patch.bench.cost import DEFAULT_COST, load_cost
+from meridian_patch.engine import offloaded, replay_scheduler
+from meridian_patch.engine.offloaded import find_offloaded
+from meridian_patch.engine.replay import ReplayEngine
+from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.engine.replay_types import ReplayArm, ReplayRequest
+
+SET = "MERIDIAN_PATCH_SET_POLICY__"
+# Both are let in at once, and nobody is displaced.
+ALONE = {f"{SET}ADMISSION": "false", f"{SET}TIME_SHARING": "false"}
+POOL_BLOCKS = 50
+BIG, SMALL = 500, 90
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    """Our lines on the tier; vLLM's logger does not hand them on."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
+    caplog.set_level(logging.INFO, "vllm.meridian_patch")
+
+    def lines():
+        ours = [r.getMessage() for r in caplog.records if r.name == "vllm.meridian_patch"]
+        return [line for line in ours if "offload" in line]
+
+    return lines
+
+
+@pytest.fixture
+def offload_prompts_alone(monkeypatch):
+    """vLLM's own default, which a replay's tier does not have."""
+    original = replay_scheduler.transfer_config
+
+    def changed(arm, spec):
+        config = original(arm, spec)
+        config.kv_connector_extra_config["offload_prompt_only"] = True
+        return config
+
+    monkeypatch.setattr(replay_scheduler, "transfer_config", changed)
+
+
+class Engine(ReplayEngine):
+    """Remembers vLLM's own requests."""
+
+    def __init__(self, settings=None, *, gb_per_s=25.0, is_async=True):
+        arm = ReplayArm("arm", True, {**ALONE, **(settings or {})}, offload_gb_per_s=gb_per_s)
+        step_seconds = load_cost(DEFAULT_COST).step_seconds
+        super().__init__(arm, POOL_BLOCKS, step_seconds, read_markers(), is_async=is_async)
+        self.requests = {}
+        self.kept_tokens = self.scheduler._phase_order._kept_tokens
+
+    def think(self, name, prompt, think, params=None):
+        """Add a request with ``kv_transfer_params``."""
+        markers = read_markers()
+        # No two prompts begin alike.
+        text = [(len(self.requests) + n) % markers.content_ids for n in range(prompt - 1)]
+        output = [*([7] * think), markers.think_end, 8, 8, markers.turn_end]
+        self._sampling.extra_args = {"kv_transfer_params": params} if params else None
+        self.add(ReplayRequest(name, [*text, markers.think_start], output, think + 1), self.now)
+        self.requests[name] = self._live[name][0]
+
+    def preempted_first(self):
+        """Step until somebody is; then to the end."""
+        while not any(one.num_preemptions for one in self.requests.values()):
+            self.step()
+        first = [name for name, one in self.requests.items() if one.num_preemptions]
+        while not self.is_idle:
+            self.step()
+        assert {record.finish_reason for record in self.take_finished()} == {"stop"}
+        assert "fallback:exception" not in self.counters()
+        return first
+
+
+def big_and_small(engine):
+    """``big`` has computed more, and nothing of ``small`` is offloaded."""
+    engine.think("big", BIG, 250)
+    engine.think("small", SMALL, 250, {"max_offload_tokens": 0})
+    return engine
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_with_thinking_offloaded_who_loses_least_is_preempted(is_async):
+    """Nothing is lost of the big one, all of the small one."""
+    engine = big_and_small(Engine(is_async=is_async))
+    assert engine.kept_tokens.has_thinking
+    assert engine.preempted_first() == ["big"]
+    assert engine.totals.recomputed_tokens <= 2 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_with_prompts_offloaded_who_loses_least_is_preempted(offload_prompts_alone, is_async):
+    """The big one loses its thought, the small one its prompt too."""
+    engine = big_and_small(Engine(is_async=is_async))
+    assert not engine.kept_tokens.has_thinking
+    assert engine.preempted_first() == ["big"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gb_per_s"),
+    [
+        pytest.param({f"{SET}VICTIMS": "false"}, 25.0, id="rule off"),
+        pytest.param({}, None, id="no tier"),
+    ],
+)
+def test_otherwise_the_small_one_is(settings, gb_per_s):
+    """It came last and has computed less: the tests above can fail."""
+    assert big_and_small(Engine(settings, gb_per_s=gb_per_s)).preempted_first() == ["small"]
+
+
+def test_what_is_kept_is_told(offload_prompts_alone):
+    """Whole chunks of the prompt, and nothing of a request that offloads nothing."""
+    engine = big_and_small(Engine())
+    kept = engine.kept_tokens
+    big, small = engine.requests.values()
+    assert kept(big) == 0
+    for _ in range(20):
+        engine.step()
+    assert big.num_computed_tokens > BIG
+    assert kept(big) == BIG // BLOCK_SIZE * BLOCK_SIZE
+    assert kept(small) == 0
+
+
+def test_thinking_is_kept_to_the_last_token():
+    """All that are offloaded as they go are equal, at any point of a chunk."""
+    engine = Engine()
+    engine.think("one", BIG, 200)
+    one = engine.requests["one"]
+    for _ in range(5):
+        engine.step()
+    for _ in range(3 * BLOCK_SIZE):
+        engine.step()
+        assert engine.kept_tokens(one) == one.num_computed_tokens > BIG
+
+
+@pytest.mark.parametrize(("chunk", "kept"), [(0, 0), (BIG // BLOCK_SIZE, BIG - BIG % BLOCK_SIZE)])
+def test_what_the_tier_has_evicted_is_not_kept(chunk, kept):
+    """Without the first chunk nothing is; without the first of the thought, the prompt is."""
+    engine = Engine()
+    engine.think("one", BIG, 200)
+    one = engine.requests["one"]
+    for _ in range(100):
+        engine.step()
+    side = engine.scheduler.connector.connector_scheduler
+    side.manager._policy.remove(side._req_status["one"].group_states[0].offload_keys[chunk])
+    slack = 2 * BLOCK_SIZE if kept else 0
+    assert engine.kept_tokens(one) == kept + slack < one.num_computed_tokens
+
+
+def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
+    """Time-sharing pays for the thought alone."""
+    engine = Engine({f"{SET}TIME_SHARING": "true"})
+    engine.think("one", BIG, 200)
+    for _ in range(30):
+        engine.step()
+    # Nothing is in flight that writes the blocks.
+    engine._deliver_down_to(0)
+    (thinker,) = engine.scheduler.steering._room._thinkers(engine.scheduler)
+    prompt = BIG // BLOCK_SIZE * BLOCK_SIZE
+    assert thinker.held_tokens == engine.requests["one"].num_computed_tokens - prompt > 0
+
+
+def test_prompts_alone_get_a_hint(offload_prompts_alone, log):
+    scheduler = Engine().scheduler
+    find_offloaded(scheduler, is_reasoning=True)
+    (line,) = log()
+    assert '{"kv_connector_extra_config": {"offload_prompt_only": false}}' in line
+
+
+@pytest.mark.parametrize("is_reasoning", [True, False])
+def test_with_thinking_offloaded_there_is_no_hint(log, is_reasoning):
+    assert find_offloaded(Engine().scheduler, is_reasoning=is_reasoning)
+    assert not log()
+
+
+@pytest.mark.parametrize("name", ["NoneType", "MultiConnector", "NixlConnector"])
+def test_other_connectors_keep_nothing(log, name):
+    connector = type(name, (), {})()
+    assert find_offloaded(SimpleNamespace(connector=connector), is_reasoning=True) is None
+    assert not log()
+
+
+def test_another_manager_is_refused_in_one_line(monkeypatch, log):
+    """Asking the tiering manager starts a fetch."""
+    scheduler = Engine().scheduler
+    side = scheduler.connector.connector_scheduler
+    monkeypatch.setattr(side, "manager", type("TieringOffloadingManager", (), {})())
+    assert find_offloaded(scheduler, is_reasoning=True) is None
+    (line,) = log()
+    assert "its manager is TieringOffloadingManager" in line
+
+
+def test_a_changed_upstream_is_refused_in_one_line(monkeypatch, log):
+    """Nothing is taken off, and the engine starts."""
+    scheduler = Engine().scheduler
+    monkeypatch.setattr(offloaded, "fields", lambda _: [SimpleNamespace(name="other")])
+    assert find_offloaded(scheduler, is_reasoning=True) is None
+    (line,) = log()
+    assert "RequestOffloadState has no group_states, req_context" in line
+    monkeypatch.delattr(scheduler.connector, "connector_scheduler")
+    assert find_offloaded(scheduler, is_reasoning=True) is None
+    assert "is not as expected: AttributeError" in log()[-1]
