@@ -73,15 +73,15 @@ class PolicyConfig(StrictModel):
         default=1.2,
         gt=1,
         allow_inf_nan=False,
-        description="How much longer than without prefill a step may take while somebody reads "
-        "an answer, where no inter-token latency is asked for.",
+        description="How much longer than without prefill a step may take at most while somebody "
+        "reads an answer, where no inter-token latency is asked for.",
     )
     think_batch_multiplier: float = Field(
         default=2.5,
         ge=1,
         allow_inf_nan=False,
-        description="The engine's token budget per step over the budget while somebody answers, "
-        "until enough steps were timed to predict their length.",
+        description="The engine's token budget per step over the greatest budget while somebody "
+        "answers, until enough steps were timed to predict their length.",
     )
     min_prefill_tokens: int = Field(
         default=64,
@@ -92,8 +92,9 @@ class PolicyConfig(StrictModel):
         default=5.0,
         gt=0,
         allow_inf_nan=False,
-        description="Saturation guard: a cut that was used up in every step for this many seconds "
-        "is doubled each time as many seconds pass.",
+        description="Saturation guard: where a cut was used up in every step for this many "
+        "seconds, steps may take twice as long each time as many seconds pass, until prefill has "
+        "half of them.",
     )
     admission_reserve_tokens: int = Field(
         default=64,

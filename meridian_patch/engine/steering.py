@@ -123,10 +123,18 @@ class Steering:
         self._shape = StepShape(0, decode_rows, held)
         self._budget = None
         if self._rules.step_cut and self._readers:
-            before = self._prefilling[0].num_computed_tokens if self._prefilling else 0
+            before = self._tokens_before(scheduler)
             target_s = self._target_s(now_s)
             self._budget = self._cut.token_budget(self._shape, before, target_s, now_s)
         return StepLimits(self._budget, max_active)
+
+    def _tokens_before(self, scheduler: Any) -> int:
+        """What stands before the next chunk, or may at most."""
+        if self._prefilling:
+            return int(self._prefilling[0].num_computed_tokens)
+        # How much of it is cached is not known before it is scheduled. Nearly all may be: what
+        # was preempted often is. Where nothing is, its first chunk is smaller than need be.
+        return int(scheduler.waiting.peek_request().num_tokens) if scheduler.waiting else 0
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """The step is on its way."""
@@ -142,7 +150,7 @@ class Steering:
             tokens = output.num_scheduled_tokens.get(request.request_id, 0)
             prefill += tokens
             # Load-bearing: the scheduled tokens already count as computed.
-            attended += tokens * (request.num_computed_tokens - tokens)
+            attended += tokens * (2 * request.num_computed_tokens - tokens + 1) // 2
         shape = StepShape(prefill, total - prefill, self._shape.context_tokens, attended)
         self._timer.scheduled(output, shape, now_s)
 
@@ -163,7 +171,10 @@ class Steering:
             self._sharing.advance(now_s)
 
     def _target_s(self, now_s: float) -> float | None:
-        default_s = self._cut.default_itl_s(self._shape)
+        # Without prefill nobody reads what the prompts under way hold.
+        held = sum(request.num_computed_tokens for request in self._prefilling)
+        context = max(self._shape.context_tokens - held, 0)
+        default_s = self._cut.default_itl_s(self._shape._replace(context_tokens=context))
         if default_s is None:
             return None
         if self._rules.pacing:

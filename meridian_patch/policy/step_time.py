@@ -5,6 +5,7 @@ the two decides (roofline: Williams et al., 2009). So there are two linear fits,
 only decode and one over steps whose prefill made them longer; a prediction is the greater of both.
 """
 
+import math
 from operator import mul
 from typing import Final, NamedTuple
 
@@ -32,8 +33,8 @@ class StepShape(NamedTuple):
         prefill_tokens: tokens of prompts and of resumes.
         decode_rows: requests that decode.
         context_tokens: KV tokens that running requests hold.
-        attended_tokens: summed over prefill tokens, what stands before their chunk: attention
-            over a long prompt costs more the further it got.
+        attended_tokens: summed over prefill tokens, how many tokens each attends to: attention
+            over a long prompt costs more the further it got, within a chunk too.
     """
 
     prefill_tokens: int
@@ -62,6 +63,8 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._decode = LinearFit(3)
         self._prefill = LinearFit(4)
+        # The most prefill tokens that did not make a step longer.
+        self._most_hidden_tokens = 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long; nonsense (not above 0, not finite) is left out."""
@@ -70,9 +73,16 @@ class StepTimeModel:
         if not shape.prefill_tokens:
             self._decode.add(_decode_features(shape), seconds)
             return
-        decode_s = self.decode_seconds(shape)
+        decode_s, features = self.decode_seconds(shape), _prefill_features(shape)
+        predicted_s = self._prefill.predict(features)
         if decode_s is None or seconds > _PREFILL_SHOWS * decode_s:
-            self._prefill.add(_prefill_features(shape), seconds)
+            self._prefill.add(features, seconds)
+            return
+        self._most_hidden_tokens = max(self._most_hidden_tokens, shape.prefill_tokens)
+        # It took no longer than this. Without such steps a prediction that is far too high would
+        # stay: cuts would be too small for any prefill to show again.
+        if predicted_s is not None and predicted_s > seconds:
+            self._prefill.add(features, seconds)
 
     def decode_seconds(self, shape: StepShape) -> float | None:
         """Without its prefill; None before there is data."""
@@ -86,6 +96,12 @@ class StepTimeModel:
         prefill_s = self._prefill.predict(_prefill_features(shape))
         return None if prefill_s is None else max(decode_s, prefill_s)
 
+    def bare_seconds(self, shape: StepShape) -> float | None:
+        """What a step whose prefill shows takes beside its prefill; None before there is data."""
+        return self._prefill.predict(
+            (1.0, float(shape.decode_rows), float(shape.context_tokens), 0.0)
+        )
+
     def prefill_room(self, shape: StepShape, seconds: float, before: int) -> PrefillRoom | None:
         """What prefill a step of this shape may have; None without data.
 
@@ -94,22 +110,42 @@ class StepTimeModel:
             seconds: that the step may take.
             before: tokens of the prompt that stand before the chunk.
         """
-        decode_s = self.decode_seconds(shape)
-        if decode_s is None or self._prefill.coefficients is None:
+        decode_s, bare_s = self.decode_seconds(shape), self.bare_seconds(shape)
+        if decode_s is None or bare_s is None:
             return None
-        fixed_s, token_s, context_s, attended_s = self._prefill.coefficients
-        per_token_s = token_s + attended_s * before
-        if per_token_s <= 0:
+        in_time = self._tokens_in(max(seconds - bare_s, 0.0), before)
+        fixed_s = max(bare_s - decode_s, 0.0)
+        worthwhile = self._tokens_in(fixed_s * (1 / _MOST_FIXED_SHARE - 1), before)
+        if in_time is None or worthwhile is None:
             return None
-        bare_s = fixed_s + token_s * shape.decode_rows + context_s * shape.context_tokens
-        in_time = max(0.0, (seconds - bare_s) / per_token_s)
-        worthwhile = max(0.0, (bare_s - decode_s) * (1 / _MOST_FIXED_SHARE - 1) / per_token_s)
-        return PrefillRoom(int(in_time), int(worthwhile))
+        return PrefillRoom(in_time, worthwhile)
+
+    @property
+    def untested_tokens(self) -> int:
+        """Prefill tokens that are worth trying before there is data: twice what did not show."""
+        return 2 * self._most_hidden_tokens
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """What computing so many tokens adds to steps whose prefill shows."""
-        fitted = self._prefill.coefficients
-        return None if fitted is None else fitted[1] * tokens
+        """What computing a prompt of so many tokens adds to steps whose prefill shows."""
+        if self._prefill.coefficients is None:
+            return None
+        _, token_s, _, attended_s = self._prefill.coefficients
+        return (token_s + attended_s * tokens / 2) * tokens
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """The longest prompt that adds no more than this; None without data."""
+        return self._tokens_in(seconds, 0)
+
+    def _tokens_in(self, seconds: float, before: int) -> int | None:
+        if self._prefill.coefficients is None:
+            return None
+        _, token_s, _, attended_s = self._prefill.coefficients
+        first_s = token_s + attended_s * before
+        if first_s <= 0:
+            return None
+        # Each token costs attended_s more than the one before it: the positive root of
+        # attended_s / 2 * n^2 + first_s * n = seconds, written so that attended_s may be 0.
+        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * attended_s * seconds)))
 
 
 class LinearFit:

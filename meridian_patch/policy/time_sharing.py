@@ -60,7 +60,7 @@ class TimeSharing:
     def choose(self, thinkers: Iterable[Thinker]) -> Thinker | None:
         """Whom to displace; None when nobody thought for long, or it would cost too much."""
         settings = self._settings
-        affordable = self._affordable_tokens()
+        affordable = self._model.tokens_within(max(self._credit_s, 0.0)) or 0
         longest = max(
             (
                 thinker
@@ -75,7 +75,3 @@ class TimeSharing:
         if longest is not None:
             self._credit_s -= self._model.prefill_seconds(longest.held_tokens) or 0.0
         return longest
-
-    def _affordable_tokens(self) -> float:
-        per_token_s = self._model.prefill_seconds(1)
-        return self._credit_s / per_token_s if per_token_s else 0.0

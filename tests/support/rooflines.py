@@ -15,7 +15,8 @@ def roofline(shape: StepShape, speed: float = 1.0) -> float:
 def random_shape(rng: random.Random, prefill: int | None = None) -> StepShape:
     tokens = rng.choice((0, 0, 256, 512, 2048)) if prefill is None else prefill
     before = rng.randrange(8000) if tokens else 0
-    return StepShape(tokens, rng.randrange(1, 100), rng.randrange(10_000, 90_000), tokens * before)
+    attended = tokens * before + tokens * (tokens + 1) // 2
+    return StepShape(tokens, rng.randrange(1, 100), rng.randrange(10_000, 90_000), attended)
 
 
 def trained(steps: int = 400, speed: float = 1.0) -> StepTimeModel:

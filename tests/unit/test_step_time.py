@@ -38,7 +38,10 @@ def test_prefill_within_a_time_keeps_it():
     shape = StepShape(0, 30, 50_000)
     near, far = (model.prefill_room(shape, 0.02, before).in_time for before in (0, 8000))
     assert near > far > 0
-    assert roofline(shape._replace(prefill_tokens=near)) == pytest.approx(0.02, rel=0.1)
+    for tokens, before in ((near, 0), (far, 8000)):
+        attended = tokens * before + tokens * (tokens + 1) // 2
+        full = shape._replace(prefill_tokens=tokens, attended_tokens=attended)
+        assert roofline(full) == pytest.approx(0.02, rel=0.1)
     assert model.prefill_room(shape, 1e-4, 0).in_time == 0
 
 
@@ -57,6 +60,26 @@ def test_prefill_that_costs_a_fixed_time_is_to_be_worth_it():
     room = model.prefill_room(StepShape(0, 20, 0), 3e-3, 0)
     assert room.in_time == 0
     assert room.worthwhile == pytest.approx(150, rel=0.1)
+
+
+def test_attention_within_a_chunk_counts():
+    """A long chunk costs more than its tokens alone; price and length are each other's inverse."""
+    model = trained()
+    whole_s = model.prefill_seconds(20_000)
+    assert whole_s == pytest.approx(20_000 * 3e-5 + 20_000**2 / 2 * 1e-9, rel=0.1)
+    assert model.tokens_within(whole_s) == pytest.approx(20_000, rel=0.001)
+
+
+def test_a_fit_that_is_far_too_high_comes_down():
+    """Prefill that was predicted to show and does not is learnt from, or nothing ever would be."""
+    model, shape = StepTimeModel(), StepShape(64, 30, 50_000, 64 * 32)
+    for _ in range(8):
+        model.observe(StepShape(0, 30, 50_000), roofline(shape))
+        model.observe(shape, 0.05)
+    assert model.seconds(shape) > 4 * roofline(shape)
+    for _ in range(600):
+        model.observe(shape, roofline(shape))
+    assert model.seconds(shape) == pytest.approx(roofline(shape), rel=0.1)
 
 
 def test_outliers_and_nonsense_hardly_move_it():

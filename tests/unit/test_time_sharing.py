@@ -15,6 +15,9 @@ class PricedModel:
     def prefill_seconds(self, tokens: int) -> float:
         return tokens * 1e-3
 
+    def tokens_within(self, seconds: float) -> int:
+        return round(seconds * 1e3)
+
 
 def sharing(seconds: float = 100.0, **config) -> TimeSharing:
     one = TimeSharing(SharingSettings.of(PolicyConfig(**config)), PricedModel())
