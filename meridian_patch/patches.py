@@ -10,6 +10,8 @@ from meridian_patch.patching.spec import Contract, Patch, Site
 LOCK_FILE: Final = "upstream_lock.json"
 SUPPORTED: Final = ">=0.32,<0.34"
 
+OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+
 SCHEDULER_CONTRACT: Final = Contract(
     calls=(
         "__init__",
@@ -38,6 +40,7 @@ SCHEDULER_CONTRACT: Final = Contract(
     reads=(
         "_pause_state",
         "block_size",
+        "connector",
         "kv_cache_config",
         "kv_cache_manager",
         "kv_holding_waiting",
@@ -52,7 +55,10 @@ SCHEDULER_CONTRACT: Final = Contract(
         "waiting",
     ),
     lookups=("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",),
-    collaborators=(),
+    collaborators=(
+        f"{OFFLOADING}:OffloadingConnectorScheduler._build_store_jobs",
+        "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager.lookup",
+    ),
 )
 
 SCHEDULER: Final = Patch(

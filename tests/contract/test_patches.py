@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import kv_cache, room, scheduler, stat_logger, steering
+from meridian_patch.engine import kv_cache, offloaded, room, scheduler, stat_logger, steering
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
     KV_CACHE_MANAGER,
@@ -193,8 +193,8 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 @pytest.mark.parametrize(
     ("patch", "module", "hands"),
     [
-        (SCHEDULER, scheduler, (steering, room)),
-        (ASYNC_SCHEDULER, scheduler, (steering, room)),
+        (SCHEDULER, scheduler, (steering, room, offloaded)),
+        (ASYNC_SCHEDULER, scheduler, (steering, room, offloaded)),
         (KV_CACHE_MANAGER, kv_cache, ()),
         (SCHEDULER_STATS, stat_logger, ()),
     ],

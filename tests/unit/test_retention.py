@@ -18,7 +18,7 @@ STRIPPED_HISTORIES = ["strip", "keep_in_tool_loop"]
 
 
 def request_in(phase, first_thought=FIRST):
-    return RequestPhase(phase, phase, 0, 100, first_thought, own_thought=first_thought)
+    return RequestPhase((), phase, phase, 0, 100, first_thought, own_thought=first_thought)
 
 
 def test_lower_tiers_are_evicted_first():
@@ -64,10 +64,10 @@ def test_a_finished_thought_goes_first_and_the_answer_behind_it_too(phase, first
 
 def test_earlier_thoughts_in_the_prompt_go_only_with_their_tool_loop():
     """Under `strip` a thought in a prompt is some text that came back and will again."""
-    state = RequestPhase(Phase.ANSWER, Phase.THINK, 0, 100, first_thought=FIRST, own_thought=70)
+    state = RequestPhase((), Phase.ANSWER, Phase.THINK, 0, 100, first_thought=FIRST, own_thought=70)
     assert retain_finished(state, "strip", has_tool_call=False).kept_tokens == 70
     assert retain_finished(state, "keep_in_tool_loop", has_tool_call=False).kept_tokens == FIRST
-    never_thought = RequestPhase(Phase.ANSWER, Phase.ANSWER, 0, 100, first_thought=FIRST)
+    never_thought = RequestPhase((), Phase.ANSWER, Phase.ANSWER, 0, 100, first_thought=FIRST)
     assert retain_finished(never_thought, "strip", has_tool_call=False) is None
 
 
