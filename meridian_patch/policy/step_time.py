@@ -74,8 +74,11 @@ class StepTimeModel:
             self._decode.add(_decode_features(shape), seconds)
             return
         decode_s, features = self.decode_seconds(shape), _prefill_features(shape)
+        if decode_s is None:
+            # Whether it shows cannot be told, and the first steps weigh much in a fit.
+            return
         predicted_s = self._prefill.predict(features)
-        if decode_s is None or seconds > _PREFILL_SHOWS * decode_s:
+        if seconds > _PREFILL_SHOWS * decode_s:
             self._prefill.add(features, seconds)
             return
         self._most_hidden_tokens = max(self._most_hidden_tokens, shape.prefill_tokens)
