@@ -117,7 +117,7 @@ class ReplayEngine:
             arrival_time=arrival_s,
             block_hasher=self._hasher,
         )
-        record = ReplayRecord(request, arrival_s, scheduled_s=arrival_s)
+        record = ReplayRecord(request, arrival_s)
         self._live[request.request_id] = (upstream, record)
         self.scheduler.add_request(upstream)
 
@@ -196,8 +196,9 @@ class ReplayEngine:
             )
             if again:
                 record.recomputed_tokens[record.phase] += again
-            waited_s = self.now - record.scheduled_s
-            record.longest_wait_s = max(record.longest_wait_s, waited_s)
+            if record.scheduled_s is not None:
+                pause_s = self.now - record.scheduled_s
+                record.longest_pause_s = max(record.longest_pause_s, pause_s)
             record.scheduled_s = self.now
             if request.is_prefill_chunk:
                 sampled.append([])

@@ -90,8 +90,7 @@ class ReplayRecord:
         preemptions: by the phase that the request was in.
         recomputed_tokens: computed once more after a preemption, by the same.
         scheduled_s: when the last step that the request was part of began.
-        longest_wait_s: between the begins of two steps in a row that the request was part of, or
-            from its arrival to the first.
+        longest_pause_s: between the begins of two steps in a row that the request was part of.
     """
 
     request: ReplayRequest
@@ -103,8 +102,8 @@ class ReplayRecord:
     finish_reason: str | None = None
     preemptions: Counter[Phase] = field(default_factory=Counter)
     recomputed_tokens: Counter[Phase] = field(default_factory=Counter)
-    scheduled_s: float = 0.0
-    longest_wait_s: float = 0.0
+    scheduled_s: float | None = None
+    longest_pause_s: float = 0.0
 
     @property
     def phase(self) -> Phase:

@@ -44,7 +44,7 @@ def record(name, arrival_s, token_s, answer_start, prompt=10):
 def test_times_of_one_request():
     """Every clock of a request with two think tokens, a boundary and three answer tokens."""
     made = record("a", 1.0, [3.0, 4.0, 6.0, 6.5, 6.6, 7.0], 3)
-    made.longest_wait_s = 2.5
+    made.longest_pause_s = 2.5
     row = per_request([made], AloneTimes(seconds, 4))
     alone = 3 * 1.0 + sum(0.1 + 0.001 * (10 + token) for token in (1, 2, 3))
     assert row.ids == ("a",)
@@ -54,7 +54,8 @@ def test_times_of_one_request():
     assert row.ttot_s[0] == 0.5
     assert row.think_tpot_s[0] == 1.5
     assert row.e2e_s[0] == 6.0
-    assert row.longest_wait_s[0] == 2.5
+    assert row.first_wait_s[0] == 0.0
+    assert row.longest_pause_s[0] == 2.5
     assert row.answer_itl_p99_s[0] == pytest.approx(np.quantile([0.1, 0.4], 0.99))
     assert answer_gaps([made]) == pytest.approx([0.1, 0.4])
 

@@ -33,7 +33,8 @@ class PerRequest:
         slowdown: TTFAT over that of the same request alone on the engine.
         ttot_s, think_tpot_s: NaN for a request that does not think.
         answer_itl_p99_s: over the request's own gaps; 0 for an answer of one token.
-        longest_wait_s: longest time that the request was part of no step.
+        first_wait_s: from its arrival to the first step that it was part of.
+        longest_pause_s: longest time after that in which it was part of no step.
     """
 
     ids: tuple[str, ...]
@@ -46,7 +47,8 @@ class PerRequest:
     answer_itl_p99_s: Floats
     qoe: Floats
     e2e_s: Floats
-    longest_wait_s: Floats
+    first_wait_s: Floats
+    longest_pause_s: Floats
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def _row(record: ReplayRecord, alone: AloneTimes) -> tuple[float, ...]:
         float(np.quantile(gaps, 0.99)) if gaps.size else 0.0,
         reading_quality(stamps[start:]),
         stamps[-1] - record.arrival_s,
-        record.longest_wait_s,
+        (record.admitted_s or 0.0) - record.arrival_s,
+        record.longest_pause_s,
     )
 
 
@@ -167,7 +170,8 @@ def run_figures(
         "output_tokens": float(len(stamps)),
         "hit_tokens": float(sum(r.hit_tokens for r in records)),
         "bound_tokens": float(sum(r.bound_tokens for r in records)),
-        "longest_wait_s": float(requests.longest_wait_s.max()),
+        "first_wait_max_s": float(requests.first_wait_s.max()),
+        "longest_pause_s": float(requests.longest_pause_s.max()),
         "offered_tokens_per_s": len(stamps) / float(np.ptp(requests.arrival_s) or np.inf),
         "makespan_s": busy_s,
         "steps": float(len(steps.seconds)),

@@ -118,10 +118,16 @@ KINDS = (
     Kind("recomputed_tokens_answer", "... answering", digits=0, is_ratio=False),
     Kind("hit_tokens", "prefix-hit tokens", digits=0, words="at first admission"),
     Kind(
-        "longest_wait_s",
-        "longest wait, s",
+        "first_wait_max_s",
+        "longest first wait, s",
         is_brief=True,
-        words="longest time in which a request was part of no step",
+        words="from a request's arrival to the first step that it is part of",
+    ),
+    Kind(
+        "longest_pause_s",
+        "longest pause, s",
+        is_brief=True,
+        words="longest time after its first step in which a request was part of none",
     ),
 )
 NOTE = "Mean over seeds; x: over stock. In brackets: 95 % bootstrap over seeds, paired by seed."
