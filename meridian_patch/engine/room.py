@@ -1,7 +1,7 @@
 """Who comes in next, and who makes room: admission and time-sharing on the scheduler's queues."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -49,6 +49,8 @@ class Room:
         self._kept_tokens = kept_tokens
         # Displaced requests that wait, with since when; the oldest first.
         self._displaced: dict[Any, float] = {}
+        # Those of them that have waited long enough to go first; the oldest first.
+        self._aged: dict[Any, None] = {}
         self._is_waiting_unordered = False
         # The last answer, and for how many steps it stands where there was no room.
         self._max_active: int | None = None
@@ -61,6 +63,7 @@ class Room:
     def left(self, request: Any) -> None:
         """A request is gone, and with it what it held."""
         self._displaced.pop(request, None)
+        self._aged.pop(request, None)
         self._steps_left = 0
 
     def max_active(self, scheduler: Any, now_s: float) -> int | None:
@@ -68,7 +71,7 @@ class Room:
 
         May displace a running request.
         """
-        if self._displaced:
+        if self._displaced or self._aged:
             self._order_waiting(scheduler, now_s)
         is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
         # Load-bearing: a scheduler that is paused admits nobody, so nobody is to make room.
@@ -143,16 +146,30 @@ class Room:
 
     def _order_waiting(self, scheduler: Any, now_s: float) -> None:
         """Displaced requests stand behind newcomers, until they have waited long enough."""
-        for request in list(self._displaced):
-            if request.status != RequestStatus.PREEMPTED:
+        for waiting in (self._displaced, self._aged):
+            for request in list(waiting):
+                if request.status != RequestStatus.PREEMPTED:
+                    del waiting[request]
+        for request, since_s in list(self._displaced.items()):
+            if now_s - since_s >= self._aging_s:
                 del self._displaced[request]
-        aged = [r for r, since_s in self._displaced.items() if now_s - since_s >= self._aging_s]
-        for request in reversed(aged):
-            scheduler.waiting.remove_request(request)
-            scheduler.waiting.prepend_request(request)
-            del self._displaced[request]
+                self._aged[request] = None
+        # Upstream puts whom it preempts at the front.
+        if self._aged and _first(scheduler.waiting) is not next(iter(self._aged)):
+            for request in reversed(_in_queue(self._aged, scheduler.waiting)):
+                scheduler.waiting.remove_request(request)
+                scheduler.waiting.prepend_request(request)
         if self._is_waiting_unordered:
-            for request in self._displaced:
+            for request in _in_queue(self._displaced, scheduler.waiting):
                 scheduler.waiting.remove_request(request)
                 scheduler.waiting.add_request(request)
             self._is_waiting_unordered = False
+
+
+def _first(waiting: Any) -> Any:
+    return waiting.peek_request() if waiting else None
+
+
+def _in_queue(requests: Iterable[Any], waiting: Any) -> list[Any]:
+    """Those that are in ``waiting``, not in the queue of those that upstream had to skip."""
+    return [request for request in requests if request in waiting]

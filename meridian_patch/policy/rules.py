@@ -36,7 +36,7 @@ class Rules:
 PROFILES: Final[Mapping[str, Rules]] = {
     "latency": Rules(
         order=True,
-        victims=True,
+        victims=False,
         step_cut=True,
         pacing=False,
         admission=True,

@@ -14,7 +14,11 @@ from meridian_patch.engine.replay_types import ReplayArm, ReplayRequest
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
 # Both are let in at once, and nobody is displaced.
-ALONE = {f"{SET}ADMISSION": "false", f"{SET}TIME_SHARING": "false"}
+ALONE = {
+    f"{SET}VICTIMS": "true",
+    f"{SET}ADMISSION": "false",
+    f"{SET}TIME_SHARING": "false",
+}
 POOL_BLOCKS = 50
 BIG, SMALL = 500, 90
 

@@ -181,7 +181,10 @@ def test_a_think_budget_bounds_the_forecast(demo_model, policy):
 
 @SYNC_AND_ASYNC
 def test_nobody_starves(demo_model, policy, is_async):
-    """Newcomers without end: a request that made room is back some time after aging_s."""
+    """Newcomers without end: a request that made room is back some time after aging_s.
+
+    That is when it stands before all newcomers, and those who run have made room for it.
+    """
     policy(admission=False, sharing_min_tokens=50, sharing_overhead=1.0, aging_s=2.0)
     driver = driver_for(demo_model, is_async=is_async, blocks=24, max_num_batched_tokens=BUDGET)
     learn(driver)
@@ -199,4 +202,4 @@ def test_nobody_starves(demo_model, policy, is_async):
         away_since |= {name: driver.now_s for name in preempted if name not in running}
     assert longest_s > 0
     longest_s = max([longest_s, *(driver.now_s - since for since in away_since.values())])
-    assert longest_s < 2.0 + 10.0
+    assert longest_s < 2.0 + 12.0
