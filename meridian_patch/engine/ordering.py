@@ -155,7 +155,7 @@ class RunningOrder:
             raise RankError(request.request_id) from error
         if drift is None:
             return rank
-        return (rank[0], rank[1] - drift * self._clock, *rank[2:])
+        return (*rank[:-1], rank[-1] - drift * self._clock)
 
     def _view(self, request: Any) -> RequestView:
         state = self._router.get(request.request_id)
@@ -174,6 +174,7 @@ class RunningOrder:
             request.num_computed_tokens,
             request.num_preemptions,
             self._kept_tokens(request) if self._kept_tokens else 0,
+            request.priority,
         )
 
 

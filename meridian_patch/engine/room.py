@@ -1,6 +1,7 @@
 """Who comes in next, and who makes room: admission and time-sharing on the scheduler's queues."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -128,11 +129,13 @@ class Room:
 
     def _thinkers(self, scheduler: Any) -> Iterator[Thinker]:
         kept = self._kept_tokens
+        newcomer = _first(scheduler.waiting)
         for request in scheduler.running:
             state = self._router.get(request.request_id)
             if (
                 state is not None
                 and state.phase is Phase.THINK
+                and (newcomer is None or request.priority >= newcomer.priority)
                 and not request.is_prefill_chunk
                 # Load-bearing: False while a step in flight still writes the blocks.
                 and scheduler._request_blocks_can_be_freed(request)
@@ -173,3 +176,20 @@ def _first(waiting: Any) -> Any:
 def _in_queue(requests: Iterable[Any], waiting: Any) -> list[Any]:
     """Those that are in ``waiting``, not in the queue of those that upstream had to skip."""
     return [request for request in requests if request in waiting]
+
+
+def place_by_priority(request: Any, waiting: Any, aging_s: float) -> None:
+    """Move a newcomer before those that came no more than ``aging_s`` earlier and ask for less.
+
+    Whoever ran before keeps its place. Where upstream schedules by priority, its queue does this.
+    """
+    # Load-bearing: the queue of first come, first served is a deque, and newcomers are its end.
+    if not (isinstance(waiting, deque) and waiting and waiting[-1] is request):
+        return
+    for index, other in enumerate(waiting):
+        is_recent = request.arrival_time - other.arrival_time < aging_s
+        is_newcomer = other.status == RequestStatus.WAITING
+        if other.priority > request.priority and is_recent and is_newcomer:
+            waiting.pop()
+            waiting.insert(index, request)
+            return

@@ -114,11 +114,14 @@ class PhaseScheduling(UpstreamScheduler):
 
     def add_request(self, request: Any) -> None:
         is_new = request.request_id not in self.requests
+        if is_new:
+            with self._phase_guard.protect("reading vllm_xargs", request.request_id):
+                self.steering.asks(request)
         super().add_request(request)
         if is_new:
             self._track(request)
-            with self._phase_guard.protect("reading vllm_xargs", request.request_id):
-                self.steering.arrived(request)
+            with self._phase_guard.protect("the policy", request.request_id):
+                self.steering.arrived(request, self.waiting)
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         super()._update_request_as_session(session, update)

@@ -10,14 +10,14 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.forecasts import Forecasts
 from meridian_patch.engine.readers import Readers
-from meridian_patch.engine.room import Room
+from meridian_patch.engine.room import Room, place_by_priority
 from meridian_patch.engine.step_timer import StepTimer
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.policy.rules import Rules
 from meridian_patch.policy.step_cut import CutSettings, StepCut
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
-from meridian_patch.policy.wishes import Wishes, read_wishes
+from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
 
 
 class StepLimits(NamedTuple):
@@ -55,6 +55,7 @@ class Steering:
         self._timer = StepTimer()
         self._cut = StepCut(CutSettings.of(config, full_tokens), self.model)
         self._rules = rules
+        self._aging_s = config.aging_s
         itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
         self._readers = Readers(router, itl_s)
         # Of live requests that ask for something.
@@ -78,27 +79,35 @@ class Steering:
         self._prefilling: list[Any] = []
         self._budget: int | None = None
 
-    def arrived(self, request: Any) -> None:
-        """A request came in.
+    def asks(self, request: Any) -> None:
+        """A request is about to come in.
 
         Raises:
             ConfigError: it asks for something that does not exist; it is served all the same.
         """
-        if self._room:
-            self._room.arrived()
         sampling = request.sampling_params
-        wishes = read_wishes(sampling.extra_args) if sampling else Wishes()
-        if wishes != Wishes():
+        wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
+        if wishes != NO_WISHES:
             self._wishes[request.request_id] = wishes
+        if wishes.priority and self._rules.order:
+            # Load-bearing: upstream looks at it where it schedules by priority, and only there.
+            request.priority = wishes.priority
         bounds = (wishes.max_think_tokens, getattr(sampling, "thinking_token_budget", None))
         known = [bound for bound in bounds if bound is not None]
         if known:
             self.forecasts.limit(request.request_id, min(known))
 
+    def arrived(self, request: Any, waiting: Any) -> None:
+        """A request came in, and is in ``waiting`` unless upstream holds it back."""
+        if self._room:
+            self._room.arrived()
+        if self._rules.order and any(wishes.priority for wishes in self._wishes.values()):
+            place_by_priority(request, waiting, self._aging_s)
+
     def changed(self, request: Any) -> None:
         """The request's phase may have changed."""
         name = request.request_id
-        self._readers.changed(name, self._wishes.get(name, Wishes()), self.clock())
+        self._readers.changed(name, self._wishes.get(name, NO_WISHES), self.clock())
 
     def left(self, request: Any) -> None:
         """A request is gone, finished or aborted."""

@@ -21,6 +21,8 @@ class RequestView(NamedTuple):
     num_preemptions: int
     # but for these, which an offload tier gives back. What the prefix cache would is not known.
     num_kept_tokens: int = 0
+    # As vLLM's own: lower goes first.
+    priority: int = 0
 
 
 class OrderPolicy(Protocol):
@@ -30,7 +32,7 @@ class OrderPolicy(Protocol):
     def drift(self) -> Mapping[int, int]:
         """How ranks change while nothing happens but decoding.
 
-        By the first number of a rank: what one more computed token adds to the second number.
+        By the first number of a rank: what one more computed token adds to the last number.
         Standings that are not named here do not change. The order is kept by this instead of
         ranking everybody in every step.
         """

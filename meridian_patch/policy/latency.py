@@ -31,6 +31,7 @@ class LatencyPolicy:
     4. Then thinkers, the one with the most work to lose first: computed tokens, less those that
        an offload tier keeps. Equal ones, and all with ``by_work`` off, stand in stock order.
     5. Prefill is last: new prompts, and thinkers that recompute; the most computed tokens first.
+    6. Within each of these the requests' own priorities come before anything else.
 
     Invariant: an answer is preempted only when no thinker and no prefill is left.
 
@@ -55,14 +56,14 @@ class LatencyPolicy:
             else {}
         )
 
-    def rank(self, view: RequestView) -> tuple[int, int]:
-        """See the class; the second number orders thinkers and prefill."""
+    def rank(self, view: RequestView) -> tuple[int, int, int]:
+        """See the class: standing, the request's priority, and what orders thinkers and prefill."""
         standing = self._standing(view)
         if not self._by_work or standing < Standing.THINK_PROTECTED:
-            return standing, 0
+            return standing, view.priority, 0
         if standing is Standing.PREFILL:
-            return standing, -view.num_computed_tokens
-        return standing, view.num_kept_tokens - view.num_computed_tokens
+            return standing, view.priority, -view.num_computed_tokens
+        return standing, view.priority, view.num_kept_tokens - view.num_computed_tokens
 
     def _standing(self, view: RequestView) -> Standing:
         if view.phase is Phase.ANSWER:

@@ -1,7 +1,7 @@
 """What a request asks of the policy by itself, in ``vllm_xargs``."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -17,15 +17,21 @@ class Wishes(NamedTuple):
     Attributes:
         itl_s: inter-token latency that the answer is to keep, in seconds.
         max_think_tokens: an upper bound on this request's thinking.
+        priority: as vLLM's own, lower goes first; 0 where nothing is asked for.
     """
 
     itl_s: float | None = None
     max_think_tokens: int | None = None
+    priority: int = 0
+
+
+NO_WISHES: Final = Wishes()
 
 
 class _Fields(StrictModel):
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     meridian_max_think_tokens: int | None = Field(default=None, ge=1)
+    meridian_priority: int = 0
 
 
 def read_wishes(extra_args: Mapping[str, Any] | None) -> Wishes:
@@ -36,7 +42,7 @@ def read_wishes(extra_args: Mapping[str, Any] | None) -> Wishes:
     """
     ours = {name: value for name, value in (extra_args or {}).items() if name.startswith(PREFIX)}
     if not ours:
-        return Wishes()
+        return NO_WISHES
     try:
         fields = _Fields(**ours)
     except ValidationError as error:
@@ -47,4 +53,8 @@ def read_wishes(extra_args: Mapping[str, Any] | None) -> Wishes:
             f"known fields: {known}"
         ) from error
     itl_ms = fields.meridian_itl_ms
-    return Wishes(None if itl_ms is None else itl_ms / 1000, fields.meridian_max_think_tokens)
+    return Wishes(
+        None if itl_ms is None else itl_ms / 1000,
+        fields.meridian_max_think_tokens,
+        fields.meridian_priority,
+    )

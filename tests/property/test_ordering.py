@@ -54,7 +54,7 @@ class Upstream(RuleBasedStateMachine):
     @rule(thinks=st.booleans(), computed=st.integers(0, 50), prefilling=st.booleans())
     def admit(self, thinks, computed, prefilling):
         self.born += 1
-        one = Request(request_id=f"r{self.born}", num_preemptions=0)
+        one = Request(request_id=f"r{self.born}", num_preemptions=0, priority=self.born % 3)
         self.router.add(one.request_id, [START if thinks else WORD])
         self._admit(one, computed, prefilling)
 
@@ -111,7 +111,7 @@ class Upstream(RuleBasedStateMachine):
         assert [self._standing(one) for one in self.running] == [
             self._standing(one) for one in naive
         ]
-        # Those whose rank is their standing alone: in the stock order among themselves.
+        # Those whose rank is standing and priority alone: in the stock order among themselves.
         assert [one for one in self.running if self._is_plain(one)] == [
             one for one in naive if self._is_plain(one)
         ]
@@ -143,16 +143,17 @@ class Upstream(RuleBasedStateMachine):
             one.num_computed_tokens,
             one.num_preemptions,
             self._kept(one),
+            one.priority,
         )
 
     def _kept(self, one):
         return one.num_computed_tokens if self.has_tier else 0
 
     def _standing(self, one):
-        return self.policy.rank(self._view(one))[0]
+        return self.policy.rank(self._view(one))[:2]
 
     def _is_plain(self, one):
-        return self.policy.rank(self._view(one))[1] == 0
+        return self.policy.rank(self._view(one))[2] == 0
 
 
 class UpstreamWithTier(Upstream):

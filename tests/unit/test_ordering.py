@@ -25,6 +25,7 @@ def request(name, computed=100, *, prefilling=False):
         num_computed_tokens=computed,
         is_prefill_chunk=prefilling,
         num_preemptions=0,
+        priority=0,
     )
 
 
@@ -49,14 +50,17 @@ def policy():
     return CountingPolicy(protected_answer_tokens=16, max_preemptions=3)
 
 
+def router_over(phases):
+    def get(name):
+        phase = phases.get(name)
+        return phase and RequestPhase((), phase, phase, 0, 0)
+
+    return SimpleNamespace(get=get)
+
+
 @pytest.fixture
 def order(policy, phases):
-    router = SimpleNamespace(
-        get=lambda name: (
-            RequestPhase((), phases[name], phases[name], 0, 0) if name in phases else None
-        )
-    )
-    return RunningOrder(policy, router, PATIENCE_US)
+    return RunningOrder(policy, router_over(phases), PATIENCE_US)
 
 
 def names(requests):
@@ -119,8 +123,7 @@ def test_what_the_tier_gives_up_is_seen_within_a_round(policy, phases):
     """Nobody tells of an eviction; each request is looked at once per so many steps."""
     kept = dict.fromkeys("abcdefgh", 80)
     phases.update(dict.fromkeys(kept, Phase.THINK))
-    router = SimpleNamespace(get=lambda name: RequestPhase(phases[name], phases[name], 0, 0))
-    order = RunningOrder(policy, router, PATIENCE_US, lambda one: kept[one.request_id])
+    order = RunningOrder(policy, router_over(phases), PATIENCE_US, lambda one: kept[one.request_id])
     running = arrange(order, [request(name, 100 - n) for n, name in enumerate(kept)])
     assert names(running) == "abcdefgh"
     kept["f"] = 0

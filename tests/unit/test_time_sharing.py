@@ -65,6 +65,7 @@ def test_wishes_are_read_and_those_of_others_left_alone():
     assert read_wishes({"other": object()}) == Wishes()
     mine = {"meridian_itl_ms": 40.0, "meridian_max_think_tokens": 512, "other": 1}
     assert read_wishes(mine) == Wishes(0.04, 512)
+    assert read_wishes({"meridian_priority": -1}) == Wishes(priority=-1)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_wishes_are_read_and_those_of_others_left_alone():
         ("meridian_itl_ms", float("nan")),
         ("meridian_max_think_tokens", 0),
         ("meridian_max_think_tokens", 2.5),
+        ("meridian_priority", 0.5),
         ("meridian_patience", 1),
     ],
 )
