@@ -27,7 +27,8 @@ class Room:
         is_forecasting: False leaves admission to stock.
         kept_tokens: what a displacement of a request would not lose; None: nothing.
         pool_tokens: KV tokens that the forecast peak may come to.
-        aging_s: after waiting this long a displaced request stands before all newcomers.
+        aging_s: after waiting this long a preempted request stands before all others, the one
+            that waits longest first, and long thinkers make room for it. With time-sharing only.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Room:
         self._aging_s = aging_s
         self._is_forecasting = is_forecasting
         self._kept_tokens = kept_tokens
-        # Displaced requests that wait, with since when; the oldest first.
-        self._displaced: dict[Any, float] = {}
-        # Those of them that have waited long enough to go first; the oldest first.
+        # Preempted requests that wait, with since when; the oldest first.
+        self._away: dict[Any, float] = {}
+        # Those of them that made room and stand behind newcomers.
+        self._displaced: dict[Any, None] = {}
+        # Those that have waited long enough to go first; the oldest first.
         self._aged: dict[Any, None] = {}
         self._is_waiting_unordered = False
         # The last answer, and for how many steps it stands where there was no room.
@@ -63,16 +66,21 @@ class Room:
 
     def left(self, request: Any) -> None:
         """A request is gone, and with it what it held."""
-        self._displaced.pop(request, None)
-        self._aged.pop(request, None)
+        for waiting in (self._away, self._displaced, self._aged):
+            waiting.pop(request, None)
         self._steps_left = 0
+
+    def preempted(self, request: Any, now_s: float) -> None:
+        """A request was preempted, by upstream or by us."""
+        if self._sharing is not None:
+            self._away[request] = now_s
 
     def max_active(self, scheduler: Any, now_s: float) -> int | None:
         """How many requests may run after the next step; None for as many as stock admits.
 
         May displace a running request.
         """
-        if self._displaced or self._aged:
+        if self._away or self._aged:
             self._order_waiting(scheduler, now_s)
         is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
         # Load-bearing: a scheduler that is paused admits nobody, so nobody is to make room.
@@ -108,8 +116,11 @@ class Room:
 
     def _displace(self, scheduler: Any, now_s: float) -> bool:
         """Preempt somebody for the next in line, if the policy names anybody."""
-        # Whoever was preempted had its turn.
-        if self._sharing is None or scheduler.waiting.peek_request().num_preemptions:
+        if self._sharing is None:
+            return False
+        # Whoever was preempted had its turn, unless it has waited for long since.
+        head = scheduler.waiting.peek_request()
+        if head.num_preemptions and head not in self._aged:
             return False
         chosen = self._sharing.choose(self._thinkers(scheduler))
         if chosen is None:
@@ -122,7 +133,7 @@ class Room:
         )
         # Load-bearing: for model runner V1 a request that is back at once never left.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._displaced[request] = now_s
+        self._displaced[request] = None
         self._is_waiting_unordered = True
         self._order_waiting(scheduler, now_s)
         return True
@@ -148,15 +159,17 @@ class Room:
                 )
 
     def _order_waiting(self, scheduler: Any, now_s: float) -> None:
-        """Displaced requests stand behind newcomers, until they have waited long enough."""
-        for waiting in (self._displaced, self._aged):
+        """Displaced requests stand behind newcomers; who waited long enough goes first."""
+        for waiting in (self._away, self._displaced, self._aged):
             for request in list(waiting):
                 if request.status != RequestStatus.PREEMPTED:
                     del waiting[request]
-        for request, since_s in list(self._displaced.items()):
-            if now_s - since_s >= self._aging_s:
-                del self._displaced[request]
-                self._aged[request] = None
+        for request, since_s in list(self._away.items()):
+            if now_s - since_s < self._aging_s:
+                break
+            del self._away[request]
+            self._displaced.pop(request, None)
+            self._aged[request] = None
         # Upstream puts whom it preempts at the front.
         if self._aged and _first(scheduler.waiting) is not next(iter(self._aged)):
             for request in reversed(_in_queue(self._aged, scheduler.waiting)):

@@ -251,6 +251,8 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_counters.count(counters.PREEMPTION, phase)
         if phase is Phase.ANSWER:
             self._waiting_answers[request.request_id] = request
+        else:
+            self.steering.preempted(request)
         self._phase_order.forget(request)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

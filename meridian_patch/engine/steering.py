@@ -117,6 +117,11 @@ class Steering:
         if self._room:
             self._room.left(request)
 
+    def preempted(self, request: Any) -> None:
+        """A request was preempted, and waits."""
+        if self._room:
+            self._room.preempted(request, self.clock())
+
     def plan(self, scheduler: Any) -> StepLimits:
         """Limits of the next step; may displace a running request."""
         now_s = self.clock()
