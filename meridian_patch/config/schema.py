@@ -125,8 +125,8 @@ class PolicyConfig(StrictModel):
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="A request that made room for a newcomer stands before all newcomers after "
-        "waiting this long.",
+        description="A request that was preempted stands before all others after waiting this "
+        "long, and long thinkers make room for it; with time_sharing only.",
     )
     time_budget_us: int = Field(
         default=3000,

@@ -113,12 +113,15 @@ class StepTimeModel:
             seconds: that the step may take.
             before: tokens of the prompt that stand before the chunk.
         """
-        decode_s, bare_s = self.decode_seconds(shape), self.bare_seconds(shape)
-        if decode_s is None or bare_s is None:
+        decode, prefill = self._decode.coefficients, self._prefill.coefficients
+        bare_s = self.bare_seconds(shape)
+        if decode is None or prefill is None or bare_s is None:
             return None
         in_time = self._tokens_in(max(seconds - bare_s, 0.0), before)
-        fixed_s = max(bare_s - decode_s, 0.0)
-        worthwhile = self._tokens_in(fixed_s * (1 / _MOST_FIXED_SHARE - 1), before)
+        # Context costs both kinds of step the same. Where the fits differ in it they are young:
+        # what they say of small steps is the better guess.
+        fixed_s = prefill[0] - decode[0] + (prefill[1] - decode[1]) * shape.decode_rows
+        worthwhile = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
         if in_time is None or worthwhile is None:
             return None
         return PrefillRoom(in_time, worthwhile)

@@ -50,6 +50,13 @@ def test_prefill_that_hides_behind_decoding_may_come_in_any_amount():
     assert trained().prefill_room(StepShape(0, 30, 50_000), 0.02, 0).worthwhile == 0
 
 
+def test_a_young_fit_that_blames_the_context_makes_no_chunk_worthwhile():
+    """Long prompts that were computed alone: their time was put down to the pool's fill."""
+    model = trained()
+    model._prefill.coefficients = (0.0, 3.4e-5, 4.4e-6, 4.9e-10)
+    assert model.prefill_room(StepShape(0, 3, 66_000), 0.012, 0).worthwhile == 0
+
+
 def test_prefill_that_costs_a_fixed_time_is_to_be_worth_it():
     """1 ms for any, 20 us per token: 150 tokens take three quarters of what prefill adds."""
     model, rng = StepTimeModel(), random.Random(4)
