@@ -39,7 +39,7 @@ PROFILES: Final[Mapping[str, Rules]] = {
         victims=False,
         step_cut=True,
         pacing=False,
-        admission=True,
+        admission=False,
         time_sharing=True,
     ),
     "throughput": Rules(
