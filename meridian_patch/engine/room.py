@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
@@ -53,8 +53,6 @@ class Room:
         self._away: dict[Any, float] = {}
         # Those of them that made room and stand behind newcomers.
         self._displaced: dict[Any, None] = {}
-        # Those that have waited long enough to go first; the oldest first.
-        self._aged: dict[Any, None] = {}
         self._is_waiting_unordered = False
         # The last answer, and for how many steps it stands where there was no room.
         self._max_active: int | None = None
@@ -66,8 +64,7 @@ class Room:
 
     def left(self, request: Any) -> None:
         """A request is gone, and with it what it held."""
-        for waiting in (self._away, self._displaced, self._aged):
-            waiting.pop(request, None)
+        self._back(request)
         self._steps_left = 0
 
     def preempted(self, request: Any, now_s: float) -> None:
@@ -80,7 +77,7 @@ class Room:
 
         May displace a running request.
         """
-        if self._away or self._aged:
+        if self._away:
             self._order_waiting(scheduler, now_s)
         is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
         # Load-bearing: a scheduler that is paused admits nobody, so nobody is to make room.
@@ -120,7 +117,7 @@ class Room:
             return False
         # Whoever was preempted had its turn, unless it has waited for long since.
         head = scheduler.waiting.peek_request()
-        if head.num_preemptions and head not in self._aged:
+        if head.num_preemptions and not self._is_aged(head, now_s):
             return False
         chosen = self._sharing.choose(self._thinkers(scheduler))
         if chosen is None:
@@ -160,19 +157,15 @@ class Room:
 
     def _order_waiting(self, scheduler: Any, now_s: float) -> None:
         """Displaced requests stand behind newcomers; who waited long enough goes first."""
-        for waiting in (self._away, self._displaced, self._aged):
-            for request in list(waiting):
-                if request.status != RequestStatus.PREEMPTED:
-                    del waiting[request]
-        for request, since_s in list(self._away.items()):
-            if now_s - since_s < self._aging_s:
-                break
-            del self._away[request]
+        for request in list(self._away):
+            if request.status != RequestStatus.PREEMPTED:
+                self._back(request)
+        aged = list(takewhile(lambda request: self._is_aged(request, now_s), self._away))
+        for request in aged:
             self._displaced.pop(request, None)
-            self._aged[request] = None
         # Upstream puts whom it preempts at the front.
-        if self._aged and _first(scheduler.waiting) is not next(iter(self._aged)):
-            for request in reversed(_in_queue(self._aged, scheduler.waiting)):
+        if aged and _first(scheduler.waiting) is not aged[0]:
+            for request in reversed(_in_queue(aged, scheduler.waiting)):
                 scheduler.waiting.remove_request(request)
                 scheduler.waiting.prepend_request(request)
         if self._is_waiting_unordered:
@@ -180,6 +173,13 @@ class Room:
                 scheduler.waiting.remove_request(request)
                 scheduler.waiting.add_request(request)
             self._is_waiting_unordered = False
+
+    def _is_aged(self, request: Any, now_s: float) -> bool:
+        return now_s - self._away.get(request, now_s) >= self._aging_s
+
+    def _back(self, request: Any) -> None:
+        self._away.pop(request, None)
+        self._displaced.pop(request, None)
 
 
 def _first(waiting: Any) -> Any:

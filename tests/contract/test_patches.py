@@ -69,7 +69,7 @@ print("RESULT" + json.dumps({
     "async_extends_stock_async": issubclass(live[1], originals[1]),
     "async_is_built_on_stock_sync": not issubclass(live[1], live[0]),
     "marks": [vars(cls)["__meridian_patch__"] for cls in live],
-    "restored": [now is then for now, then in zip(classes(), stock)],
+    "restored": [now is before for now, before in zip(classes(), stock)],
     "restored_modules": [sync_module.Scheduler is originals[0],
                          async_module.AsyncScheduler is originals[1],
                          kv_module.KVCacheManager is stock[2]],

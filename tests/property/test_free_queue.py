@@ -12,9 +12,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from queue_watch import give_hash, link_faults, walk_tiers
-
-pytest.importorskip("vllm")
-
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from meridian_patch.engine.free_queue import AGE_PARTS, TieredFreeQueue

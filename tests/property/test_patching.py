@@ -84,7 +84,7 @@ def test_sites_hold_the_original_ours_or_theirs(toy, operations: list[tuple[str,
     for index in range(len(SITES)):
         model.run(RELEASE, index)
     model.registry.undo()
-    assert all(now is then for now, then in zip(bindings(), model.originals, strict=True))
+    assert all(now is before for now, before in zip(bindings(), model.originals, strict=True))
 
 
 BODY = (

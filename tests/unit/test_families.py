@@ -108,8 +108,7 @@ def test_packaged_tool_loops_can_be_seen():
 def test_lines_of_installed_files_still_stand(package, files):
     """What renders prompts on this machine can be read again: it must say what is quoted."""
     spec = importlib.util.find_spec(package)
-    if spec is None:
-        pytest.skip(f"{package} is not installed")
+    assert spec is not None, f"{package} is not installed: run scripts/setup"
     root = Path(spec.submodule_search_locations[0]).parent
     quoted = [
         (root / evidence.source.split()[0], evidence.line)

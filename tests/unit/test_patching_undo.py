@@ -24,7 +24,7 @@ def test_undo_restores_the_very_objects(toy: Toy) -> None:
     registry = Registry()
     registry.apply(PATCHES, toy.upstream)
     reports = registry.undo()
-    assert all(now is then for now, then in zip(bindings(), originals, strict=True))
+    assert all(now is before for now, before in zip(bindings(), originals, strict=True))
     assert [(each.patch, each.outcome) for each in reports] == [
         ("turbo", Outcome.UNDONE),
         ("engine", Outcome.UNDONE),
