@@ -104,9 +104,10 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server: ``base`` plus what a small CPU server needs."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # One OpenMP thread, bound to no core: the model is tiny, and the other cores feed the
-        # streams.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # One OpenMP thread: the model is tiny, and the other cores feed the streams. Worker and
+        # EngineCore wait for each other by spinning: unbound, they may end up on one core, and
+        # steps then take up to twice as long, in some servers and not in others.
+        "VLLM_CPU_OMP_THREADS_BIND": _worker_core(),
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         # The dev endpoints include the one that empties the prefix cache between seeds.
@@ -115,6 +116,11 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         **base,
     }
+
+
+def _worker_core() -> str:
+    cores = sorted(os.sched_getaffinity(0))
+    return str(cores[-1]) if len(cores) > 1 else "nobind"
 
 
 def pick_port(wanted: int = 0) -> int:

@@ -1,5 +1,6 @@
 """How a server process is started, watched and ended; the program is a stand-in for any server."""
 
+import os
 import socket
 import sys
 import time
@@ -133,6 +134,14 @@ def test_users_environment_wins_over_defaults():
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert env["HOME"] == "/h"
     assert env["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_worker_has_a_core_of_its_own(monkeypatch):
+    """Beside EngineCore, which waits for it by spinning; with one core there is no choice."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
+    assert server_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "5"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {5})
+    assert server_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 @pytest.mark.parametrize("arm", ARM_ENVIRONMENTS)
