@@ -167,7 +167,7 @@ def row_signals_ref(
     x = pick_rows(logits, rows).to(dtype)
     lse = torch.logsumexp(x, dim=1)
     lse = torch.where(lse.isinf(), torch.nan, lse)
-    p = torch.exp(x - lse[:, None])
+    p = torch.softmax(x, dim=1)
     entropy = torch.special.entr(p).sum(dim=1)
     return torch.stack([entropy, lse, p.amax(dim=1), p[:, boundary_id]], dim=1)
 
