@@ -107,7 +107,6 @@ def _eat_update_kernel(
     mean = tl.where(is_first, entropy, alpha * entropy + (1.0 - alpha) * old_mean)
     deviation = entropy - mean
     variance = alpha * deviation * deviation + (1.0 - alpha) * old_variance
-    variance = tl.where(is_first, 0.0, variance)
     debiased = variance / (1.0 - tl.exp(count * log_keep))
     debiased = tl.where(is_first, float("inf"), debiased)
     converged = (debiased < delta) & (count >= warm_up) & (entropy < max_entropy)
@@ -243,7 +242,6 @@ def eat_update_ref(
     is_first = count == 1
     mean = torch.where(is_first, entropy, alpha * entropy + (1 - alpha) * mean)
     variance = alpha * (entropy - mean) ** 2 + (1 - alpha) * variance
-    variance = torch.where(is_first, 0.0, variance)
     debiased = torch.where(is_first, torch.inf, variance / (1 - (1 - alpha) ** count))
     converged = (debiased < delta) & (count >= warm_up) & (entropy < max_entropy)
     columns = [count, entropy, mean, variance, debiased, delta, converged.to(dtype)]

@@ -13,7 +13,7 @@ CAPABILITIES = ("80", "90")
 
 
 def test_compiles_without_spilling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sizes of type, each width of row: nothing spilled to memory, logits read 16 bytes at a time."""
+    """Both sizes of type, each width of row: nothing spilled, logits read 16 bytes at a time."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     command = [sys.executable, "-P", str(SCRIPT), *CAPABILITIES]

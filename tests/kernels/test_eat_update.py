@@ -140,14 +140,14 @@ def test_nan_changes_nothing(backend: str) -> None:
 
 
 def test_index_outside_changes_nothing(backend: str) -> None:
-    state, logits = new_state(3), random_logits(3, 1000, torch.float32)
-    before = state.clone()
+    """Neither a slot nor what lies before and behind the state."""
+    wide, logits = new_state(5), random_logits(3, 1000, torch.float32)
+    state, before = wide[1:4], wide.clone()
     rows, slots = indices(-1, 3, 0, 1, -1), indices(0, 1, -1, 3, -1)
     eat_update(state, logits, rows, slots, **SETTINGS, backend=backend)
-    assert same_bits(state, before)
+    assert same_bits(wide, before)
     eat_update(state, logits, indices(-1, 1, 1), indices(-1, 2, -1), **SETTINGS, backend=backend)
-    assert column(state, EatColumn.COUNT) == [0, 0, 1]
-    assert same_bits(state[:2], before[:2])
+    assert column(wide, EatColumn.COUNT) == [0, 0, 0, 1, 0]
 
 
 def test_slots_do_not_mix(backend: str) -> None:
