@@ -13,9 +13,16 @@ from meridian_patch.kernels.row_signals import row_signals, row_signals_ref
 COLUMNS = (1, 7, 1000, 1024, 32000, 50257, 128256, 151936, 262144)
 # None; one; several; more than a GPU has multiprocessors.
 ROWS = (0, 1, 37, 199)
-# The interpreter takes a millisecond or so per block: many rows there only where they are short.
-MOST_ELEMENTS = 10**9 if DEVICE.type == "cuda" else 1_500_000
-SIZES = [(n, c) for c in COLUMNS for n in ROWS if n * c <= MOST_ELEMENTS]
+
+
+def is_affordable(n_rows: int, n_cols: int) -> bool:
+    """The interpreter takes milliseconds per block: wide rows few at a time, many rows once."""
+    if DEVICE.type == "cuda":
+        return True
+    return n_rows * n_cols <= 1_500_000 and (n_rows < max(ROWS) or n_cols == 1000)
+
+
+SIZES = [(n, c) for c in COLUMNS for n in ROWS if is_affordable(n, c)]
 
 
 def check(logits: torch.Tensor, rows: torch.Tensor, boundary_id: int, backend="triton") -> None:
@@ -60,11 +67,8 @@ def test_sliced_rows(backend: str) -> None:
     """Every other row of a tensor, from its third column on: only the stride differs."""
     logits = random_logits(9, 1003, torch.float32)
     view = logits[1::2, 3:]
-    got = row_signals(view, indices(2, 0), 5, backend=backend)
-    copied = row_signals(logits, indices(5, 1), 8, backend=backend)
-    apart = row_signals(view.contiguous(), indices(2, 0), 5, backend=backend)
-    assert same_bits(got, apart)
-    assert not same_bits(got, copied)
+    assert view.stride() == (2006, 1)
+    check(view, indices(2, 0), 5, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -95,7 +99,8 @@ def test_out_is_written_again(backend: str) -> None:
     for rows in (indices(0, 1, 2), indices(3, 2, -1)):
         got = row_signals(logits, rows, 3, out=out, backend=backend)
         assert got is out
-        assert same_bits(out.contiguous(), row_signals(logits, rows, 3, backend=backend))
+        allocated = row_signals(logits, rows, 3, backend=backend)
+        torch.testing.assert_close(out, allocated, equal_nan=True)
     assert bool((wide[:, 4:] == 77).all())
 
 

@@ -96,11 +96,10 @@ def test_bad_row_is_nan_alone(bad: str, n_cols: int, dtype: torch.dtype, backend
         logits[1, -1 if bad == "two +inf" else 4] = torch.inf
     got = signals(logits, 9, backend)
     assert got[1].isnan().all(), got[1]
-    alone = signals(logits[::2], 9, backend)
-    assert not alone.isnan().any()
-    if backend == "triton":
-        assert same_bits(got[::2], alone)
-    torch.testing.assert_close(got[::2], alone)
+    logits[1] = 0.0
+    mended = signals(logits, 9, backend)
+    assert mended.isfinite().all()
+    assert same_bits(got[::2].contiguous(), mended[::2].contiguous())
 
 
 @pytest.mark.parametrize("n_cols", WIDTHS)
