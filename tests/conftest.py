@@ -6,6 +6,9 @@ import pytest
 
 import meridian_patch.demo
 
+# Without a GPU these want a process of their own: `pytest tests/kernels`, as scripts/test does.
+collect_ignore = ["kernels"]
+
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:

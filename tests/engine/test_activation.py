@@ -5,14 +5,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import meridian_patch.configs
-import meridian_patch.kernels
 import pytest
 from run_engine import PATCHED, STOCK, SUPPORT, Job, run_job
 from run_server import Server
 from workloads import ask, engine_arguments, phases_after_prefill, sample
 
 import meridian_patch
+import meridian_patch.configs
+import meridian_patch.kernels
 
 pytestmark = pytest.mark.engine
 
