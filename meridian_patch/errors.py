@@ -5,13 +5,21 @@
     MeridianError
     ├── ConfigError          a value in YAML, the environment or a request is wrong
     ├── BoundaryError        a think boundary cannot be resolved for the served model
+    ├── CalibrationError     a labelled set cannot carry the bound that was asked for
     ├── PatchRefused         the engine must not start patched: version, contract or conflict
     └── BenchError           a benchmark or the demo cannot go on
 
 Each message says what happened, what was expected and what to do.
 """
 
-__all__ = ["BenchError", "BoundaryError", "ConfigError", "MeridianError", "PatchRefused"]
+__all__ = [
+    "BenchError",
+    "BoundaryError",
+    "CalibrationError",
+    "ConfigError",
+    "MeridianError",
+    "PatchRefused",
+]
 
 
 class MeridianError(Exception):
@@ -24,6 +32,10 @@ class ConfigError(MeridianError):
 
 class BoundaryError(MeridianError):
     """A think boundary cannot be resolved; the message names model, file, field, string, ids."""
+
+
+class CalibrationError(MeridianError):
+    """A labelled set cannot carry the bound; the message says why and what would."""
 
 
 class PatchRefused(MeridianError):  # noqa: N818 - the name is what happened

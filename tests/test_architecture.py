@@ -18,7 +18,7 @@ KERNELS = ROOT / "triton_kernels"
 BIN = Path(sys.executable).parent
 
 # Room -> the rooms it may import. Read it top down: an arrow only points up the table.
-PURE = ("errors", "envs", "config", "phase", "policy")
+PURE = ("errors", "envs", "config", "phase", "policy", "exit")
 ENGINE = (*PURE, "telemetry", "kernels", "patching", "engine")
 PLUGIN = (*ENGINE, "patches", "activation", "__init__", "apply", "plugin")
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("errors", "envs"),
     "phase": ("errors", "envs", "config"),
     "policy": ("errors", "envs", "config", "phase"),
+    "exit": ("errors", "envs", "config", "phase"),
     "telemetry": PURE,
     "engine": ENGINE,
     "patches": ("errors", "patching"),

@@ -116,6 +116,11 @@ class Family(StrictModel):
     close: Marker | None = Field(
         default=None, description="Text to force when thinking must be ended; unset: `end`."
     )
+    probe: Marker | None = Field(
+        default=None,
+        description="Text to put behind a thought for a moment, to see how sure its answer is; it "
+        "holds an end marker. Unset: a line break, `end`, a blank line.",
+    )
     implicit_end: tuple[Marker, ...] = Field(
         default=(), strict=False, description="Texts that end thinking without the end marker."
     )
@@ -146,6 +151,11 @@ class Family(StrictModel):
         return ((self.start, self.end), *((pair.start, pair.end) for pair in self.alternatives))
 
     @property
+    def probe_text(self) -> str:
+        """``probe``, or what stands in for it (EAT, arXiv:2509.26522)."""
+        return self.probe or f"\n{self.end}\n\n"
+
+    @property
     def markers(self) -> tuple[object, ...]:
         """What must be equal in two families for a model to be either of them."""
         return self.pairs, self.close, self.implicit_end
@@ -155,6 +165,7 @@ class Family(StrictModel):
         for start, end in self.pairs:
             if start == end:
                 raise ValueError(f"start and end are both {start!r}, expected two markers")
-        if self.close and not any(end.strip() in self.close for _, end in self.pairs):
-            raise ValueError(f"close is {self.close!r}, expected text that holds end {self.end!r}")
+        for name, text in (("close", self.close), ("probe", self.probe)):
+            if text and not any(end.strip() in text for _, end in self.pairs):
+                raise ValueError(f"{name} is {text!r}, expected text that holds end {self.end!r}")
         return self

@@ -113,6 +113,7 @@ def _common(fitting: list[FamilyFile]) -> Family:
     families = [file.family for file in fitting]
     histories = {family.history for family in families}
     prompt_starts = {family.prompt_start for family in families}
+    probes = {family.probe for family in families}
     names = ", ".join(family.family for family in families)
     no_ids = families[0].documented_ids.model_copy(
         update={
@@ -127,6 +128,7 @@ def _common(fitting: list[FamilyFile]) -> Family:
     return families[0].model_copy(
         update={
             "documented_ids": no_ids,
+            "probe": probes.pop() if len(probes) == 1 else None,
             "history": histories.pop() if len(histories) == 1 else "unverified",
             "history_evidence": None,
             # A loop that any of them would go on with is kept.

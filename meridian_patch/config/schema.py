@@ -1,9 +1,9 @@
 """What can be configured. The defaults are the product's behaviour."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -12,6 +12,11 @@ class StrictModel(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _off(value: Any) -> Any:
+    # YAML 1.1 reads a bare `off` as false.
+    return "off" if value is False else value
 
 
 class PolicyConfig(StrictModel):
@@ -165,6 +170,132 @@ class KvConfig(StrictModel):
     )
 
 
+class ExitConfig(StrictModel):
+    """When thinking is ended early. Entropies are those of the raw logits, in nats."""
+
+    mode: Annotated[Literal["off", "observe", "enforce"], BeforeValidator(_off)] = Field(
+        default="observe",
+        description="`observe` decides and reports when thinking would be closed, and closes "
+        "nothing; `enforce` closes it; `off` measures nothing. This section is read and checked, "
+        "but the engine does not act on it yet.",
+    )
+    min_think_tokens: int = Field(
+        default=512,
+        ge=0,
+        description="Floor, in tokens: a thought is not closed before it is this long, however "
+        "sure a strategy is. Thinking that is cut below about a seventh of its natural length "
+        "goes on in the answer.",
+    )
+    max_think_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Upper bound of one thought, in tokens; unset: none. A request's "
+        "`thinking_token_budget` is one too. Where a bound is lower than the floor, the bound "
+        "counts.",
+    )
+    grace_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="Tokens that a strategy waits for the end of a line before it closes in the "
+        "middle of one. Upper bounds are kept: for them the wait lies before the bound.",
+    )
+    eat: bool = Field(
+        default=True,
+        description="Strategy: close a thought whose answer no longer changes, seen by the "
+        "entropy after a trial boundary (EAT, arXiv:2509.26522). Costs one probe per paragraph.",
+    )
+    eat_alpha: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="EAT: weight of the newest probe in the moving mean and variance, below 1.",
+    )
+    eat_delta: float = Field(
+        default=4.8e-4,
+        gt=0,
+        allow_inf_nan=False,
+        description="EAT: close when the moving variance is below this, in nats squared. The "
+        "default is 1e-3 bits squared of the authors' figures, measured there at temperature "
+        "0.6. A request sets its own with `vllm_xargs: {meridian_eat_delta: ...}`.",
+    )
+    eat_warmup_probes: int = Field(
+        default=20,
+        ge=1,
+        description="EAT: probes of a thought before it may close; about 4 / `eat_alpha`, or the "
+        "variance has not forgotten its start.",
+    )
+    eat_max_entropy_nats: float | None = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="EAT: no close while the last probe's entropy is not below this, in nats: "
+        "steadily unsure is not converged. Unset: no such gate. The default is a guess.",
+    )
+    probe_min_gap_tokens: int = Field(
+        default=64,
+        ge=1,
+        description="EAT: a paragraph's end is probed when the last probe is at least this many "
+        "tokens back.",
+    )
+    probe_max_gap_tokens: int = Field(
+        default=256,
+        ge=1,
+        description="EAT: most tokens from one probe to the next, paragraph or not.",
+    )
+    rpdi: bool = Field(
+        default=True,
+        description="Strategy: close a thought that has derailed, seen by its tokens' entropy "
+        "against its own mean (RPDI, arXiv:2603.14251). Needs no probe.",
+    )
+    rpdi_window_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="RPDI: last think tokens whose mean entropy is compared with the whole "
+        "thought's.",
+    )
+    rpdi_lambda: float = Field(
+        default=2.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="RPDI: close at a sentence's end when the quotient of both means is above "
+        "this. It can be no sooner than after `rpdi_lambda` windows. A request sets its own with "
+        "`vllm_xargs: {meridian_rpdi_lambda: ...}`.",
+    )
+    end_probability: bool = Field(
+        default=False,
+        description="Strategy: close a thought that the model itself is about to end.",
+    )
+    end_probability_threshold: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Least probability of the end boundary's first token, at most 1.",
+    )
+    end_probability_patience: int = Field(
+        default=3,
+        ge=1,
+        description="Tokens of a thought at which the boundary must have been this probable, the "
+        "closing one included; they need not follow each other.",
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        most, is_set = self.max_think_tokens, "min_think_tokens" in self.model_fields_set
+        if is_set and most is not None and self.min_think_tokens > most:
+            raise ValueError(
+                f"min_think_tokens ({self.min_think_tokens}) to be at most max_think_tokens "
+                f"({most})"
+            )
+        if self.probe_min_gap_tokens > self.probe_max_gap_tokens:
+            raise ValueError(
+                f"probe_min_gap_tokens ({self.probe_min_gap_tokens}) to be at most "
+                f"probe_max_gap_tokens ({self.probe_max_gap_tokens})"
+            )
+        return self
+
+
 class Config(StrictModel):
     """The whole configuration."""
 
@@ -187,4 +318,7 @@ class Config(StrictModel):
     )
     kv: KvConfig = Field(
         default_factory=KvConfig, description="Which free KV blocks are evicted first."
+    )
+    exit: ExitConfig = Field(
+        default_factory=ExitConfig, description="When thinking is ended early."
     )

@@ -1,0 +1,1 @@
+"""When to end thinking early: decides, never acts."""

@@ -1,0 +1,56 @@
+"""What the controller asks for and reports."""
+
+from typing import NamedTuple
+
+from meridian_patch.exit.base import Reason
+
+
+class Close(NamedTuple):
+    """A thought should be closed now.
+
+    Attributes:
+        reason: of the strategy that fired first.
+        fired_at: think tokens when it fired.
+        close_at: think tokens at which the close was due: a line's end, or the end of the grace.
+        why: the figures behind it, for people.
+    """
+
+    reason: Reason
+    fired_at: int
+    close_at: int
+    why: str
+
+
+class Probe(NamedTuple):
+    """A thought should be probed.
+
+    Attributes:
+        thought: which thought of the request, from 1.
+        think_tokens: its tokens that stand before the trial boundary.
+    """
+
+    thought: int
+    think_tokens: int
+
+
+class Action(NamedTuple):
+    """What is to be done now; never both."""
+
+    close: Close | None = None
+    probe: Probe | None = None
+
+
+class Outcome(NamedTuple):
+    """How a thought ended.
+
+    Attributes:
+        reason: what ended it.
+        think_tokens: its accepted tokens, the boundary's included.
+        verdict: when it was to be closed, or would have been in mode ``observe``; None: never.
+        num_invalid: signals, of tokens and probes, that were no finite numbers.
+    """
+
+    reason: Reason
+    think_tokens: int
+    verdict: Close | None
+    num_invalid: int

@@ -1,0 +1,148 @@
+"""Chooses a strategy's threshold from labelled problems, with a bound on what it costs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meridian_patch.errors import CalibrationError
+from meridian_patch.exit.bounds import clopper_pearson, conformal_risk, hoeffding, trials_needed
+from meridian_patch.exit.records import Record, endings
+
+
+class Point(NamedTuple):
+    """One threshold on the labelled set.
+
+    Attributes:
+        threshold: as configured.
+        saving_ratio: share of all think tokens that are not thought.
+        accuracy: share of right answers.
+        lost, won: problems that are answered right only without, only with early exit.
+        lost_bound: upper bound of the share lost, with the confidence asked for.
+        hoeffding_bound: the same by Hoeffding's inequality, for comparison.
+        conformal_risk: the share lost as conformal risk control estimates it.
+        is_safe: whether the bound is proven for this threshold, see ``calibrate``.
+    """
+
+    threshold: float
+    saving_ratio: float
+    accuracy: float
+    lost: int
+    won: int
+    lost_bound: float
+    hoeffding_bound: float
+    conformal_risk: float
+    is_safe: bool
+
+
+class Calibration(NamedTuple):
+    """A threshold, and what it was chosen from.
+
+    Attributes:
+        chosen: the safe point with the largest saving; None when no threshold is safe.
+        curve: all points, the most careful first.
+        natural_accuracy: share of right answers without early exit.
+        num_problems: that count.
+        num_unlabelled: that had nothing to compare with and were left out.
+    """
+
+    chosen: Point | None
+    curve: tuple[Point, ...]
+    natural_accuracy: float
+    num_problems: int
+    num_unlabelled: int
+
+
+def calibrate(
+    records: Sequence[Record],
+    thresholds: Sequence[float],
+    *,
+    fires_below: bool,
+    tolerance: float,
+    risk: float,
+) -> Calibration:
+    """The threshold with the largest saving whose accuracy loss is bounded.
+
+    A problem is lost when its natural answer is right and its early one is not (the loss of
+    arXiv:2602.03814 for a stop that is too early). Accuracy falls by the share lost less the share
+    won, hence by no more than the share lost.
+
+    Thresholds are tested from the most careful on, each by the exact binomial bound of its share
+    lost; the first that fails ends it, and those before it are safe. Tested in an order that does
+    not come from the data, so many thresholds need no correction, and the share lost need not
+    rise with the threshold (fixed sequence testing; Angelopoulos et al., "Learn then test",
+    arXiv:2110.01052). So with confidence 1 - ``risk`` over labelled sets, every safe threshold
+    loses at most ``tolerance`` of all problems like these.
+
+    Args:
+        records: one per problem, drawn independently.
+        thresholds: of one strategy; not taken from these records.
+        fires_below: True where a value below the threshold fires (EAT), False where one above it
+            does (RPDI).
+        tolerance: epsilon, share of problems that may be lost, between 0 and 1.
+        risk: eta, probability that the bound does not hold, between 0 and 1.
+
+    Raises:
+        CalibrationError: the records cannot carry such a bound; says what is missing.
+    """
+    labelled = _labelled(records, thresholds, tolerance, risk)
+    ordered = sorted(set(thresholds), reverse=not fires_below)
+    natural = np.array([bool(record.is_correct) for record in labelled])
+    tokens, correct = endings(labelled, ordered, fires_below=fires_below)
+    total = sum(record.think_tokens for record in labelled)
+    curve: list[Point] = []
+    is_safe = True
+    for row, threshold in enumerate(ordered):
+        lost = int(np.sum(natural & ~correct[row]))
+        bound = clopper_pearson(lost, len(labelled), risk)
+        is_safe = is_safe and bound <= tolerance
+        curve.append(
+            Point(
+                threshold,
+                1 - float(tokens[row].sum()) / total,
+                float(correct[row].mean()),
+                lost,
+                int(np.sum(~natural & correct[row])),
+                bound,
+                hoeffding(lost, len(labelled), risk),
+                conformal_risk(lost, len(labelled)),
+                is_safe,
+            )
+        )
+    safe = [point for point in curve if point.is_safe]
+    chosen = max(safe, key=lambda point: point.saving_ratio, default=None)
+    unlabelled = len(records) - len(labelled)
+    return Calibration(chosen, tuple(curve), float(natural.mean()), len(labelled), unlabelled)
+
+
+def _labelled(
+    records: Sequence[Record], thresholds: Sequence[float], tolerance: float, risk: float
+) -> list[Record]:
+    for name, share in (("tolerance", tolerance), ("risk", risk)):
+        if not 0 < share < 1:
+            raise CalibrationError(f"{name} is {share}, expected a share between 0 and 1")
+    if not thresholds:
+        raise CalibrationError("there are no thresholds to choose from, expected at least one")
+    labelled = [record for record in records if record.is_correct is not None]
+    if not labelled:
+        raise CalibrationError(
+            f"none of {len(records)} problems has a reference answer, so that nothing says what "
+            "early exit costs; expected a labelled set"
+        )
+    if not all(record.think_tokens > 0 for record in labelled):
+        raise CalibrationError("a problem has no think tokens, expected thoughts in every record")
+    needed = trials_needed(tolerance, risk)
+    if len(labelled) < needed:
+        raise CalibrationError(
+            f"{len(labelled)} labelled problems are too few: to bound the loss by {tolerance:.2%} "
+            f"with confidence {1 - risk:.2%} takes at least {needed}, none of them lost. Label "
+            "more problems, or allow a greater loss or risk"
+        )
+    right = sum(bool(record.is_correct) for record in labelled)
+    if right <= tolerance * len(labelled):
+        raise CalibrationError(
+            f"only {right} of {len(labelled)} natural answers are right, no more than the loss "
+            f"allowed ({tolerance:.2%}): stopping at once would pass. Take problems that the "
+            "model can solve, check that its answers are read correctly, or allow a smaller loss"
+        )
+    return labelled

@@ -1,0 +1,110 @@
+"""Decides for one request when its thinking is to be closed and when it is to be probed."""
+
+from collections.abc import Sequence
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.actions import Action, Outcome, Probe
+from meridian_patch.exit.base import Reason, Row
+from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.watch import ThoughtWatch
+
+
+class ExitController:
+    """Watches one request's thoughts, one after the other.
+
+    1. ``off``: nothing is asked for. ``observe``: probes are; verdicts are kept in the outcome.
+       ``enforce``: closes are asked for too, one per thought.
+    2. Behind a boundary nothing is asked for until a new thought starts, which is watched anew:
+       floor, bounds and strategies are those of one thought.
+
+    Tokens may be known late: what is due at a token is asked for when the token is known.
+
+    Args:
+        config: of the request.
+        breaks: of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: none.
+    """
+
+    def __init__(
+        self, config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None
+    ) -> None:
+        self._config = config
+        self._breaks = breaks
+        self._budget_tokens = budget_tokens
+        # None behind the boundary, and before the first start.
+        self._watch: ThoughtWatch | None = None
+        self._num_thoughts = 0
+        self._is_closing = False
+        # How the last thought ended; None before the first did.
+        self.outcome: Outcome | None = None
+
+    @property
+    def is_thinking(self) -> bool:
+        """A thought is under way; never so in mode ``off``."""
+        return self._watch is not None
+
+    def start(self, think_tokens: int = 0) -> None:
+        """A thought begins: the prompt's, or one behind a new start marker.
+
+        Args:
+            think_tokens: that it has already, in the prompt; they were not measured.
+        """
+        if self._config.mode == "off":
+            return
+        self._num_thoughts += 1
+        self._is_closing = False
+        self._watch = ThoughtWatch(
+            self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
+        )
+
+    def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
+        """Take in think tokens that were accepted; of a step that ends the thought see ``end``.
+
+        Args:
+            token_ids: in order, of one step or several.
+            rows: their signals, one row per token.
+
+        Returns:
+            What is to be done now; None for nothing.
+        """
+        if self._watch is None:
+            return None
+        action = self._watch.accept(token_ids, rows)
+        return None if action is None else self._permitted(action)
+
+    def probed(self, probe: Probe, entropy_nats: float) -> Action | None:
+        """Take in a probe's result; one of another thought, or older than the last, is dropped."""
+        if self._watch is None:
+            return None
+        action = self._watch.probed(probe, entropy_nats)
+        return None if action is None else self._permitted(action)
+
+    def closing(self) -> None:
+        """The close is being forced: what ends the thought now is no longer its own end."""
+        self._is_closing = True
+
+    def end(self, num_tokens: int) -> Outcome | None:
+        """The boundary was accepted; None when no thought was under way.
+
+        The reason is ``budget`` when the thought is longer than vLLM's budget and nobody else
+        closed it: vLLM does not say when it did.
+
+        Args:
+            num_tokens: think tokens that came with it, its own included, and did not go through
+                ``accept``.
+        """
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return None
+        think_tokens = watch.think_tokens + num_tokens
+        reason = Reason.NATURAL
+        if self._is_closing and watch.verdict:
+            reason = watch.verdict.reason
+        elif self._budget_tokens is not None and think_tokens > self._budget_tokens:
+            reason = Reason.BUDGET
+        self.outcome = Outcome(reason, think_tokens, watch.verdict, watch.num_invalid)
+        return self.outcome
+
+    def _permitted(self, action: Action) -> Action | None:
+        is_kept = action.close is not None and self._config.mode != "enforce"
+        return None if is_kept else action

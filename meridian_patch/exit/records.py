@@ -1,0 +1,69 @@
+"""What a labelled replay records of each problem."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Stop(NamedTuple):
+    """A place at which a thought could be closed.
+
+    Attributes:
+        think_tokens: before the close.
+        is_correct: whether the answer that was forced there is right.
+        value: of the strategy's figure there: EAT's variance (nats squared) or RPDI.
+    """
+
+    think_tokens: int
+    is_correct: bool
+    value: float
+
+
+class Record(NamedTuple):
+    """One problem, thought to its natural end.
+
+    Attributes:
+        problem: its name.
+        think_tokens: of the natural thought.
+        is_correct: whether its answer is right; None where there is nothing to compare with.
+        stops: places at which the strategy was asked, in order.
+    """
+
+    problem: str
+    think_tokens: int
+    is_correct: bool | None
+    stops: Sequence[Stop]
+
+
+class Ending(NamedTuple):
+    """How a problem ends under one threshold."""
+
+    think_tokens: int
+    is_correct: bool
+
+
+def ending(record: Record, threshold: float, *, fires_below: bool) -> Ending:
+    """The first stop whose value is below the threshold (EAT), or above it (RPDI).
+
+    A value that is no number fires neither way. Without a firing the natural end counts.
+    """
+    for stop in record.stops:
+        fires = stop.value < threshold if fires_below else stop.value > threshold
+        if fires and stop.think_tokens < record.think_tokens:
+            return Ending(stop.think_tokens, stop.is_correct)
+    return Ending(record.think_tokens, bool(record.is_correct))
+
+
+def endings(
+    records: Sequence[Record], thresholds: Sequence[float], *, fires_below: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Think tokens and correctness of all endings, both [n_thresholds, n_records]."""
+    rows = [
+        [ending(record, threshold, fires_below=fires_below) for record in records]
+        for threshold in thresholds
+    ]
+    tokens = np.array([[end.think_tokens for end in row] for row in rows], np.float64)
+    correct = np.array([[end.is_correct for end in row] for row in rows], np.bool_)
+    return tokens, correct

@@ -1,0 +1,140 @@
+"""Strategies equal their written definitions, however the tokens are cut into steps."""
+
+import math
+
+from exit_streams import BREAKS, DOT, PLAIN, rpdi_by_definition, signals_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.eat import Eat
+from meridian_patch.exit.hard_cap import HardCap
+from meridian_patch.exit.probing import ProbeSchedule
+from meridian_patch.exit.rpdi import Rpdi
+
+ENTROPY = st.one_of(
+    st.floats(0, 12), st.sampled_from([0.0, 1e-9, 1.0, 1e6]), st.sampled_from([math.nan, math.inf])
+)
+# Closer to lambda than this, rounding decides.
+TIE = 1e-9
+
+
+def chunks(data, items):
+    """The items in pieces of random length, as steps bring them."""
+    pieces, begin = [], 0
+    while begin < len(items):
+        size = data.draw(st.integers(1, 7))
+        pieces.append(items[begin : begin + size])
+        begin += size
+    return pieces
+
+
+@given(
+    st.data(),
+    st.lists(st.tuples(ENTROPY, st.sampled_from([PLAIN, DOT])), max_size=120),
+    st.integers(1, 12),
+    st.floats(1.05, 4),
+    st.integers(0, 60),
+)
+def test_rpdi_is_its_definition(data, stream, window, threshold, floor):
+    """It fires where the quotient over the whole series, in float64, first passes lambda."""
+    ratios = rpdi_by_definition([entropy for entropy, _ in stream], window)
+    fires = [
+        index
+        for index, (_, token) in enumerate(stream)
+        if index >= floor and token == DOT and ratios[index] > threshold
+    ]
+    ties = [ratio for ratio in ratios if abs(ratio - threshold) < TIE]
+    rpdi = Rpdi(window, threshold, BREAKS.sentence)
+    before, firings = 0, []
+    for piece in chunks(data, stream):
+        entropies, tokens = zip(*piece, strict=True)
+        firing = rpdi.accept(tokens, signals_of(entropies), max(0, floor - before))
+        if firing:
+            firings.append(before + firing.at)
+        before += len(piece)
+    if not ties:
+        assert firings[:1] == fires[:1]
+    expected = next((r for r in reversed(ratios) if not math.isnan(r)), None)
+    if expected is not None and rpdi.ratio is not None:
+        assert math.isclose(rpdi.ratio, expected, rel_tol=1e-9)
+
+
+@given(st.data(), st.lists(st.floats(0, 12), min_size=1, max_size=80), st.integers(1, 12))
+def test_rpdi_does_not_depend_on_the_steps(data, entropies, window):
+    """To the last bit: no threshold is passed in one step and missed in two."""
+    at_once, in_steps = (Rpdi(window, 2.0, BREAKS.sentence) for _ in range(2))
+    at_once.accept([PLAIN] * len(entropies), signals_of(entropies), 0)
+    for piece in chunks(data, entropies):
+        in_steps.accept([PLAIN] * len(piece), signals_of(piece), 0)
+    assert at_once.ratio == in_steps.ratio
+
+
+def eat_by_definition(probes, alpha):
+    """Debiased variances, as written in the docstring."""
+    mean = variance = 0.0
+    variances = []
+    for n, x in enumerate(probes, start=1):
+        mean = x if n == 1 else alpha * x + (1 - alpha) * mean
+        variance = 0.0 if n == 1 else alpha * (x - mean) ** 2 + (1 - alpha) * variance
+        variances.append(variance / (1 - (1 - alpha) ** n))
+    return variances
+
+
+@given(
+    st.lists(ENTROPY, max_size=60),
+    st.floats(0.05, 0.9),
+    st.floats(1e-6, 1.0),
+    st.integers(1, 10),
+    st.one_of(st.none(), st.floats(0.1, 10)),
+)
+def test_eat_is_its_recurrences(probes, alpha, delta, warmup, most):
+    """Each probe fires exactly when the written rule says so."""
+    eat = Eat(alpha, delta, warmup, most)
+    finite = [x for x in probes if math.isfinite(x)]
+    variances = iter(enumerate(eat_by_definition(finite, alpha), start=1))
+    for x in probes:
+        why = eat.probed(x)
+        if not math.isfinite(x):
+            assert why is None
+            continue
+        n, variance = next(variances)
+        assert math.isclose(eat.variance, variance, rel_tol=1e-12)
+        is_sure = most is None or x < most
+        assert (why is not None) == (n > warmup and variance < delta and is_sure)
+
+
+@given(st.data(), st.integers(1, 50), st.integers(0, 20), st.integers(0, 30), st.integers(0, 40))
+def test_hard_cap_is_a_comparison(data, most, lead, already, floor):
+    """It fires at the first allowed token with as many tokens before it."""
+    cap = HardCap(most, min(lead, most), already)
+    fired, before = None, 0
+    for piece in chunks(data, [PLAIN] * 60):
+        firing = cap.accept(piece, signals_of([1.0] * len(piece)), max(0, floor - before))
+        if firing and fired is None:
+            fired = before + firing.at
+        before += len(piece)
+    expected = max(floor, most - min(lead, most) - already - 1)
+    assert fired == (expected if expected < 60 else None)
+
+
+PARAGRAPHS = Breaks(frozenset(), frozenset({1, 2}), frozenset({3}), frozenset({2}))
+
+
+@given(st.data(), st.lists(st.integers(0, 3), max_size=80), st.integers(1, 9), st.integers(0, 20))
+def test_probes_do_not_depend_on_the_steps(data, tokens, min_gap, more):
+    """Several at once give the last of what one by one give, by the written rule."""
+    due, last = [], 0
+    for count, token in enumerate(tokens, start=1):
+        is_blank = token == 3 or (token == 2 and count > 1 and tokens[count - 2] in {1, 2})
+        if count - last >= min_gap + more or (is_blank and count - last >= min_gap):
+            due.append(count)
+            last = count
+    schedule = ProbeSchedule(min_gap, min_gap + more, PARAGRAPHS)
+    before, found = 0, []
+    for piece in chunks(data, tokens):
+        found.append((before, schedule.accept(piece), before + len(piece)))
+        before += len(piece)
+    for begin, at, end in found:
+        assert at == max((count for count in due if begin < count <= end), default=None)
+    assert schedule.due_by == last + min_gap + more

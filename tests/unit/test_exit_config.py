@@ -1,0 +1,148 @@
+"""Section exit, a request's own fields, and a family's probe text."""
+
+import pytest
+
+from meridian_patch.config.families import load_families
+from meridian_patch.config.load import load_config
+from meridian_patch.config.matching import ModelIdentity, match_family
+from meridian_patch.config.request_fields import RequestFields, read_fields
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.errors import ConfigError
+from meridian_patch.exit.breaks import find_breaks
+from meridian_patch.exit.strategies import build_strategies
+from meridian_patch.exit.wishes import apply_wishes
+from meridian_patch.policy.wishes import read_wishes
+
+SET = "MERIDIAN_PATCH_SET_EXIT__"
+
+
+def test_defaults():
+    """Observing, with the published constants; upper bounds are nobody's but the operator's."""
+    config = load_config({}).config.exit
+    assert (config.mode, config.max_think_tokens) == ("observe", None)
+    assert (config.rpdi_window_tokens, config.rpdi_lambda) == (512, 2.0)
+    assert config.eat_warmup_probes == 4 / config.eat_alpha
+    assert config.eat_delta == pytest.approx(1e-3 * 0.6931**2, rel=0.01)
+    reasons = [s.reason for s in build_strategies(config, find_breaks([]))]
+    assert reasons == ["eat", "rpdi"]
+
+
+def test_every_strategy_can_be_switched():
+    """Bounds come last: at the same token a strategy's reason says more."""
+    config = ExitConfig(eat=False, end_probability=True, max_think_tokens=900)
+    reasons = [s.reason for s in build_strategies(config, find_breaks([]), 800)]
+    assert reasons == ["rpdi", "end_probability", "hard_cap", "budget"]
+
+
+@pytest.mark.parametrize("mode", ["off", "observe", "enforce"])
+def test_mode_can_be_set_in_the_environment(mode):
+    """YAML reads a bare off as false; it is off all the same."""
+    assert load_config({f"{SET}MODE": mode}).config.exit.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"MODE": "on"}, ["exit.mode is True", "'observe'"]),
+        ({"MIN_THINK_TOKENS": "-1"}, ["exit.min_think_tokens is -1", "equal to 0"]),
+        ({"EAT_ALPHA": "1.0"}, ["exit.eat_alpha is 1.0", "less than 1"]),
+        ({"EAT_DELTA": ".nan"}, ["exit.eat_delta is nan"]),
+        ({"RPDI_LAMBDA": "1.0"}, ["exit.rpdi_lambda is 1.0", "greater than 1"]),
+        ({"END_PROBABILITY_THRESHOLD": "1.5"}, ["less than or equal to 1"]),
+        (
+            {"MIN_THINK_TOKENS": "600", "MAX_THINK_TOKENS": "500"},
+            ["expected min_think_tokens (600) to be at most max_think_tokens (500)"],
+        ),
+        (
+            {"PROBE_MIN_GAP_TOKENS": "300"},
+            ["expected probe_min_gap_tokens (300) to be at most probe_max_gap_tokens (256)"],
+        ),
+    ],
+)
+def test_wrong_values(values, parts):
+    """One sentence that names the key, what came and what was expected."""
+    with pytest.raises(ConfigError) as error:
+        load_config({SET + name: value for name, value in values.items()})
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_maximum_alone_is_no_clash():
+    """The default floor gives way to a lower maximum."""
+    assert load_config({f"{SET}MAX_THINK_TOKENS": "100"}).config.exit.max_think_tokens == 100
+
+
+def test_a_request_has_its_own():
+    """Its fields stand in for the configuration; nothing asked, nothing copied."""
+    config = ExitConfig(eat=False, rpdi=False)
+    assert apply_wishes(config, None) is config
+    assert apply_wishes(config, {"other": 1}) is config
+    mine = apply_wishes(
+        config,
+        {
+            "meridian_exit": "enforce",
+            "meridian_max_think_tokens": 4000,
+            "meridian_min_think_tokens": 100,
+            "meridian_eat_delta": 0.01,
+            "meridian_rpdi_lambda": 3,
+            "meridian_itl_ms": 40.0,
+        },
+    )
+    assert (mine.mode, mine.min_think_tokens, mine.max_think_tokens) == ("enforce", 100, 4000)
+    assert (mine.eat, mine.eat_delta, mine.rpdi, mine.rpdi_lambda) == (True, 0.01, True, 3.0)
+    assert apply_wishes(config, {"meridian_exit": "off"}) == config.model_copy(
+        update={"mode": "off"}
+    )
+
+
+def test_one_reader_for_all_fields():
+    """Policy and exit take theirs from the same reading, so both know each other's."""
+    mine = {"meridian_exit": "off", "meridian_max_think_tokens": 9, "meridian_priority": 2}
+    assert read_wishes(mine).max_think_tokens == 9
+    assert apply_wishes(ExitConfig(), mine).max_think_tokens == 9
+    assert all(name.startswith("meridian_") for name in RequestFields.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("meridian_exit", "on", "expected 'off', 'observe' or 'enforce'"),
+        ("meridian_exit", False, "expected 'off', 'observe' or 'enforce'"),
+        ("meridian_max_think_tokens", 0, "expected greater than or equal to 1"),
+        ("meridian_min_think_tokens", -1, "expected greater than or equal to 0"),
+        ("meridian_min_think_tokens", "5", "expected a valid integer"),
+        ("meridian_eat_delta", 0.0, "expected greater than 0"),
+        ("meridian_rpdi_lambda", 1.0, "expected greater than 1"),
+        ("meridian_rpdi_lambda", float("inf"), "expected a finite number"),
+        ("meridian_eat_alpha", 0.1, "expected a field that exists"),
+    ],
+)
+def test_a_wrong_field_is_one_sentence(name, value, expected):
+    """It names the field, what came and what was expected, whoever reads."""
+    for read in (read_fields, read_wishes, lambda extra: apply_wishes(ExitConfig(), extra)):
+        with pytest.raises(ConfigError) as error:
+            read({name: value})
+        assert str(error.value).startswith(f"vllm_xargs field {name} is {value!r}, {expected}")
+
+
+def test_bounds_of_a_request_that_clash():
+    """Both are named."""
+    with pytest.raises(ConfigError, match=r"min_think_tokens is 9, expected at most .*which is 5"):
+        read_fields({"meridian_min_think_tokens": 9, "meridian_max_think_tokens": 5})
+
+
+def test_probe_texts_end_the_thought():
+    """Every packaged probe holds an end marker; the default surrounds it with line breaks."""
+    families = {name: file.family for name, file in load_families().items()}
+    for family in families.values():
+        assert any(end.strip() in family.probe_text for _, end in family.pairs)
+    assert families["qwen3_hybrid"].probe_text == "\n</think>\n\n"
+    assert families["r1_0528_qwen3_8b"].probe_text == "\n</think>\n"
+    assert families["gpt_oss"].probe_text == families["gpt_oss"].close
+
+
+def test_families_that_share_a_parser_may_differ_in_the_probe():
+    """What they do not agree on is left to the default."""
+    match = match_family(load_families(), ModelIdentity((), (), "deepseek_r1"))
+    assert match.how == "parser"
+    assert match.family.probe is None

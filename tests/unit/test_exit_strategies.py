@@ -1,0 +1,159 @@
+"""Each strategy by itself: when it fires, and what it leaves out."""
+
+import math
+
+import pytest
+from exit_streams import BREAKS, COMMA, DOT, LINE, PLAIN, signals_of
+
+from meridian_patch.exit.base import NO_SIGNALS, Reason, Signals, Strategy
+from meridian_patch.exit.eat import Eat
+from meridian_patch.exit.end_probability import EndProbability
+from meridian_patch.exit.hard_cap import HardCap
+from meridian_patch.exit.rpdi import Rpdi
+
+NAN = math.nan
+
+
+def test_a_strategy_that_measures_nothing_never_fires():
+    """The interface's own answers."""
+    assert Strategy().accept([PLAIN], signals_of([1.0]), 0) is None
+    assert Strategy().probed(0.0) is None
+
+
+def test_rows_become_columns():
+    """The device writes rows, strategies read columns."""
+    signals = Signals.of([(1.0, 2.0, 0.3, 0.4), NO_SIGNALS])
+    assert signals.entropy[0] == 1.0
+    assert signals.end_prob[0] == 0.4
+    assert all(math.isnan(column[1]) for column in signals)
+
+
+def test_eat_fires_once_a_flat_series_is_warm():
+    """Not in the warm-up, then at once: the variance is 0 from the first probe on."""
+    eat = Eat(0.2, 1e-3, warmup_probes=4, max_entropy_nats=1.0)
+    assert [eat.probed(0.3) is not None for _ in range(6)] == [False] * 4 + [True] * 2
+    assert eat.reason is Reason.EAT
+    assert "below 1.00e-03" in eat.probed(0.3)
+
+
+def test_eat_variance_by_hand():
+    """x = 1, 2 with alpha 0.5: m = 1.5, v = 0.5 * 0.5^2, debiased by 1 - 0.5^2."""
+    eat = Eat(0.5, 1e-9, warmup_probes=1, max_entropy_nats=None)
+    assert eat.variance == math.inf
+    eat.probed(1.0)
+    eat.probed(2.0)
+    assert eat.variance == pytest.approx(0.125 / 0.75)
+
+
+def test_eat_needs_many_flat_probes_to_settle():
+    """From a variance of 0.25 down to 1e-3: ln 250 / -ln(1 - alpha) of them."""
+    for alpha, needed in ((0.2, 25), (0.1, 53)):
+        eat = Eat(alpha, 1e-3, warmup_probes=1, max_entropy_nats=None)
+        eat._biased_variance, eat._mean, eat.count = 0.25, 0.5, 1000
+        probes = 1
+        while eat.probed(0.5) is None:
+            probes += 1
+        assert probes == needed
+
+
+def test_steadily_unsure_is_not_converged():
+    """A flat series of high entropy fires only without the gate."""
+    gated, open_ = (Eat(0.2, 1e-3, 2, gate) for gate in (1.0, None))
+    assert not any(gated.probed(1.0) for _ in range(50))
+    assert any(open_.probed(1.0) for _ in range(50))
+
+
+def test_eat_leaves_nan_out():
+    """Neither a firing nor a trace in the state."""
+    eat = Eat(0.2, 1e-3, 1, None)
+    eat.probed(0.3)
+    assert eat.probed(NAN) is None
+    assert eat.probed(math.inf) is None
+    assert (eat.count, eat.variance) == (1, 0.0)
+
+
+def test_rpdi_fires_at_a_sentence_end():
+    """Calm, then unsure: the first sentence end after the quotient passed lambda."""
+    rpdi = Rpdi(4, 2.0, BREAKS.sentence)
+    entropies = [0.1] * 20 + [1.0] * 6
+    tokens = [DOT] * 20 + [PLAIN, PLAIN, COMMA, PLAIN, DOT, DOT]
+    firing = rpdi.accept(tokens, signals_of(entropies), 0)
+    assert firing.at == 24
+    assert "times the thought's, above 2.00" in firing.why
+
+
+def test_rpdi_waits_for_what_it_may_fire_at():
+    """Before ``first`` nothing counts, and what came before is not forgotten."""
+    entropies, tokens = [0.1] * 20 + [1.0] * 6, [DOT] * 26
+    assert Rpdi(4, 2.0, BREAKS.sentence).accept(tokens, signals_of(entropies), 0).at == 20
+    assert Rpdi(4, 2.0, BREAKS.sentence).accept(tokens, signals_of(entropies), 25).at == 25
+    assert Rpdi(4, 2.0, BREAKS.sentence).accept(tokens, signals_of(entropies), 26) is None
+
+
+def test_rpdi_cannot_fire_before_lambda_windows():
+    """The quotient is at most i / W: the published setting needs more than 1024 tokens."""
+    rpdi = Rpdi(512, 2.0, BREAKS.sentence)
+    entropies = [0.0] * 512 + [1.0] * 512
+    assert rpdi.accept([DOT] * 1024, signals_of(entropies), 0) is None
+    assert rpdi.ratio == 2.0
+    entropies = [0.0] * 513 + [1.0] * 512
+    assert Rpdi(512, 2.0, BREAKS.sentence).accept([DOT] * 1025, signals_of(entropies), 0).at == 1024
+
+
+def test_rpdi_is_not_carried_over_lambda_by_rounding():
+    """Seven tokens are 1.4 windows of five: the quotient is 1.4 there, and comes out above it."""
+    entropies = [0.0] * 2 + [0.3] * 6
+    one = Rpdi(5, 1.4, BREAKS.sentence)
+    one.accept([PLAIN] * 7, signals_of(entropies[:7]), 0)
+    assert one.ratio > 1.4
+    assert Rpdi(5, 1.4, BREAKS.sentence).accept([DOT] * 8, signals_of(entropies), 0) is None
+
+
+def test_rpdi_keeps_small_entropies_behind_large_ones():
+    """A window that took away what leaves it would be left with rounding errors."""
+    rpdi = Rpdi(8, 2.0, BREAKS.sentence)
+    rpdi.accept([PLAIN] * 1000, signals_of([1e12] * 1000), 0)
+    rpdi.accept([PLAIN] * 12, signals_of([1e-9] * 12), 0)
+    assert rpdi.ratio == pytest.approx(1e-9 / (1e15 / 1012), rel=1e-12)
+
+
+def test_rpdi_leaves_nan_out():
+    """A sentence end without a signal fires nothing; all zero has no quotient."""
+    rpdi = Rpdi(2, 1.5, BREAKS.sentence)
+    tokens = [PLAIN] * 6 + [DOT, LINE]
+    firing = rpdi.accept(tokens, signals_of([0.1] * 4 + [1.0, 1.0, NAN, 1.0]), 0)
+    assert firing.at == 7
+    zeros = Rpdi(2, 1.5, BREAKS.sentence)
+    assert zeros.accept([DOT] * 9, signals_of([0.0] * 9), 0) is None
+    assert zeros.ratio is None
+
+
+def test_hard_cap_fires_early_enough():
+    """At the bound, or as many tokens before it as there are to find a line's end."""
+    assert HardCap(5).accept([PLAIN] * 9, signals_of([1.0] * 9), 0).at == 4
+    assert HardCap(5, lead_tokens=2).accept([PLAIN] * 9, signals_of([1.0] * 9), 0).at == 2
+    assert HardCap(5).accept([PLAIN] * 4, signals_of([1.0] * 4), 0) is None
+
+
+def test_hard_cap_goes_on_firing():
+    """What it could not say below the floor it says above it; earlier tokens count."""
+    cap = HardCap(5, think_tokens=3, reason=Reason.BUDGET)
+    assert cap.reason is Reason.BUDGET
+    assert cap.accept([PLAIN] * 3, signals_of([1.0] * 3), 3) is None
+    firing = cap.accept([PLAIN] * 3, signals_of([1.0] * 3), 1)
+    assert (firing.at, firing.why) == (1, "5 think tokens of at most 5")
+
+
+def test_end_probability_counts_the_places():
+    """They need not follow each other, and the token that fires is one of them."""
+    end_probs = [0.6, 0.0, NAN, 0.5, 0.0, 0.9]
+    signals, tokens = signals_of([1.0] * 6, end_probs), [PLAIN] * 6
+    assert EndProbability(0.5, 1).accept(tokens, signals, 0).at == 0
+    assert EndProbability(0.5, 2).accept(tokens, signals, 0).at == 3
+    assert EndProbability(0.5, 2).accept(tokens, signals, 4).at == 5
+    assert EndProbability(0.5, 4).accept(tokens, signals, 0) is None
+    strategy = EndProbability(0.5, 3)
+    strategy.accept(tokens[:4], signals_of([1.0] * 4, end_probs[:4]), 0)
+    firing = strategy.accept(tokens[4:], signals_of([1.0] * 2, end_probs[4:]), 0)
+    assert firing.at == 1
+    assert "at least 0.500, 3 times" in firing.why
