@@ -9,9 +9,9 @@ updated mean, as in the authors' code (github.com/xidulu/EAT)::
     debiased:     v / (1 - (1-a)^count)
 
 The debiasing is that of github.com/xidulu/reasoning_risk_control; after one probe, where v is 0 by
-definition and not by observation, it is +inf here. A chain has converged when the debiased
-variance is below the slot's delta after the warm-up, and the entropy itself is low: a model that is
-stably confused has a flat entropy, too.
+definition and not by observation, it is +inf here.
+A chain has converged when the debiased variance is below the slot's delta after more probes than
+the warm-up, and the entropy itself is low: a model that is stably confused has a flat entropy, too.
 
 The entropy is that of ``row_signals``. Each probe row is read once, ``n_cols * itemsize`` bytes;
 beside it 16 bytes of state are read and 24 written.
@@ -109,7 +109,7 @@ def _eat_update_kernel(
     variance = alpha * deviation * deviation + (1.0 - alpha) * old_variance
     debiased = variance / (1.0 - tl.exp(count * log_keep))
     debiased = tl.where(is_first, float("inf"), debiased)
-    converged = (debiased < delta) & (count >= warm_up) & (entropy < max_entropy)
+    converged = (debiased < delta) & (count > warm_up) & (entropy < max_entropy)
 
     tl.store(entry + _COUNT, count, mask=updates)
     tl.store(entry + _ENTROPY, entropy, mask=updates)
@@ -171,7 +171,7 @@ def eat_update(
         slots: [n_rows], int32 or int64: the slot of each. Unique within a call, apart from those
             outside of state: two probes of one slot would race.
         alpha: weight of the newest entropy, within (0, 1).
-        warm_up: probes before a chain may have converged, at least 1.
+        warm_up: probes that are too few for a chain to have converged, at least 1.
         max_entropy: in nats; a chain has converged only below it. ``math.inf`` for no gate.
         backend: "triton", or "torch" for the reference in float32. Never falls back by itself.
 
@@ -243,7 +243,7 @@ def eat_update_ref(
     mean = torch.where(is_first, entropy, alpha * entropy + (1 - alpha) * mean)
     variance = alpha * (entropy - mean) ** 2 + (1 - alpha) * variance
     debiased = torch.where(is_first, torch.inf, variance / (1 - (1 - alpha) ** count))
-    converged = (debiased < delta) & (count >= warm_up) & (entropy < max_entropy)
+    converged = (debiased < delta) & (count > warm_up) & (entropy < max_entropy)
     columns = [count, entropy, mean, variance, debiased, delta, converged.to(dtype)]
     new[target] = torch.stack(columns, dim=1)
     return new[:-1]

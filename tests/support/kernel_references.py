@@ -42,7 +42,7 @@ class EatSlot:
             self.variance = alpha * (entropy - self.mean) ** 2 + (1 - alpha) * self.variance
             self.debiased = self.variance / (1 - (1 - alpha) ** count)
         is_still = self.debiased < self.delta
-        self.converged = is_still and count >= warm_up and entropy < max_entropy
+        self.converged = is_still and count > warm_up and entropy < max_entropy
 
     def columns(self) -> list[float]:
         """In the order of ``EatColumn``."""
