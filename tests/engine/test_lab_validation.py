@@ -12,8 +12,9 @@ from meridian_patch.bench.lab.validate import repeat_spread as spread_of
 
 pytestmark = pytest.mark.engine
 
-# Relative; timings of a busy machine, and a p99 of some thousand gaps, vary.
-BOUNDS = dict.fromkeys(FIGURES, 0.35) | {"answer_itl_p99_s": 0.6}
+# Relative; timings of a busy machine, and a p99 of some thousand gaps, vary. The pool is full:
+# when a step takes a per cent longer, TTFAT grows by several.
+BOUNDS = dict.fromkeys(FIGURES, 0.35) | {"answer_itl_p99_s": 0.6, "ttfat_mean_s": 0.6}
 # Per 100 requests, beside the share.
 FEW_PREEMPTIONS = 10
 
