@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
@@ -60,6 +61,8 @@ class Steering:
         self._readers = Readers(router, itl_s)
         # Of live requests that ask for something.
         self._wishes: dict[str, Wishes] = {}
+        # Live requests whose prompt must not be computed in pieces for our sake.
+        self._unchunkable: set[str] = set()
         self._sharing = None
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
@@ -86,6 +89,10 @@ class Steering:
             ConfigError: it asks for something that does not exist; it is served all the same.
         """
         sampling = request.sampling_params
+        # Load-bearing: the CPU build's model runner V1 fails on a chunk of a request with a seed,
+        # and the engine with it. Its generators have no offset to set back.
+        if sampling and sampling.seed is not None and current_platform.is_cpu():
+            self._unchunkable.add(request.request_id)
         wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
         if wishes != NO_WISHES:
             self._wishes[request.request_id] = wishes
@@ -114,6 +121,7 @@ class Steering:
         self.forecasts.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
         self._readers.left(request.request_id)
         self._wishes.pop(request.request_id, None)
+        self._unchunkable.discard(request.request_id)
         if self._room:
             self._room.left(request)
 
@@ -136,7 +144,7 @@ class Steering:
         held = int(scheduler.kv_cache_manager.usage * (self._pool_tokens or 0))
         self._shape = StepShape(0, decode_rows, held)
         self._budget = None
-        if self._rules.step_cut and self._readers:
+        if self._rules.step_cut and self._readers and not self._unchunkable:
             before = self._tokens_before(scheduler)
             target_s = self._target_s(now_s)
             self._budget = self._cut.token_budget(self._shape, before, target_s, now_s)

@@ -71,6 +71,21 @@ def test_prefill_beside_an_answer_keeps_the_step_short(demo_model, policy, is_as
     assert not driver.scheduler.phase_counters.totals.get("fallback:exception")
 
 
+def test_a_seeded_prompt_comes_whole_on_a_cpu(demo_model, policy):
+    """The CPU build's runner dies of a chunk of it; when it is gone chunks are back."""
+    policy(answer_itl_ms=20.0)
+    driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET, max_num_seqs=8)
+    learn(driver)
+    driver.add(job("reader", 50, think=5, answer=300))
+    step_until(driver, "reader", Phase.ANSWER)
+    driver.add(job("seeded", 51, prompt=400, think=5, answer=5), seed=7)
+    assert max(driver.step().num_scheduled_tokens.values()) == 400
+    while "seeded" in driver.scheduler.requests:
+        driver.step()
+    driver.add(job("long", 52, prompt=400, think=5, answer=5))
+    assert max(driver.step().num_scheduled_tokens.values()) < 400
+
+
 def test_nobody_reads_nobody_is_cut(demo_model, policy):
     """Thinking alone: prompts take the engine's whole budget."""
     policy(answer_itl_ms=11.0)

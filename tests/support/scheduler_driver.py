@@ -179,10 +179,14 @@ class Driver:
             scheduler.steering.clock = lambda: driver.now_s
         return driver
 
-    def add(self, job: Job, extra_args: dict[str, Any] | None = None) -> None:
+    def add(
+        self, job: Job, extra_args: dict[str, Any] | None = None, seed: int | None = None
+    ) -> None:
         self.jobs[job.request_id] = job
         self.deliveries[job.request_id] = []
-        parameters = SamplingParams(temperature=0, max_tokens=job.max_tokens, extra_args=extra_args)
+        parameters = SamplingParams(
+            temperature=0, max_tokens=job.max_tokens, extra_args=extra_args, seed=seed
+        )
         parameters.update_from_generation_config({}, TURN_END)
         self.scheduler.add_request(
             Request(
