@@ -20,7 +20,8 @@ from meridian_patch.engine.guard import StepGuard
 from meridian_patch.engine.kv_binding import bind_kv_phases
 from meridian_patch.engine.offloaded import find_offloaded
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
-from meridian_patch.engine.steering import Steering, StepLimits, limited
+from meridian_patch.engine.steering import ENFORCES_NOTHING, Steering, StepLimits, limited
+from meridian_patch.errors import ConfigError
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.latency import LatencyPolicy
 from meridian_patch.policy.rules import choose_rules
@@ -55,6 +56,8 @@ class PhaseScheduling(UpstreamScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loaded = load_config(envs.environment())
+        if loaded.config.exit.mode == "enforce":
+            raise ConfigError(f"exit.mode {ENFORCES_NOTHING}")
         boundaries = resolve_boundaries(self.vllm_config, loaded)
         policy_config = loaded.config.policy
         rules = choose_rules(policy_config)

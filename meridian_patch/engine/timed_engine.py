@@ -134,9 +134,8 @@ def main() -> None:
 def _leave_the_workers_core() -> None:
     """This process and its worker wait for each other by spinning: on one core both crawl."""
     worker = envs.environment().get("VLLM_CPU_OMP_THREADS_BIND", "")
-    if worker.isdecimal():
-        others = os.sched_getaffinity(0) - {int(worker)}
-        os.sched_setaffinity(0, others or {int(worker)})
+    if worker.isdecimal() and (others := os.sched_getaffinity(0) - {int(worker)}):
+        os.sched_setaffinity(0, others)
 
 
 if __name__ == "__main__":
