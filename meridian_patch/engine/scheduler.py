@@ -207,7 +207,15 @@ class PhaseScheduling(UpstreamScheduler):
             if self.phase_router.observe(request_id, seen):
                 request = self.requests[request_id]
                 self._phase_order.changed(request)
+                # Its boundary was on the way when it was preempted.
+                if self._is_preempted_answer(request):
+                    self._waiting_answers[request_id] = request
                 self.steering.changed(request)
+
+    def _is_preempted_answer(self, request: Any) -> bool:
+        state = self.phase_router.get(request.request_id)
+        is_answer = state is not None and state.phase is Phase.ANSWER
+        return is_answer and request.status == RequestStatus.PREEMPTED
 
     def _plan(self) -> StepLimits:
         started_s = time.perf_counter()

@@ -8,6 +8,7 @@ import pytest
 from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
 from meridian_patch.phase.router import Phase
@@ -196,3 +197,25 @@ def test_aborts_in_every_phase_leave_nothing_behind(demo_model):
     assert len(router) == router.num_reasoning == 0
     assert set(router.counts.values()) == {0}
     assert not driver.scheduler._waiting_answers
+
+
+def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model):
+    """Its token was on the way when the thinker was preempted: it resumes as an answer does."""
+    driver = driver_for(demo_model, is_async=True, blocks=30)
+    scheduler = driver.scheduler
+    places = []
+    arranged = scheduler._arrange
+
+    def arrange():
+        arrivals = arranged()
+        waiting = [request.request_id for request in scheduler.waiting]
+        for name, request in scheduler.requests.items():
+            state = scheduler.phase_router.get(name)
+            if request.status == RequestStatus.PREEMPTED and state.phase is Phase.ANSWER:
+                places.append(waiting.index(name))
+        return arrivals
+
+    scheduler._arrange = arrange
+    load(driver, 5)
+    assert places
+    assert set(places) == {0}
