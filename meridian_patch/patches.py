@@ -174,7 +174,50 @@ SCHEDULER_STATS: Final = Patch(
     remove_when="vLLM exports plug-in statistics to `/metrics`, or loads stat loggers on request",
 )
 
-PATCHES: Final = (SCHEDULER, ASYNC_SCHEDULER, KV_CACHE_MANAGER, SCHEDULER_STATS)
+RUNNER_V1: Final = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+
+WORKER: Final = Patch(
+    name="worker",
+    sites=(
+        Site("vllm.v1.worker.worker_base", "WorkerBase"),
+        # For annotations alone, but a name that still holds the original is reported as stale.
+        Site("vllm.v1.executor.abstract", "WorkerBase"),
+        Site("vllm.v1.engine.llm_engine", "WorkerBase"),
+    ),
+    build="meridian_patch.engine.worker:build_tapped_worker",
+    versions=SUPPORTED,
+    contract=Contract(
+        calls=(),
+        behaviour=("__init__",),
+        reads=("model_config", "model_runner", "parallel_config", "rank"),
+        # It loads the plug-ins, then imports the worker's class, which derives from the site's.
+        lookups=("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",),
+        collaborators=(
+            "vllm.v1.worker.gpu_worker:Worker.init_device",
+            "vllm.v1.executor.multiproc_executor:MultiprocExecutor._get_output_rank",
+            f"{RUNNER_V1}._sample",
+            f"{RUNNER_V1}.sample_tokens",
+            "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput.get_output",
+            "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+            f"{RUNNER_V2}.sample",
+            f"{RUNNER_V2}.sample_tokens",
+            "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
+            "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
+            "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
+        ),
+    ),
+    process="worker",
+    why=(
+        "Early exit needs the entropy of what the model says next. The subclass puts a tap on the "
+        "model runner, which measures the rows that the scheduler asks for, from the logits that "
+        "are sampled from, and sends the numbers with the step's output."
+    ),
+    upstream="none: a logits processor returns nothing, and log-probabilities hold no entropy",
+    remove_when="vLLM lets a plug-in send values of its own from the sampler to the scheduler",
+)
+
+PATCHES: Final = (SCHEDULER, ASYNC_SCHEDULER, KV_CACHE_MANAGER, SCHEDULER_STATS, WORKER)
 
 
 def load_lock() -> dict[str, Entry]:

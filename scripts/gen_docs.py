@@ -44,7 +44,7 @@ def _patch_section(patch: Patch) -> str:
         "vLLM": _code([patch.versions]),
         "Acts in": patch.process.replace("_", " "),
         "Looked up by": _code(lookup.replace(":", ".") for lookup in contract.lookups),
-        "Overrides or calls": _code(contract.calls),
+        "Overrides or calls": _code(contract.calls) or "-",
         "Relies on the behaviour of": _code(contract.behaviour),
         "And on that of others": _code(each.replace(":", ".") for each in contract.collaborators)
         or "-",

@@ -66,9 +66,13 @@ def check_backend(backend: Backend, kernel: Any, device: torch.device) -> None:
         return
     if not HAS_TRITON:
         raise RuntimeError("backend is 'triton', but Triton is not installed; pass backend='torch'")
-    is_compiled = isinstance(kernel, triton.JITFunction)
-    if is_compiled and device.type == "cpu":
+    if not can_launch(kernel, device):
         raise ValueError(
             "logits is on cpu, expected a GPU for backend='triton'; pass backend='torch', or set "
             "TRITON_INTERPRET=1 before triton is imported"
         )
+
+
+def can_launch(kernel: Any, device: torch.device) -> bool:
+    """True when Triton is there, and on a CPU its interpreter."""
+    return HAS_TRITON and not (isinstance(kernel, triton.JITFunction) and device.type == "cpu")

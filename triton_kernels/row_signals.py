@@ -18,6 +18,7 @@ from meridian_patch.kernels._checks import check_index, check_logits, check_tabl
 from meridian_patch.kernels._launch import (
     Backend,
     LaunchConfig,
+    can_launch,
     check_backend,
     config_for,
     on_device,
@@ -154,6 +155,11 @@ def row_signals(
         return out.copy_(row_signals_ref(logits, rows, boundary_id, dtype=torch.float32))
     _launch_row_signals(out, logits, rows, boundary_id, config_for(n_cols))
     return out
+
+
+def usable_backend(device: torch.device) -> Backend:
+    """Say "triton" where its kernel can run on the device, else "torch"."""
+    return "triton" if can_launch(_row_signals_kernel, device) else "torch"
 
 
 def row_signals_ref(

@@ -8,13 +8,22 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import kv_cache, offloaded, room, scheduler, stat_logger, steering
+from meridian_patch.engine import (
+    kv_cache,
+    offloaded,
+    room,
+    scheduler,
+    stat_logger,
+    steering,
+    worker,
+)
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
     KV_CACHE_MANAGER,
     PATCHES,
     SCHEDULER,
     SCHEDULER_STATS,
+    WORKER,
 )
 from meridian_patch.patching.lock import locked_methods
 from meridian_patch.patching.spec import Patch
@@ -31,11 +40,13 @@ import vllm.v1.core.sched.async_scheduler as async_module
 import vllm.v1.core.sched.scheduler as sync_module
 import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
+import vllm.v1.worker.worker_base as workers
 
 def classes():
     configs = [SchedulerConfig.default_factory(async_scheduling=each) for each in (False, True)]
     schedulers = [config.get_scheduler_cls() for config in configs]
-    return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger]
+    others = [sync_module.KVCacheManager, loggers.PrometheusStatLogger, workers.WorkerBase]
+    return [*schedulers, *others]
 
 def refusal():
     lock = load_lock()
@@ -93,6 +104,7 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "AsyncPhaseScheduler",
         "PhaseKVCacheManager",
         "PhasePrometheusStatLogger",
+        "TappedWorkerBase",
     ]
     assert seen["marks"] == [patch.name for patch in PATCHES]
     assert all(seen["bases"])
@@ -153,6 +165,17 @@ def methods_of(cls: ast.ClassDef) -> set[str]:
     return {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
 
 
+def attributes_replaced(cls: ast.ClassDef) -> set[str]:
+    """Properties with a setter: they stand for attributes that upstream reads and assigns."""
+    return {
+        decorator.value.id
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Attribute) and decorator.attr == "setter"
+    }
+
+
 def self_names(cls: ast.ClassDef, context: type[ast.expr_context]) -> set[str]:
     return {
         node.attr
@@ -197,6 +220,7 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
         (ASYNC_SCHEDULER, scheduler, (steering, room, offloaded)),
         (KV_CACHE_MANAGER, kv_cache, ()),
         (SCHEDULER_STATS, stat_logger, ()),
+        (WORKER, worker, ()),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
@@ -218,7 +242,7 @@ def test_contract_lists_all_that_our_class_touches(patch: Patch, module, hands) 
             and node.func.value.id == "self"
         }
         touched_calls |= super_calls(cls) | (called - own)
-        touched_reads |= self_names(cls, ast.Load) - own - called
+        touched_reads |= self_names(cls, ast.Load) - own - called | attributes_replaced(cls)
     for hand in hands:
         calls, reads = names_on_the_scheduler(hand)
         touched_calls |= calls

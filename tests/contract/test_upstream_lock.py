@@ -147,6 +147,8 @@ def test_nobody_else_binds_the_replaced_names() -> None:
         ("vllm.v1.core.sched.async_scheduler", "Scheduler"),
         ("vllm.v1.core.sched.diffusion_scheduler", "Scheduler"),
         ("vllm.v1.core.sched.diffusion_scheduler", "AsyncScheduler"),
+        # Derives the worker from it, and is imported when the plug-ins are loaded.
+        ("vllm.v1.worker.gpu_worker", "WorkerBase"),
         # Imported by Ray Serve applications only; StatLoggerManager tests for our class.
         ("vllm.v1.metrics.ray_wrappers", "PrometheusStatLogger"),
     }

@@ -1,0 +1,126 @@
+"""Measures rows of logits and brings the numbers to the host without stopping the GPU."""
+
+from collections.abc import Sequence
+
+import torch
+
+from meridian_patch.engine.signals import MeasurePlan, Signals
+from meridian_patch.kernels.row_signals import row_signals, usable_backend
+
+# Rows of the model's output layer are padded to a multiple of this (vLLM's default).
+VOCAB_PADDING = 64
+
+
+class Spans:
+    """Which rows of a step's logits belong to whom.
+
+    Attributes:
+        owners: request ids, each with its number of rows.
+        rows: the rows, those of a request side by side, in the order of ``owners``.
+    """
+
+    def __init__(self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int]) -> None:
+        """Pick the planned requests' rows.
+
+        Args:
+            plan: whose rows.
+            req_ids: the requests of the batch, in its order.
+            starts: the first row of each, and after them the number of rows.
+        """
+        wanted = set(plan.request_ids)
+        self.owners: list[tuple[str, int]] = []
+        self.rows: list[int] = []
+        for request_id, start, end in zip(req_ids, starts[:-1], starts[1:], strict=True):
+            if request_id in wanted:
+                self.owners.append((request_id, end - start))
+                self.rows.extend(range(start, end))
+
+
+class Measured:
+    """Signals of one step, on their way to the host."""
+
+    def __init__(
+        self,
+        spans: Spans,
+        values: torch.Tensor,
+        host: torch.Tensor,
+        copied: torch.cuda.Event | None,
+    ) -> None:
+        self._spans = spans
+        # Kept until the copy has ended: another stream reads it.
+        self._values = values
+        self._host = host
+        self._copied = copied
+
+    def read(self) -> Signals:
+        """Wait for the numbers, on this thread alone, and sort them by request."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows = iter(self._host.tolist())
+        return {
+            request_id: [next(rows) for _ in range(n_rows)]
+            for request_id, n_rows in self._spans.owners
+        }
+
+
+class Meter:
+    """Measures on one device, for one vocabulary.
+
+    The kernel runs on the current stream, because samplers go on to change the logits in place;
+    only the copy to the host, 16 bytes per row, has a stream of its own. Nothing here waits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._copy_stream: torch.cuda.Stream | None = None
+
+    def measure(self, logits: torch.Tensor, spans: Spans, boundary_id: int) -> Measured:
+        """Start measuring.
+
+        Args:
+            logits: [n_rows, at least vocab_size], as the sampler gets them. Not modified.
+            spans: the rows to measure.
+            boundary_id: the token whose probability is wanted.
+
+        Raises:
+            ValueError: ``boundary_id`` is outside of the vocabulary, or what row_signals raises.
+        """
+        device = logits.device
+        values = row_signals(
+            logits[:, : self._vocab_size],
+            self._on_device(spans.rows, device),
+            boundary_id,
+            backend=usable_backend(device),
+        )
+        if device.type != "cuda":
+            return Measured(spans, values, values, None)
+        stream, copied = self._stream(device), torch.cuda.Event(blocking=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            host = values.to("cpu", non_blocking=True)
+            copied.record(stream)
+        return Measured(spans, values, host, copied)
+
+    def warm_up(self, device: torch.device, dtypes: set[torch.dtype]) -> None:
+        """Compile what :meth:`measure` will run, for logits of these types, padded or not."""
+        if device.type == "cpu" or usable_backend(device) != "triton":
+            return
+        padded = -(-self._vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+        for dtype in dtypes:
+            for width in {self._vocab_size, padded}:
+                logits = torch.zeros(1, width, dtype=dtype, device=device)
+                spans = Spans(MeasurePlan(("",), 0), [""], [0, 1])
+                self.measure(logits, spans, 0).read()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(device)
+        return self._copy_stream
+
+    @staticmethod
+    def _on_device(rows: list[int], device: torch.device) -> torch.Tensor:
+        if device.type != "cuda":
+            return torch.tensor(rows, dtype=torch.int64, device=device)
+        # From pinned memory, or the copy would wait for the GPU to come to it.
+        pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
+        return pinned.to(device, non_blocking=True)

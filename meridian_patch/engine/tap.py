@@ -1,0 +1,184 @@
+"""Reads the logits that a model runner is about to sample from, in the steps that ask for it.
+
+::
+
+    execute_model(scheduler_output)   takes the step's plan
+    the samplers' input               measured, once per step: raw logits after the grammar's mask,
+                                      as vLLM's own ``raw_logits``
+    sample_tokens() returns           the signals go with its result to the scheduler
+
+A runner that is never asked is left as it is. What fails here is logged once, and that step's
+result goes without signals.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
+
+from meridian_patch.engine.measuring import Measured, Meter, Spans
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+
+logger = init_logger("vllm.meridian_patch")
+
+
+class Tap:
+    """The tap of one model runner, of either generation."""
+
+    def __init__(self, runner: Any, vocab_size: int) -> None:
+        self._runner = runner
+        self._meter = Meter(vocab_size)
+        self._plan: MeasurePlan | None = None
+        self._measured: Measured | None = None
+        self._is_fitted = False
+        # Set for good where signals cannot be had.
+        self._is_closed = False
+        self._is_reported = False
+
+    def warm_up(self, device: torch.device, dtypes: set[torch.dtype]) -> None:
+        with self._protected("compiling its kernel"):
+            self._meter.warm_up(device, dtypes)
+
+    def begin(self, scheduler_output: Any) -> None:
+        """A step begins: take its plan, if it has one."""
+        # Only read: executors may hand the same object to a later pipeline stage.
+        self._plan = getattr(scheduler_output, PLAN_FIELD, None)
+        self._measured = None
+        if self._plan is None or self._is_fitted:
+            return
+        self._is_fitted = True
+        with self._protected("fitting it to the model runner"):
+            self._fit()
+
+    def end(self, result: Any) -> Any:
+        """A step ends: let the signals go with what the runner returns."""
+        measured, self._measured, self._plan = self._measured, None, None
+        if measured is None:
+            return result
+        with self._protected("handing on its numbers"):
+            if isinstance(result, AsyncModelRunnerOutput):
+                self._attach_later(result, measured)
+            else:
+                self._attach(result, measured)
+        return result
+
+    def see(self, logits: torch.Tensor, req_ids: Sequence[str], starts: Sequence[int]) -> None:
+        """A sampler is given logits; see ``Spans`` for the layout."""
+        plan = self._plan
+        if plan is None or self._is_closed:
+            return
+        if starts[-1] != len(logits):
+            self._close(f"its samplers get {len(logits)} rows, expected {starts[-1]}")
+            return
+        spans = Spans(plan, req_ids, starts)
+        if spans.rows:
+            self._measured = self._meter.measure(logits, spans, plan.boundary_id)
+
+    def _fit(self) -> None:
+        runner = self._runner
+        # Load-bearing: V1 samples in _sample and calls its samplers nowhere else but in dummy
+        # runs; under speculation the rejection sampler calls the plain one on part of the rows.
+        if hasattr(runner, "_sample"):
+            runner._sample = _before(runner._sample, self._guarded(self._see_v1))
+        elif getattr(runner, "batch_sharder", None) is not None:
+            # Each rank samples some of the requests, and only one rank answers the scheduler.
+            self._close("its ranks share the sampling")
+        else:
+            # Load-bearing: V2 computes the logits and calls one of these two in one method.
+            for sampler in (runner.sampler, runner.rejection_sampler):
+                if sampler is not None:
+                    _call_before(sampler, self._guarded(self._see_v2))
+
+    def _see_v1(self, logits: torch.Tensor, spec_decode_metadata: Any) -> None:
+        if self._plan is None:
+            return
+        req_ids = self._runner.input_batch.req_ids
+        # Load-bearing: row i is the batch's request i; with drafts each has one row more than it
+        # has drafts, the bonus token's last.
+        drafts = getattr(spec_decode_metadata, "num_draft_tokens", None)
+        counts = [1] * len(req_ids) if drafts is None else [1 + n for n in drafts]
+        self.see(logits, req_ids, list(accumulate(counts, initial=0)))
+
+    def _see_v2(self, logits: torch.Tensor, input_batch: Any, *_: Any, **__: Any) -> None:
+        if self._plan is not None:
+            # Load-bearing: what V2 has on the host; adaptive verification moves rows on the
+            # device alone, and then there are fewer of them.
+            self.see(logits, input_batch.req_ids, input_batch.cu_num_logits_np.tolist())
+
+    def _guarded(self, look: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            with self._protected("measuring"):
+                look(*args, **kwargs)
+
+        return call
+
+    def _attach_later(self, result: Any, measured: Measured) -> None:
+        """Load-bearing: whoever wants the output calls ``get_output`` on this object, once."""
+
+        def get_output() -> Any:
+            # The class's own again, or result and function would keep each other alive, and the
+            # GPU's tensors with them.
+            del result.get_output
+            output = result.get_output()
+            self._attach(output, measured)
+            return output
+
+        result.get_output = get_output
+
+    def _attach(self, output: Any, measured: Measured) -> None:
+        # Load-bearing: the empty output is one object for all steps.
+        if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+            with self._protected("reading its numbers"):
+                setattr(output, SIGNALS_FIELD, measured.read())
+
+    def _close(self, why: str) -> None:
+        self._is_closed = True
+        logger.warning(
+            "meridian_patch: %s measures no signals: %s", type(self._runner).__name__, why
+        )
+
+    @contextmanager
+    def _protected(self, what: str) -> Iterator[None]:
+        """Run a block of ours; an exception ends the block and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_reported:
+                self._is_reported = True
+                logger.error(
+                    "meridian_patch: the tap failed at %s; steps go without signals",
+                    what,
+                    exc_info=error,
+                )
+
+
+def _before(inner: Callable[..., Any], look: Callable[..., None]) -> Callable[..., Any]:
+    """A function that lets ``look`` have the arguments first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        look(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    return call
+
+
+def _call_before(instance: Any, look: Callable[..., None]) -> None:
+    """Make calls of one callable object go to ``look`` first.
+
+    ``instance()`` looks ``__call__`` up on the class, so the object gets a subclass of its own.
+    """
+    cls = type(instance)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        look(*args, **kwargs)
+        return cls.__call__(self, *args, **kwargs)
+
+    instance.__class__ = type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})
