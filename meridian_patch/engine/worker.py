@@ -26,13 +26,13 @@ def build_tapped_worker(original: type) -> type:
         def model_runner(self, runner: Any) -> None:
             self._runner = runner
             samples = runner is not None and self.model_config.runner_type == "generate"
-            if samples and _answers_scheduler(self.rank, self.parallel_config):
+            if samples and answers_scheduler(self.rank, self.parallel_config):
                 put_tap(runner, self.model_config)
 
     return TappedWorkerBase
 
 
-def _answers_scheduler(rank: int, parallel: Any) -> bool:
+def answers_scheduler(rank: int, parallel: Any) -> bool:
     """True for the worker whose outputs a scheduler reads; only there logits are measured."""
     # Load-bearing: with an external launcher every worker has a scheduler of its own, and all
     # must decide alike.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import cpu_engine
 from engine_watch import SchedulerWatch
+from signal_watch import SignalWatch, signals_of, tapped
 
 JOB = json.loads(Path(sys.argv[1]).read_text())
 
@@ -44,23 +45,33 @@ def run_stage(stage: dict) -> dict:
 
     llm = LLM(**stage["engine"])
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    watch = None
+    watch = signals = None
     report = {"runs": {}}
     if core is not None and hasattr(core, "scheduler"):
         tokenizer = llm.get_tokenizer()
         ids = tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
         watch = SchedulerWatch(core.scheduler, *ids)
         report["scheduler"] = [cls.__name__ for cls in type(core.scheduler).__mro__]
-        runner = core.model_executor.driver_worker.worker.model_runner
-        report["runner"] = type(runner).__module__
+        [report["runner"]] = llm.collective_rpc(runner_module)
+        if any("measures" in run for run in stage["runs"]):
+            signals = SignalWatch(core.scheduler, ids[1])
     for run in stage["runs"]:
-        report["runs"][run["name"]] = Run(llm, watch, run).drive()
+        if signals is not None:
+            signals.restart(is_on=run["measures"])
+        report["runs"][run["name"]] = outcome = Run(llm, watch, run).drive()
+        if signals is not None:
+            [names] = llm.collective_rpc(tapped)
+            outcome["signals"] = signals.report() | {"tapped": names}
     report["status"] = read_status()
     llm.llm_engine.engine_core.shutdown()
-    del llm, core, watch
+    del llm, core, watch, signals
     cleanup_dist_env_and_memory()
     gc.collect()
     return report
+
+
+def runner_module(worker) -> str:
+    return type(worker.model_runner).__module__
 
 
 def read_status() -> list[dict]:
@@ -132,6 +143,10 @@ class Run:
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
             }
+            if output.finished and sample.logprobs:
+                boundary_id = self._tokenizer.convert_tokens_to_ids(THINK_END)
+                rows = [signals_of(logits, boundary_id) for logits in sample.logprobs]
+                kept["samples"][sample.index]["signals"] = rows
 
     def _fire(self, event: dict) -> None:
         engine = self._engine

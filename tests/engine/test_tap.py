@@ -1,0 +1,106 @@
+"""What the tap measures is what vLLM says of the same logits, on every path through the worker."""
+
+import math
+
+import pytest
+from engine_plans import AMPLE, PATIENT
+from run_engine import PATCHED, Job, run_job
+from workloads import ask, ask_all, engine_arguments
+
+pytestmark = pytest.mark.engine
+
+# The scheduler's own plans are left out: these tests make them.
+ALONE = PATCHED | PATIENT | {"MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
+LOGITS = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+V1_STAGES = {
+    "sync": {"async_scheduling": False},
+    "async": {"async_scheduling": True},
+    "ngram": {"speculative_config": NGRAM},
+    # A worker process of its own, spawned: it loads the plug-in as a server's would.
+    "multiproc": {"async_scheduling": False, "distributed_executor_backend": "mp"},
+}
+
+
+def stage(name, engine, problems, max_tokens):
+    """A run without a plan, then the same requests measured, and one that has its own ways."""
+    requests = ask_all("a", problems, every_steps=3, max_tokens=max_tokens, logprobs=-1)
+    odd = ask("hot", problems[0], temperature=0.8, top_k=7, max_tokens=max_tokens, logprobs=-1)
+    penalised = {"repetition_penalty": 1.3, "logit_bias": {"3": 5.0}, "min_p": 0.1}
+    odd["params"] |= penalised if name != "ngram" else {}
+    plain = {"name": "plain", "measures": False, "requests": requests}
+    measured = {"name": "measured", "measures": True, "requests": [*requests, odd]}
+    return {"name": name, "engine": engine, "runs": [plain, measured]}
+
+
+@pytest.fixture(scope="module")
+def v1(demo_model, tmp_path_factory):
+    stages = [
+        stage(name, engine_arguments(demo_model, **LOGITS, **changes), AMPLE, 60)
+        for name, changes in V1_STAGES.items()
+    ]
+    return run_job(Job(stages, env=ALONE, allow_async=True), tmp_path_factory.mktemp("v1"))
+
+
+@pytest.fixture(scope="module")
+def v2(demo_model, tmp_path_factory):
+    engine = engine_arguments(
+        demo_model, max_model_len=512, max_num_batched_tokens=64, async_scheduling=True, **LOGITS
+    )
+    stages = [stage("v2", engine, AMPLE[:2], 12)]
+    job = Job(stages, env=ALONE, allow_async=True, model_runner_v2=True)
+    return run_job(job, tmp_path_factory.mktemp("v2"))
+
+
+@pytest.fixture(params=[*V1_STAGES, "v2"])
+def seen(request):
+    result = request.getfixturevalue("v2" if request.param == "v2" else "v1")
+    return result["stages"][request.param]
+
+
+def close(got, wanted):
+    return math.isclose(got, wanted, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def test_signals_are_those_of_the_logits_that_vllm_returns(seen):
+    """Entropy, log-sum-exp, max and boundary probability of every token, against float64."""
+    run = seen["runs"]["measured"]
+    got = run["signals"]["per_token"]
+    assert set(got) == set(run["outputs"])
+    for name, output in run["outputs"].items():
+        [sample] = output["samples"]
+        wanted = sample["signals"]
+        assert len(wanted) == len(sample["ids"]) > 8
+        for row, expected in zip(got[name][: len(wanted)], wanted, strict=True):
+            assert all(map(close, row, expected)), (name, row, expected)
+
+
+def test_signals_ride_on_the_model_runner_output(seen):
+    """Every output with tokens has a row for each of them, and rows nobody sampled are few."""
+    signals = seen["runs"]["measured"]["signals"]
+    assert signals["outputs"] > 8
+    assert signals["bare"] == 0
+    assert signals["short"] == 0
+    assert signals["tapped"]
+
+
+def test_a_runner_that_is_not_asked_is_left_alone(seen):
+    """Without a plan nothing is measured and nothing of the runner's sampling is replaced."""
+    signals = seen["runs"]["plain"]["signals"]
+    assert signals["outputs"] > 8
+    assert signals["bare"] == signals["outputs"]
+    assert signals["tapped"] == []
+
+
+def test_measuring_changes_no_token(seen):
+    """Greedy requests say the same measured as unmeasured."""
+    plain, measured = (seen["runs"][name]["outputs"] for name in ("plain", "measured"))
+    for name, output in plain.items():
+        assert measured[name]["samples"][0]["ids"] == output["samples"][0]["ids"]
+
+
+def test_drafts_have_rows_of_their_own(v1):
+    """Under speculation tokens beyond the first are accepted, and rejected drafts are measured."""
+    run = v1["stages"]["ngram"]["runs"]["measured"]
+    assert run["accepted"] > 0
+    assert run["signals"]["surplus"] > 0
