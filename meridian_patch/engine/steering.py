@@ -147,7 +147,9 @@ class Steering:
         if self._rules.step_cut and self._readers and not self._unchunkable:
             before = self._tokens_before(scheduler)
             target_s = self._target_s(now_s)
-            self._budget = self._cut.token_budget(self._shape, before, target_s, now_s)
+            budget = self._cut.token_budget(self._shape, before, target_s, now_s)
+            # Load-bearing: a step's drafts count as its tokens.
+            self._budget = budget + decode_rows * scheduler.num_spec_tokens
         return StepLimits(self._budget, max_active)
 
     def _tokens_before(self, scheduler: Any) -> int:
