@@ -35,8 +35,8 @@ def add_calibrate(commands: Any) -> None:
     calibrate.add_argument(
         "--strategies", help="eat, rpdi, or both (default: those that the configuration has on)"
     )
-    calibrate.add_argument("--eat-deltas", help="thresholds to try (default: 2^-20 to 2^3)")
-    calibrate.add_argument("--rpdi-lambdas", help="thresholds to try (default: 4 to 1.1)")
+    calibrate.add_argument("--eat-deltas", help="thresholds to try (default: 47 from 2^-20 to 2^3)")
+    calibrate.add_argument("--rpdi-lambdas", help="thresholds to try (default: 30 from 4 to 1.1)")
     calibrate.add_argument("--temperature", help="of all answers (default: the model's own)")
     calibrate.add_argument("--max-tokens", help="of thought and answer (default: all there is)")
     calibrate.add_argument(

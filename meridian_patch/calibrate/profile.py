@@ -25,6 +25,19 @@ exit into a file of your own. Nothing is closed until exit.mode is enforce.
 """
 
 
+class _Row(list[Any]):
+    """A list that is written in one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes rows in one line each, and everything else as blocks."""
+
+
+_Dumper.add_representer(
+    _Row, lambda dumper, row: dumper.represent_sequence("tag:yaml.org,2002:seq", row, True)
+)
+
+
 def model_identity(model: Path) -> dict[str, Any]:
     """Name, revision and digest of a model's weights, as far as they are cheap to tell."""
     path = model.resolve()
@@ -76,13 +89,11 @@ def render_profile(
         **origin,
         "epsilon": goal.epsilon,
         "confidence": goal.confidence,
-        "curve_columns": list(CURVE_COLUMNS),
-        "curve": {outcome.kind.name: curve_rows(outcome) for outcome in outcomes},
+        "curve_columns": _Row(CURVE_COLUMNS),
+        "curve": {o.kind.name: [_Row(row) for row in curve_rows(o)] for o in outcomes},
     }
     head = "".join(f"# {line}\n" for line in textwrap.wrap(_HEAD, _WIDTH))
-    body = yaml.safe_dump(
-        values, sort_keys=False, width=_WIDTH, allow_unicode=True, default_flow_style=None
-    )
+    body = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
     return f"{head}{body}"
 
 

@@ -122,9 +122,17 @@ def _render(
         natural_answer=mean_natural_answer_tokens(naturals),
         outcomes=outcomes,
         verdicts=[verdict(outcome, goal) for outcome in outcomes],
+        shown=_shown,
         cells=_cells,
         plot=data_url(accuracy_curves(outcomes, goal, tokens, caption)),
     )
+
+
+def _shown(outcome: StrategyOutcome) -> range:
+    """Of the curve's points those that are told apart: many close nothing, the last one is kept."""
+    curve = outcome.calibration.curve
+    idle = sum(point.saving_ratio == 0 for point in curve)
+    return range(max(0, idle - 1), len(curve))
 
 
 def _cells(outcome: StrategyOutcome, place: int) -> list[str]:

@@ -68,7 +68,8 @@ def calibrate_model(request: Request) -> int:
         raise CalibrationError(f"{' '.join(verdicts)} No profile is written; see {paths[0]}")
     profile = request.out / PROFILE
     profile.write_text(render_profile(found.loaded.config, outcomes, goal, origin))
-    console.print(*verdicts, *map(str, [profile, *paths]), sep="\n", highlight=False)
+    lines = [*verdicts, *map(str, [profile, *paths])]
+    console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -148,8 +149,7 @@ def _origin(
         "problems": len(naturals),
         "problems_without_thought": len(request.data.problems) - len(naturals),
         "grader": request.grader.spec,
-        # Without one, what the model's generation_config.json says.
-        "temperature": request.sampling.get("temperature"),
+        "temperature": request.sampling.get("temperature", "as in generation_config.json"),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["meridian", *sys.argv[1:]]),
         "machine": str(describe_machine()),

@@ -36,13 +36,13 @@ EAT = Kind(
     *("eat", "eat_delta", "--eat-deltas", "delta"),
     fires_below=True,
     above=0.0,
-    thresholds=tuple(2.0**power for power in range(-20, 4)),
+    thresholds=tuple(2.0 ** (power / 2) for power in range(-40, 7)),
 )
 RPDI = Kind(
     *("rpdi", "rpdi_lambda", "--rpdi-lambdas", "lambda"),
     fires_below=False,
     above=1.0,
-    thresholds=(4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3, 1.2, 1.1),
+    thresholds=tuple(tenths / 10 for tenths in range(40, 10, -1)),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (EAT, RPDI)}
 

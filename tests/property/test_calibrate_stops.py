@@ -42,8 +42,11 @@ def test_eat_closes_where_the_controller_does(thought, bounds, gap):
     tokens = [token_id for token_id, _ in thought]
     probed = {n: thought[-n % len(thought)][1] for n in range(1, len(thought) + 1)}
     config = config_of(
-        **{"eat": True, "eat_warmup_probes": 2, "eat_max_entropy_nats": 1.5},
-        **{"probe_min_gap_tokens": gap, "probe_max_gap_tokens": 3 * gap},
+        eat=True,
+        eat_warmup_probes=2,
+        eat_max_entropy_nats=1.5,
+        probe_min_gap_tokens=gap,
+        probe_max_gap_tokens=3 * gap,
         **bounds,
     )
     probes = [(at, probed[at]) for at in probe_places(tokens, config, BREAKS)]
