@@ -74,8 +74,8 @@ class EngineProcess:
         self._job = {"engine": dict(arguments), "sampling": dict(sampling)}
         self._log = log
         self._process: subprocess.Popen[str] | None = None
-        # Of the started engine: max_model_len, max_num_seqs, sampling.
-        self.facts: dict[str, Any] = {}
+        # Requests to keep in the engine; 0 until it has started.
+        self._seats = 0
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +115,7 @@ class EngineProcess:
         source, sink = self._started()
         self._send(sink, first)
         pending = 1
-        for ask in islice(waiting, _REQUESTS_PER_SEAT * self.facts["max_num_seqs"] - 1):
+        for ask in islice(waiting, _REQUESTS_PER_SEAT * self._seats - 1):
             self._send(sink, ask)
             pending += 1
         while pending:
@@ -145,9 +145,9 @@ class EngineProcess:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        if not self.facts:
+        if not self._seats:
             self._write(process.stdin, self._job)
-            self.facts = self._receive(process.stdout)
+            self._seats = int(self._receive(process.stdout)["max_num_seqs"])
         return process.stdout, process.stdin
 
     def _send(self, sink: IO[str], ask: Ask) -> None:
