@@ -326,3 +326,8 @@ class Config(StrictModel):
     exit: ExitConfig = Field(
         default_factory=ExitConfig, description="When thinking is ended early."
     )
+    provenance: dict[str, Any] | None = Field(
+        default=None,
+        description="Where the file's values come from: `meridian calibrate` writes model, data, "
+        "date and curve here. Nothing acts on it.",
+    )
