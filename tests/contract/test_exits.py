@@ -1,4 +1,4 @@
-"""Early exit on the real scheduler: what is measured, probed and forced, and what is left behind."""
+"""Early exit on the real scheduler: what is measured, probed, forced, and left behind."""
 
 import random
 

@@ -8,7 +8,6 @@ from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
 from vllm.v1.core.sched.interface import PauseState
 
 from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.errors import ConfigError
 from meridian_patch.phase.router import Phase
 
 BUDGET = 512

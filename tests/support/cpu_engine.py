@@ -22,6 +22,28 @@ def add_triton_cpu_backend() -> None:
             return True
 
     backends.backends["cpu"] = backends.Backend(compiler=None, driver=ActiveDriver)
+    _take_any_mask()
+
+
+def _take_any_mask() -> None:
+    """The interpreter wants masks of bool, compilers take integers: vLLM's bit masks are."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def masked_load(self, ptrs, mask, *args):
+        return load(self, ptrs, _as_bool(mask), *args)
+
+    def masked_store(self, ptrs, value, mask, *args):
+        return store(self, ptrs, value, _as_bool(mask), *args)
+
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store
+
+
+def _as_bool(mask):
+    mask.data = mask.data.astype(bool)
+    return mask
 
 
 def allow_async_scheduling() -> None:

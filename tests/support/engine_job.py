@@ -200,7 +200,15 @@ def _of_product(scheduler) -> dict:
     is_tiered = isinstance(pool.free_block_queue, TieredFreeQueue)
     return {
         "routed_left": len(scheduler.phase_router),
+        **(_of_exits(scheduler.exits) if scheduler.exits else {}),
         **({"kv_faults": find_faults(pool)} if is_tiered else {}),
+    }
+
+
+def _of_exits(exits) -> dict:
+    return {
+        "watched_left": exits.num_watched + len(exits.closings),
+        "probes_left": len(exits.probes or ()),
     }
 
 

@@ -7,6 +7,8 @@ owes nothing to the product's own counters.
 from dataclasses import dataclass, field
 
 PREFILL, THINK, ANSWER = "prefill", "think", "answer"
+# The class of the product's own requests, which no user sent.
+PROBE = "ProbeRequest"
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Watched:
         accepted: tokens produced beyond one per request and step.
         routed: request name -> the phases that the product's router put it in, in order; empty
             on a stock scheduler.
+        probes: tokens computed by each probe, in each step it was part of.
         misrouted: times the router disagreed with the phase read off the request's tokens.
     """
 
@@ -34,6 +37,7 @@ class Watched:
     accepted: int = 0
     routed: dict[str, list[str]] = field(default_factory=dict)
     misrouted: int = 0
+    probes: list[int] = field(default_factory=list)
 
 
 def request_name(request_id: str) -> str:
@@ -77,6 +81,9 @@ class SchedulerWatch:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             name = request_name(request_id)
             request = self.scheduler.requests[request_id]
+            if type(request).__name__ == PROBE:
+                seen.probes.append(scheduled)
+                continue
             seen.first_step.setdefault(name, seen.steps)
             if request.num_computed_tokens - scheduled < request.num_prompt_tokens:
                 seen.prefill_steps[name] = seen.prefill_steps.get(name, 0) + 1
@@ -88,6 +95,8 @@ class SchedulerWatch:
         router = getattr(self.scheduler, "phase_router", None)
         if router is not None:
             for request_id, request in self.scheduler.requests.items():
+                if type(request).__name__ == PROBE:
+                    continue
                 self._routed(request_id, str(router.get(request_id).phase), self._phase(request))
 
     def _routed(self, request_id: str, routed: str, expected: str) -> None:
@@ -97,6 +106,8 @@ class SchedulerWatch:
         self.seen.misrouted += routed != expected
 
     def _preempting(self, request, *_) -> None:
+        if type(request).__name__ == PROBE:
+            return
         self.seen.preemptions.append(
             {
                 "name": request_name(request.request_id),

@@ -1,0 +1,169 @@
+"""Thoughts are closed on the real engine, once each, in both runners and under every pressure."""
+
+import re
+
+import pytest
+from engine_plans import AMPLE, PATIENT, PRESSURE, SMALL_POOL
+from run_engine import PATCHED, Job, run_job
+from workloads import ask, ask_all, engine_arguments
+
+from meridian_patch.demo.problems import make_problems
+
+pytestmark = pytest.mark.engine
+
+BLOCK_SIZE = 32
+THINK_START, THINK_END = 256, 257
+# What the tiny reasoner says behind a thought; a line of reasoning looks different.
+ANSWER = re.compile(r"\d(\nFrom [^\n]* we get \w=\d\.)?")
+# The tiny reasoner's thoughts have no blank lines, so a probe is due by distance.
+ENFORCE = {
+    "EXIT__MODE": "enforce",
+    "EXIT__MIN_THINK_TOKENS": "24",
+    "EXIT__EAT_WARMUP_PROBES": "2",
+    "EXIT__EAT_ALPHA": "0.5",
+    "EXIT__EAT_DELTA": "0.02",
+    "EXIT__EAT_MAX_ENTROPY_NATS": "0.3",
+    "EXIT__PROBE_MIN_GAP_TOKENS": "8",
+    "EXIT__PROBE_MAX_GAP_TOKENS": "12",
+}
+SETTINGS = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in ENFORCE.items()}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+HARD = make_problems(6, seed=5, steps=6)
+PRESSED = {
+    "num_gpu_blocks_override": SMALL_POOL,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 64,
+}
+V1 = {
+    "sync": {"async_scheduling": False},
+    "async": {"async_scheduling": True},
+    "ngram": {"speculative_config": NGRAM},
+    "pressed": {"async_scheduling": True, **PRESSED},
+}
+V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": True}
+CAP = 64
+CAPPED = {"meridian_max_think_tokens": CAP, "meridian_eat_delta": 1e-12}
+
+
+def requests(problems, max_tokens=700):
+    """Closed by EAT as configured, by a cap, and not at all."""
+    asked = ask_all("eat", problems, every_steps=2, max_tokens=max_tokens)
+    asked += [
+        ask(f"cap{n}", p, max_tokens=max_tokens, extra_args=CAPPED)
+        for n, p in enumerate(problems)
+    ]
+    off = {"meridian_exit": "off"}
+    return [*asked, ask("off", problems[0], max_tokens=max_tokens, extra_args=off)]
+
+
+def stage(name, engine, problems, max_tokens=700):
+    return {
+        "name": name,
+        "engine": engine,
+        "runs": [{"name": "run", "requests": requests(problems, max_tokens)}],
+    }
+
+
+class Runs:
+    """One job per way through the engine, each made when it is first asked for.
+
+    vLLM's CPU build cannot start a second engine in a process that has applied bit masks.
+    """
+
+    def __init__(self, model, folders):
+        self._model = model
+        self._folders = folders
+        self._made = {}
+
+    def __getitem__(self, name):
+        if name not in self._made:
+            self._made[name] = self._make(name)["stages"][name]["runs"]["run"]
+        return self._made[name]
+
+    def _make(self, name):
+        is_v2 = name == "v2"
+        problems = AMPLE[:1] if is_v2 else HARD + PRESSURE[6:] if "pressed" in name else HARD
+        engine = engine_arguments(self._model, **(V2 if is_v2 else V1[name]))
+        job = Job(
+            [stage(name, engine, problems, 240 if is_v2 else 700)],
+            env=PATCHED | PATIENT | SETTINGS,
+            allow_async=True,
+            model_runner_v2=is_v2,
+        )
+        return run_job(job, self._folders.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def runs(demo_model, tmp_path_factory):
+    return Runs(demo_model, tmp_path_factory)
+
+
+@pytest.fixture(params=[*V1, "v2"])
+def run(request, runs):
+    return runs[request.param]
+
+
+def thoughts(run):
+    """By request, the ids of the thought and of what comes behind it."""
+    split = {}
+    for name, output in run["outputs"].items():
+        [sample] = output["samples"]
+        assert sample["ids"].count(THINK_END) <= 1, name
+        assert THINK_START not in sample["ids"], name
+        if THINK_END in sample["ids"]:
+            end = sample["ids"].index(THINK_END)
+            split[name] = sample["ids"][:end], sample["ids"][end + 1 :]
+    return split
+
+
+def test_each_thought_ends_once_and_is_answered(run):
+    """One boundary, no reasoning behind it, and an answer."""
+    split = thoughts(run)
+    assert len(split) >= len(run["outputs"]) - 1
+    for name in split:
+        [sample] = run["outputs"][name]["samples"]
+        assert ANSWER.fullmatch(sample["text"].split("</think>")[1]), sample["text"]
+
+
+def test_a_cap_holds(run):
+    """Not a token more than the cap, the boundary aside, and what was known too late."""
+    lengths = {name: len(thought) for name, (thought, _) in thoughts(run).items()}
+    capped = [length for name, length in lengths.items() if name.startswith("cap")]
+    assert capped
+    assert max(capped) <= CAP + 3
+    assert lengths.get("off", 10_000) > CAP + 3
+
+
+def test_reasons_are_counted(run):
+    """By what closed them; the counts are the thoughts."""
+    counted = run["counted"]
+    ended = {name: n for name, n in counted.items() if name.startswith("exit:")}
+    assert ended.get("exit:eat", 0) > 0 or ended.get("exit:hard_cap", 0) > 0
+    # The one with exits off is not followed.
+    assert sum(ended.values()) == len([name for name in thoughts(run) if name != "off"])
+    assert "fallback:exception" not in counted
+
+
+def test_probes_are_small_and_unseen(run):
+    """Each computes a block and the boundary at most; nobody outside hears of one."""
+    assert run["probes"]
+    assert max(run["probes"]) <= BLOCK_SIZE + 1
+    assert run["counted"]["probe:measured"] > 0
+    assert not run["counted"].get("probe:lost")
+    assert not any("probe" in name for name in run["outputs"])
+
+
+def test_nothing_is_left(run):
+    """No request, block, watch, close or probe."""
+    for what in ("requests_left", "blocks_left", "routed_left", "watched_left", "probes_left"):
+        assert run[what] == 0, what
+
+
+def test_pressure_was_there(runs):
+    """The test under KV pressure did preempt."""
+    assert runs["pressed"]["preemptions"]
+
+
+def test_drafts_were_there(runs):
+    """The test under speculation did accept drafts."""
+    assert runs["ngram"]["accepted"] > 0
