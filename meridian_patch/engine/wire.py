@@ -11,7 +11,7 @@ All but the scheduler is in the API server, or in the process of ``vllm.LLM``.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from vllm.exceptions import VLLMValidationError
@@ -52,7 +52,7 @@ def check_fields(extra_args: Mapping[str, Any] | None) -> None:
         raise RequestRefused(str(error)) from error
 
 
-def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, Sequence[Outcome]]) -> None:
+def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, tuple[Outcome, int]]) -> None:
     """Send how requests' thoughts ended to their callers.
 
     To be called in every step in which a thought ended, not only in the last: a request that ends
@@ -60,7 +60,8 @@ def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, Sequence[Outco
 
     Args:
         outputs: what ``update_from_output`` returns: ``EngineCoreOutputs`` by client.
-        outcomes: by request id, all outcomes so far of each request of which a thought ended.
+        outcomes: of each request of which a thought ended, by id: how, and its think tokens over
+            all thoughts.
     """
     # Where nobody takes it out again it would stay in `kv_transfer_params`, which is not ours.
     if not outcomes or not hasattr(output_processor.RequestState, MARK):
@@ -68,17 +69,13 @@ def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, Sequence[Outco
     for client in outputs.values():
         for output in client.outputs:
             if output.request_id in outcomes:
-                attach(output, outcomes[output.request_id])
-
-
-def attach(output: Any, outcomes: Sequence[Outcome]) -> None:
-    """Put one request's outcomes so far, at least one, on an ``EngineCoreOutput`` of it."""
-    # Load-bearing: the one dict of free keys there; the API server gets it as it is.
-    output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: summarize(outcomes)}
+                summary = summarize(*outcomes[output.request_id])
+                # Load-bearing: the one dict of free keys there; the API server gets it as it is.
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: summary}
 
 
 def detach(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Summary | None]:
-    """What ``kv_transfer_params`` held before :func:`attach`, and the summary; each may be None."""
+    """What ``kv_transfer_params`` held before :func:`attach_all`, and the summary; each may be None."""
     if not params or KEY not in params:
         return params, None
     rest = {name: value for name, value in params.items() if name != KEY}

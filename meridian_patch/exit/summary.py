@@ -1,6 +1,5 @@
 """How a request's thinking ended, as its caller is told."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from meridian_patch.exit.actions import Outcome
@@ -15,18 +14,18 @@ Summary = dict[str, Any]
 """
 
 
-def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """One request's thoughts, in order; there is at least one."""
-    last = outcomes[-1]
-    summary: Summary = {
-        "exit_reason": str(last.reason),
-        "think_tokens": sum(outcome.think_tokens for outcome in outcomes),
-    }
+def summarize(last: Outcome, think_tokens: int) -> Summary:
+    """One request's thinking so far.
+
+    Args:
+        last: how its last thought ended.
+        think_tokens: of all its thoughts that ended, this one included.
+    """
+    summary: Summary = {"exit_reason": str(last.reason), "think_tokens": think_tokens}
     due = last.verdict
     if due is not None and due.reason != last.reason:
-        before = sum(outcome.think_tokens for outcome in outcomes[:-1])
         summary["would_exit"] = {
             "exit_reason": str(due.reason),
-            "think_tokens": before + due.close_at,
+            "think_tokens": think_tokens - last.think_tokens + due.close_at,
         }
     return summary

@@ -27,7 +27,7 @@ from meridian_patch.exit.actions import Outcome
 from meridian_patch.exit.base import Reason
 from meridian_patch.patching.candidate import MARK
 
-EAT = [Outcome(Reason.EAT, 812, None, 0)]
+EAT = (Outcome(Reason.EAT, 800, None, 0), 812)
 SUMMARY = {"exit_reason": "eat", "think_tokens": 812}
 CONNECTOR = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
@@ -122,12 +122,12 @@ def request(name, params):
     return made
 
 
-def output(name="r", tokens=(5,), *, finished=False, outcomes=None, **more):
+def output(name="r", tokens=(5,), *, finished=False, outcome=None, **more):
     made = EngineCoreOutput(
         name, list(tokens), finish_reason=FinishReason.LENGTH if finished else None, **more
     )
-    if outcomes:
-        wire.attach_all({0: EngineCoreOutputs(outputs=[made])}, {name: outcomes})
+    if outcome:
+        wire.attach_all({0: EngineCoreOutputs(outputs=[made])}, {name: outcome})
     return made
 
 
@@ -137,7 +137,7 @@ def test_a_summary_arrives_with_the_last_output():
     frontend = Frontend()
     frontend.take(output())
     assert frontend.seen().outputs[0].meridian == {}
-    frontend.take(output(outcomes=EAT))
+    frontend.take(output(outcome=EAT))
     frontend.take(output(finished=True))
     last = frontend.seen()
     assert last.outputs[0].meridian == SUMMARY
@@ -150,7 +150,7 @@ def test_a_slow_caller_loses_nothing():
     """Outputs that nobody took are merged into the first, whose summary is the last."""
     frontend = Frontend()
     frontend.take(output())
-    frontend.take(output(outcomes=EAT))
+    frontend.take(output(outcome=EAT))
     frontend.take(output(finished=True))
     only = frontend.seen().outputs[0]
     assert list(only.token_ids) == [5, 5, 5]
@@ -161,7 +161,7 @@ def test_a_slow_caller_loses_nothing():
 def test_what_a_connector_says_stays_as_it_is():
     """A prefill node's parameters reach its proxy without a word of ours."""
     frontend = Frontend(RequestOutputKind.FINAL_ONLY)
-    frontend.take(output(finished=True, outcomes=EAT, kv_transfer_params=dict(CONNECTOR)))
+    frontend.take(output(finished=True, outcome=EAT, kv_transfer_params=dict(CONNECTOR)))
     last = frontend.seen()
     assert last.kv_transfer_params == CONNECTOR
     assert last.outputs[0].meridian == SUMMARY
@@ -171,9 +171,9 @@ def test_what_a_connector_says_stays_as_it_is():
 def test_each_sample_has_its_own():
     """With n > 1 the samples end differently, and say so."""
     frontend = Frontend(RequestOutputKind.FINAL_ONLY, n=2)
-    natural = [Outcome(Reason.NATURAL, 3, None, 0)]
+    natural = (Outcome(Reason.NATURAL, 3, None, 0), 3)
     frontend.take(
-        output("0_r", finished=True, outcomes=EAT), output("1_r", finished=True, outcomes=natural)
+        output("0_r", finished=True, outcome=EAT), output("1_r", finished=True, outcome=natural)
     )
     reasons = [each.meridian["exit_reason"] for each in frontend.seen().outputs]
     assert reasons == ["eat", "natural"]
@@ -181,9 +181,9 @@ def test_each_sample_has_its_own():
 
 def test_nothing_is_sent_where_nobody_takes_it_out():
     """With `--scheduler-cls` alone the API server is stock: `kv_transfer_params` stay empty."""
-    assert output(outcomes=EAT).kv_transfer_params is None
+    assert output(outcome=EAT).kv_transfer_params is None
     frontend = Frontend(RequestOutputKind.FINAL_ONLY)
-    frontend.take(output(finished=True, outcomes=EAT))
+    frontend.take(output(finished=True, outcome=EAT))
     assert frontend.seen().kv_transfer_params is None
 
 

@@ -16,7 +16,7 @@ class TellingScheduler(AsyncPhaseScheduler):
         ended = thinking & self._in_phase(Phase.ANSWER)
         tokens = {name: self.phase_router.get(name).think_tokens for name in ended}
         wire.attach_all(
-            outputs, {name: [Outcome(Reason.NATURAL, n, None, 0)] for name, n in tokens.items()}
+            outputs, {name: (Outcome(Reason.NATURAL, n, None, 0), n) for name, n in tokens.items()}
         )
         return outputs
 

@@ -17,7 +17,7 @@ def close(reason: Reason, at: int) -> Close:
 
 def test_one_thought():
     """Reason and tokens, as plain values that survive any serializer."""
-    summary = summarize([outcome(Reason.NATURAL, 57)])
+    summary = summarize(outcome(Reason.NATURAL, 57), 57)
     assert summary == {"exit_reason": "natural", "think_tokens": 57}
     assert type(summary["exit_reason"]) is str
     assert json.loads(json.dumps(summary)) == summary
@@ -25,20 +25,21 @@ def test_one_thought():
 
 def test_several_thoughts_are_told_as_the_last_and_the_sum():
     """Of several thoughts the last one's reason counts, and every one's tokens."""
-    outcomes = [outcome(Reason.EAT, 40, close(Reason.EAT, 38)), outcome(Reason.NATURAL, 9)]
-    assert summarize(outcomes) == {"exit_reason": "natural", "think_tokens": 49}
+    assert summarize(outcome(Reason.NATURAL, 9), 49) == {
+        "exit_reason": "natural",
+        "think_tokens": 49,
+    }
 
 
 def test_a_close_that_was_carried_out_is_told_once():
     """Enforced, the verdict is the reason."""
-    told = summarize([outcome(Reason.RPDI, 900, close(Reason.RPDI, 896))])
+    told = summarize(outcome(Reason.RPDI, 900, close(Reason.RPDI, 896)), 900)
     assert told == {"exit_reason": "rpdi", "think_tokens": 900}
 
 
 def test_a_close_that_was_only_observed_is_told_beside_what_happened():
     """Its tokens count from the first thought on, as those of the request do."""
-    outcomes = [outcome(Reason.NATURAL, 100), outcome(Reason.NATURAL, 80, close(Reason.EAT, 30))]
-    assert summarize(outcomes) == {
+    assert summarize(outcome(Reason.NATURAL, 80, close(Reason.EAT, 30)), 180) == {
         "exit_reason": "natural",
         "think_tokens": 180,
         "would_exit": {"exit_reason": "eat", "think_tokens": 130},
