@@ -75,7 +75,7 @@ def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, tuple[Outcome,
 
 
 def detach(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Summary | None]:
-    """What ``kv_transfer_params`` held before :func:`attach_all`, and the summary; each may be None."""
+    """``kv_transfer_params`` without the summary, and the summary; each may be None."""
     if not params or KEY not in params:
         return params, None
     rest = {name: value for name, value in params.items() if name != KEY}

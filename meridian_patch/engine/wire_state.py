@@ -27,6 +27,7 @@ def build_request_state(original: type) -> type:
         ) -> Any:
             kv_transfer_params, summary = detach(kv_transfer_params)
             if summary is not None:
+                self._summary.clear()
                 self._summary.update(summary)
             return super().make_request_output(
                 new_token_ids,

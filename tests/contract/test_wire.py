@@ -23,7 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from meridian_patch.engine import wire
 from meridian_patch.engine.wire_input import build_input_processor
 from meridian_patch.engine.wire_state import build_request_state
-from meridian_patch.exit.actions import Outcome
+from meridian_patch.exit.actions import Close, Outcome
 from meridian_patch.exit.base import Reason
 from meridian_patch.patching.candidate import MARK
 
@@ -155,6 +155,16 @@ def test_a_slow_caller_loses_nothing():
     only = frontend.seen().outputs[0]
     assert list(only.token_ids) == [5, 5, 5]
     assert only.meridian == SUMMARY
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_last_thought_counts():
+    """What was said of an earlier one is forgotten, all of it."""
+    frontend = Frontend()
+    due = Close(Reason.RPDI, 1, 2, "figures")
+    frontend.take(output(outcome=(Outcome(Reason.NATURAL, 9, due, 0), 9)))
+    frontend.take(output(outcome=EAT))
+    assert frontend.seen().outputs[0].meridian == SUMMARY
 
 
 @pytest.mark.usefixtures("patched")
