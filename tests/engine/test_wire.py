@@ -21,7 +21,6 @@ BODIES = {
     "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 300},
 }
 EXPECTED = "vllm_xargs field meridian_exit is 'on', expected 'off', 'observe' or 'enforce'"
-TELLING = "telling_scheduler.TellingScheduler"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def server(demo_model, tmp_path_factory):
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(demo_model), "--served-model-name", "m"]
     folder = tmp_path_factory.mktemp("wire")
-    with Server([*command, "--scheduler-cls", TELLING], PATCHED, folder) as started:
+    with Server(command, PATCHED, folder) as started:
         yield started
 
 
@@ -100,6 +99,22 @@ def test_chat_tells_how_thinking_ended(server):
     # What is said besides must not depend on us.
     text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events(server, CHAT))
     assert text == choice["message"]["content"]
+
+
+def test_it_tells_what_ended_thinking_and_what_would_have(server):
+    """A cap closes the thought where it is enforced, and is told beside the end where it is not."""
+    cap = {"meridian_max_think_tokens": 8, "meridian_min_think_tokens": 0}
+    seen = {
+        mode: whole(server, CHAT, vllm_xargs=cap | {"meridian_exit": mode})["choices"][0][
+            "meridian"
+        ]
+        for mode in ("observe", "enforce")
+    }
+    assert seen["enforce"]["exit_reason"] == "hard_cap"
+    assert seen["observe"]["exit_reason"] == "natural"
+    assert seen["observe"]["would_exit"]["exit_reason"] == "hard_cap"
+    assert 8 <= seen["enforce"]["think_tokens"] < seen["observe"]["think_tokens"]
+    assert 8 <= seen["observe"]["would_exit"]["think_tokens"] < seen["observe"]["think_tokens"]
 
 
 def test_a_thought_cut_short_is_not_told(server):
@@ -175,7 +190,7 @@ print("RESULT" + json.dumps({
 
 def test_offline_it_is_a_value_error_and_an_attribute(demo_model, tmp_path):
     """`LLM.generate` raises before it runs anything, and `CompletionOutput` says how it ended."""
-    arguments = engine_arguments(demo_model, scheduler_cls=TELLING)
+    arguments = engine_arguments(demo_model)
     env = clean_environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     log = tmp_path / "log.txt"
     with log.open("wb") as sink:
