@@ -225,7 +225,132 @@ WORKER: Final = Patch(
     remove_when="vLLM lets a plug-in send values of its own from the sampler to the scheduler",
 )
 
-PATCHES: Final = (SCHEDULER, ASYNC_SCHEDULER, KV_CACHE_MANAGER, SCHEDULER_STATS, WORKER)
+INPUT_PROCESSOR: Final = Patch(
+    name="input_processor",
+    sites=(
+        Site("vllm.v1.engine.input_processor", "InputProcessor"),
+        # Where the engines of servers and of `vllm.LLM` look it up.
+        Site("vllm.v1.engine.async_llm", "InputProcessor"),
+        Site("vllm.v1.engine.llm_engine", "InputProcessor"),
+        # Only for its annotations.
+        Site("vllm.engine.protocol", "InputProcessor"),
+    ),
+    build="meridian_patch.engine.wire_input:build_input_processor",
+    versions=SUPPORTED,
+    contract=Contract(
+        calls=("process_inputs",),
+        behaviour=(),
+        reads=(),
+        lookups=(
+            "vllm.v1.engine.async_llm:AsyncLLM.__init__",
+            "vllm.v1.engine.llm_engine:LLMEngine.__init__",
+        ),
+        collaborators=(
+            "vllm.v1.engine.async_llm:AsyncLLM.add_request",
+            "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+        ),
+    ),
+    process="api_server",
+    why=(
+        "Stock hands a request's `vllm_xargs` on without knowing what they mean. The subclass "
+        "refuses a wrong `meridian_*` field before the request reaches the engine."
+    ),
+    upstream="none: vLLM lets a logits processor check `vllm_xargs`, and would run it in each step",
+    remove_when="vLLM lets a plug-in check a request's `vllm_xargs`",
+)
+
+REQUEST_STATE: Final = Patch(
+    name="request_state",
+    sites=(Site("vllm.v1.engine.output_processor", "RequestState"),),
+    build="meridian_patch.engine.wire_state:build_request_state",
+    versions=SUPPORTED,
+    contract=Contract(
+        calls=("__init__", "make_request_output", "_new_completion_output"),
+        behaviour=("from_new_request", "make_request_output", "_new_completion_output"),
+        reads=(),
+        lookups=("vllm.v1.engine.output_processor:OutputProcessor.add_request",),
+        collaborators=(
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            "vllm.outputs:RequestOutput.add",
+        ),
+    ),
+    process="api_server",
+    why=(
+        "How a request's thinking ended is known in the EngineCore process, whose outputs have no "
+        "field for it. It travels in `kv_transfer_params`; the subclass takes it out, so that "
+        "nobody else sees it there, and puts it on every `CompletionOutput` as `meridian`."
+    ),
+    upstream="none: engine outputs have no field for a scheduler's own data",
+    remove_when="vLLM carries a scheduler's data per request to `CompletionOutput`",
+)
+
+
+def _serving(
+    name: str, endpoint: str, cls: str, calls: tuple[str, ...], relied: tuple[str, ...]
+) -> Patch:
+    """A patch of the class that serves one of the OpenAI endpoints."""
+    return Patch(
+        name=name,
+        sites=(
+            Site(f"vllm.entrypoints.openai.{endpoint}.serving", cls),
+            # Only for its annotations.
+            Site(f"vllm.entrypoints.openai.{endpoint}.api_router", cls),
+        ),
+        build=f"meridian_patch.engine.wire_{name.partition('_')[0]}:build_{name}",
+        versions=SUPPORTED,
+        contract=Contract(
+            calls=("_check_model", *calls),
+            behaviour=(*relied, *calls),
+            reads=(),
+            lookups=("vllm.entrypoints.generate.api_router:init_generate_state",),
+            collaborators=(),
+        ),
+        process="api_server",
+        why=(
+            "What the input processor refuses comes too late for a streamed response: its status "
+            "is sent. The subclass refuses a wrong `meridian_*` field first, and adds how thinking "
+            "ended to the response."
+        ),
+        upstream="none: responses have no field for a plug-in's data",
+        remove_when="vLLM checks sampling parameters before a stream begins, and lets a plug-in "
+        "add a field to a response",
+    )
+
+
+SERVING: Final = (
+    _serving(
+        "chat_serving",
+        "chat_completion",
+        "OpenAIServingChat",
+        calls=("chat_completion_stream_generator", "chat_completion_full_generator"),
+        relied=("_create_chat_completion", "render_chat_request"),
+    ),
+    _serving(
+        "completion_serving",
+        "completion",
+        "OpenAIServingCompletion",
+        calls=("completion_stream_generator", "request_output_to_completion_response"),
+        relied=("_create_completion", "render_completion_request"),
+    ),
+    _serving(
+        "responses_serving",
+        "responses",
+        "OpenAIServingResponses",
+        calls=("responses_full_generator",),
+        relied=("_create_responses", "responses_stream_generator"),
+    ),
+)
+
+PATCHES: Final = (
+    SCHEDULER,
+    ASYNC_SCHEDULER,
+    KV_CACHE_MANAGER,
+    SCHEDULER_STATS,
+    WORKER,
+    INPUT_PROCESSOR,
+    REQUEST_STATE,
+    *SERVING,
+)
 
 
 def load_lock() -> dict[str, Entry]:

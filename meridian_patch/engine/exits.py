@@ -59,7 +59,7 @@ class Exits:
     ) -> None:
         self.closings = closings
         self.probes = probes
-        # How thoughts of requests ended that are gone since the last ``drain_outcomes``.
+        # How thoughts ended since the last ``drain_outcomes``.
         self._outcomes: dict[str, tuple[Outcome, int]] = {}
         self._config = config
         self._boundary_id = boundaries.end[0][0]
@@ -103,8 +103,6 @@ class Exits:
         self._follow(watched)
         self._end_thought(name)
         del self._watched[name]
-        if watched.controller.outcome is not None:
-            self._outcomes[name] = watched.controller.outcome, watched.think_tokens
 
     def arrange(self, current_step: int) -> None:
         """A step is about to be scheduled; ``current_step`` is the number of the last one."""
@@ -164,7 +162,7 @@ class Exits:
         return ended
 
     def drain_outcomes(self) -> dict[str, tuple[Outcome, int]]:
-        """By request, how its last thought ended, and its think tokens over all thoughts."""
+        """By request of which a thought ended: how, and the think tokens of all that ended."""
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes
 
@@ -193,6 +191,7 @@ class Exits:
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
             self._count(watched, outcome)
+            self._outcomes[watched.request.request_id] = outcome, watched.think_tokens
         if state.phase is not Phase.THINK:
             self._end_thought(watched.request.request_id)
             watched.due = None

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
-from meridian_patch.engine import stats_field, status
+from meridian_patch.engine import stats_field, status, wire
 from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.exit_binding import bind_exits
 from meridian_patch.engine.guard import StepGuard
@@ -227,6 +227,8 @@ class PhaseScheduling(UpstreamScheduler):
             ended = self.exits.take_ended()
             if ended:
                 strip(result, ended)
+            with self._phase_guard.protect("early exit"):
+                wire.attach_all(result, self.exits.drain_outcomes())
         return result
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:

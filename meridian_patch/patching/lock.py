@@ -65,7 +65,7 @@ class LockedMethod:
     """One method that a contract names.
 
     Attributes:
-        owner: its class, as ``"module:Class"``.
+        owner: its class, as ``"module:Class"``, or ``"module:"`` of a function.
         kind: what of it is locked.
         name: the method.
     """
@@ -75,7 +75,7 @@ class LockedMethod:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.owner}.{self.name}"
+        return f"{self.owner}{'' if self.owner.endswith(':') else '.'}{self.name}"
 
 
 def locked_methods(patch: Patch) -> Iterator[LockedMethod]:
@@ -86,8 +86,7 @@ def locked_methods(patch: Patch) -> Iterator[LockedMethod]:
     for name in patch.contract.behaviour:
         yield LockedMethod(owner, "source", name)
     for other in (*patch.contract.lookups, *patch.contract.collaborators):
-        cls, _, name = other.rpartition(".")
-        yield LockedMethod(cls, "source", name)
+        yield _named(other)
 
 
 def find_method(tree: SourceTree, method: LockedMethod) -> MethodSource:
@@ -97,6 +96,8 @@ def find_method(tree: SourceTree, method: LockedMethod) -> MethodSource:
         LookupError: it is not there.
     """
     module, _, name = method.owner.partition(":")
+    if not name:
+        return tree.find_function(module, method.name)
     return tree.find_method(tree.find_class(module, name), method.name)
 
 
@@ -134,10 +135,7 @@ def reads_a_site(tree: SourceTree, patch: Patch) -> bool:
     Raises:
         LookupError: a lookup is not there.
     """
-    methods = [
-        find_method(tree, LockedMethod(owner, "source", name))
-        for owner, _, name in (lookup.rpartition(".") for lookup in patch.contract.lookups)
-    ]
+    methods = [find_method(tree, _named(lookup)) for lookup in patch.contract.lookups]
     return any(
         fingerprint.looks_up_at_call_time(method, site)
         for method in methods
@@ -180,6 +178,13 @@ def compute_entry(tree: SourceTree, patches: Iterable[Patch]) -> Entry:
     if absent:
         raise LookupError("; ".join(dict.fromkeys(absent)))
     return entry
+
+
+def _named(text: str) -> LockedMethod:
+    """What ``"module:Class.method"`` or ``"module:function"`` names."""
+    module, _, path = text.partition(":")
+    cls, _, name = path.rpartition(".")
+    return LockedMethod(f"{module}:{cls}", "source", name)
 
 
 def _class_lock(entry: Entry, owner: str) -> ClassLock:

@@ -39,7 +39,7 @@ class ClassSource:
 
 @dataclass(frozen=True)
 class MethodSource:
-    """A method and the module it stands in."""
+    """A method, or a module's function, and the module it stands in."""
 
     module: ModuleSource
     node: Function
@@ -117,6 +117,19 @@ class SourceTree:
                 if isinstance(statement, Function) and statement.name == name:
                     return MethodSource(cls.module, statement)
         raise LookupError(f"{owner} has no method {name}")
+
+    def find_function(self, module: str, name: str) -> MethodSource:
+        """The function that a module defines.
+
+        Raises:
+            LookupError: there is no such module or function.
+        """
+        source = self.module(module)
+        if source is not None:
+            for statement in _top_level(source.tree.body):
+                if isinstance(statement, Function) and statement.name == name:
+                    return MethodSource(source, statement)
+        raise LookupError(f"{module} has no function {name}")
 
     def lineage(self, cls: ClassSource) -> list[ClassSource]:
         """The class and its bases within the package, depth first, each once."""

@@ -28,8 +28,8 @@ class Contract:
         behaviour: methods whose bodies are relied on; a change is a warning at run time and a
             failing test for the installed release.
         reads: instance attributes touched; each must be assigned by the class or its bases.
-        lookups: ``"module:Class.method"`` that reads the sites' names each time it is called,
-            which is what makes rebinding them take effect.
+        lookups: ``"module:Class.method"`` or ``"module:function"`` that reads the sites' names
+            each time it is called, which is what makes rebinding them take effect.
         collaborators: ``"module:Class.method"`` of other classes whose bodies are relied on.
     """
 

@@ -15,14 +15,22 @@ from meridian_patch.engine import (
     scheduler,
     stat_logger,
     steering,
+    wire_chat,
+    wire_completion,
+    wire_input,
+    wire_responses,
+    wire_state,
     worker,
 )
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
+    INPUT_PROCESSOR,
     KV_CACHE_MANAGER,
     PATCHES,
+    REQUEST_STATE,
     SCHEDULER,
     SCHEDULER_STATS,
+    SERVING,
     WORKER,
 )
 from meridian_patch.patching.lock import locked_methods
@@ -41,12 +49,19 @@ import vllm.v1.core.sched.scheduler as sync_module
 import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
 import vllm.v1.worker.worker_base as workers
+from vllm.v1.engine import async_llm, llm_engine, output_processor
+from vllm.entrypoints.openai.chat_completion import serving as chat
+from vllm.entrypoints.openai.completion import serving as completion
+from vllm.entrypoints.openai.responses import serving as responses
 
 def classes():
     configs = [SchedulerConfig.default_factory(async_scheduling=each) for each in (False, True)]
     schedulers = [config.get_scheduler_cls() for config in configs]
-    others = [sync_module.KVCacheManager, loggers.PrometheusStatLogger, workers.WorkerBase]
-    return [*schedulers, *others]
+    assert async_llm.InputProcessor is llm_engine.InputProcessor
+    return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
+            workers.WorkerBase, llm_engine.InputProcessor, output_processor.RequestState,
+            chat.OpenAIServingChat, completion.OpenAIServingCompletion,
+            responses.OpenAIServingResponses]
 
 def refusal():
     lock = load_lock()
@@ -105,6 +120,11 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "PhaseKVCacheManager",
         "PhasePrometheusStatLogger",
         "TappedWorkerBase",
+        "CheckedInputProcessor",
+        "SummaryRequestState",
+        "SummaryServingChat",
+        "SummaryServingCompletion",
+        "SummaryServingResponses",
     ]
     assert seen["marks"] == [patch.name for patch in PATCHES]
     assert all(seen["bases"])
@@ -221,6 +241,11 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
         (KV_CACHE_MANAGER, kv_cache, ()),
         (SCHEDULER_STATS, stat_logger, ()),
         (WORKER, worker, ()),
+        (INPUT_PROCESSOR, wire_input, ()),
+        (REQUEST_STATE, wire_state, ()),
+        (SERVING[0], wire_chat, ()),
+        (SERVING[1], wire_completion, ()),
+        (SERVING[2], wire_responses, ()),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )

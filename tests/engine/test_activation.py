@@ -13,11 +13,12 @@ from workloads import ask, engine_arguments, phases_after_prefill, sample
 import meridian_patch
 import meridian_patch.configs
 import meridian_patch.kernels
+from meridian_patch import patches
 
 pytestmark = pytest.mark.engine
 
 QUESTION = "p=7, q=p+5, r=q*3. r?"
-PATCHES = {"scheduler", "async_scheduler", "kv_cache_manager", "scheduler_stats"}
+PATCHES = {patch.name for patch in patches.PATCHES}
 SCHEDULER_CLS = "meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler"
 API_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
 

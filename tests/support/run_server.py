@@ -7,6 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import Self
 
@@ -82,15 +83,25 @@ class Server:
 
     def chat(self, question: str, **body) -> dict:
         """One chat completion, not streamed."""
+        message = {"role": "user", "content": question}
+        status, text = self.post(
+            "/v1/chat/completions", {"messages": [message], "temperature": 0} | body
+        )
+        assert status == HTTPStatus.OK, text
+        return json.loads(text)
+
+    def post(self, path: str, body: dict) -> tuple[int, str]:
+        """Status and text of any reply, a stream's whole text included."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions",
-            json.dumps(
-                {"messages": [{"role": "user", "content": question}], "temperature": 0} | body
-            ).encode(),
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return json.load(reply)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
 
     def status(self) -> list[dict]:
         """What the product says is live, by process."""

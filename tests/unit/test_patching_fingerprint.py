@@ -3,11 +3,14 @@
 import hashlib
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy_package import ENGINE
 
 from meridian_patch.patching import fingerprint
+from meridian_patch.patching.lock import locked_methods, read_fingerprint, reads_a_site
 from meridian_patch.patching.source import MethodSource, SourceTree, installed_root
 from meridian_patch.patching.spec import Site
 
@@ -192,6 +195,9 @@ def test_what_is_missing_is_named() -> None:
     owner = source.find_class("pkg.core", "Scheduler")
     with pytest.raises(LookupError, match=r"pkg\.core:Scheduler has no method gone"):
         source.find_method(owner, "gone")
+    for module in ("pkg.core", "pkg.gone"):
+        with pytest.raises(LookupError, match=rf"{module} has no function gone"):
+            source.find_function(module, "gone")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +219,21 @@ def test_lookup_in_the_sites_own_module() -> None:
     found = method("class Thing: ...\nclass Scheduler:\n    def schedule(self): return Thing()\n")
     assert fingerprint.looks_up_at_call_time(found, Site("pkg.core", "Thing"))
     assert not fingerprint.looks_up_at_call_time(found, Site("pkg.core", "Other"))
+
+
+def test_lookup_by_a_function() -> None:
+    """A module's own function may be what reads the name."""
+    patch = replace(
+        ENGINE,
+        sites=(Site("pkg.other", "Thing"),),
+        contract=replace(ENGINE.contract, lookups=("pkg.core:make",), collaborators=()),
+    )
+    late = "async def make():\n    from pkg.other import Thing\n    return Thing()\n"
+    assert reads_a_site(tree(core=late), patch)
+    assert not reads_a_site(tree(core="def make(): ...\n"), patch)
+    method = next(each for each in locked_methods(patch) if each.name == "make")
+    assert str(method) == "pkg.core:make"
+    assert read_fingerprint(tree(core=late), method)
 
 
 def test_wheel_and_directory_read_alike(tmp_path: Path) -> None:

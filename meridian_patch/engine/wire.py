@@ -1,0 +1,117 @@
+"""What callers and the scheduler tell each other: a request's fields, and how thinking ended.
+
+::
+
+    vllm_xargs ──▶ serving class, input processor ──▶ scheduler: attach_all()
+                   refuse what is wrong                       │ kv_transfer_params[KEY]
+    choice["meridian"] ◀── serving class ◀── request state ◀──┘
+    CompletionOutput.meridian ◀───────────── takes it out again
+
+All but the scheduler is in the API server, or in the process of ``vllm.LLM``.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import output_processor
+
+from meridian_patch.config.request_fields import read_fields
+from meridian_patch.errors import ConfigError
+from meridian_patch.exit.actions import Outcome
+from meridian_patch.exit.summary import Summary, summarize
+from meridian_patch.patching.candidate import MARK
+
+KEY: Final = "meridian"
+"""Name of the summary, in transit and in responses."""
+
+_EVENT: Final = "data: {"
+
+
+class RequestRefused(VLLMValidationError, ValueError):  # noqa: N818 - the name is what happened
+    """A request asks for something that does not exist.
+
+    vLLM answers HTTP 400 to the first of the two bases; the second is for callers of ``vllm.LLM``.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.parameter = "vllm_xargs"
+
+
+def check_fields(extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse a request one of whose fields of ours is wrong.
+
+    Raises:
+        RequestRefused: it names the field, what came and what was expected.
+    """
+    try:
+        read_fields(extra_args)
+    except ConfigError as error:
+        raise RequestRefused(str(error)) from error
+
+
+def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, tuple[Outcome, int]]) -> None:
+    """Send how requests' thoughts ended to their callers.
+
+    To be called in every step in which a thought ended, not only in the last: a request that ends
+    with a stop string is ended by the API server, and has no last step here.
+
+    Args:
+        outputs: what ``update_from_output`` returns: ``EngineCoreOutputs`` by client.
+        outcomes: of each request of which a thought ended, by id: how, and its think tokens over
+            all thoughts.
+    """
+    # Where nobody takes it out again it would stay in `kv_transfer_params`, which is not ours.
+    if not outcomes or not hasattr(output_processor.RequestState, MARK):
+        return
+    for client in outputs.values():
+        for output in client.outputs:
+            if output.request_id in outcomes:
+                summary = summarize(*outcomes[output.request_id])
+                # Load-bearing: the one dict of free keys there; the API server gets it as it is.
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: summary}
+
+
+def detach(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Summary | None]:
+    """``kv_transfer_params`` without the summary, and the summary; each may be None."""
+    if not params or KEY not in params:
+        return params, None
+    rest = {name: value for name, value in params.items() if name != KEY}
+    return rest or None, params[KEY]
+
+
+class Summaries:
+    """The summaries of one response's choices, kept until the choice they belong to is sent."""
+
+    def __init__(self) -> None:
+        self._by_choice: dict[int, Summary] = {}
+
+    def saw(self, choice: int, output: Any) -> None:
+        """A ``CompletionOutput`` of the choice of that index passed."""
+        if output.finish_reason is not None:
+            # Beam search makes outputs of its own.
+            summary = getattr(output, KEY, None)
+            if summary:
+                self._by_choice[choice] = summary
+
+    def add_to(self, choices: Iterable[Any]) -> None:
+        """Add to the choices of a whole response."""
+        for choice in choices:
+            if choice.index in self._by_choice:
+                # Load-bearing: response models keep fields that they do not know.
+                setattr(choice, KEY, self._by_choice[choice.index])
+
+    def add_to_event(self, event: str) -> str:
+        """Add to the last chunk of each choice in a stream of server-sent events."""
+        if not self._by_choice or not event.startswith(_EVENT):
+            return event
+        chunk = json.loads(event.removeprefix("data: "))
+        ended = [each for each in chunk.get("choices", ()) if each.get("finish_reason")]
+        known = [each for each in ended if each["index"] in self._by_choice]
+        if not known:
+            return event
+        for choice in known:
+            choice[KEY] = self._by_choice.pop(choice["index"])
+        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

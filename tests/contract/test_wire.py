@@ -1,0 +1,247 @@
+"""Fields in, summaries out, on vLLM's own classes: no engine, no server."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from vllm import PoolingParams, SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+)
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import output_processor as upstream
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from meridian_patch.engine import wire
+from meridian_patch.engine.wire_input import build_input_processor
+from meridian_patch.engine.wire_state import build_request_state
+from meridian_patch.exit.actions import Close, Outcome
+from meridian_patch.exit.base import Reason
+from meridian_patch.patching.candidate import MARK
+
+EAT = (Outcome(Reason.EAT, 800, None, 0), 812)
+SUMMARY = {"exit_reason": "eat", "think_tokens": 812}
+CONNECTOR = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
+
+
+class StockProcessor:
+    """In place of vLLM's, which wants a model."""
+
+    def process_inputs(self, request_id, prompt, params, supported_tasks, priority=0):
+        return request_id, priority
+
+
+Processor = build_input_processor(StockProcessor)
+
+
+def process(params, **more):
+    return Processor().process_inputs("r", "prompt", params, supported_tasks=("generate",), **more)
+
+
+def test_a_wrong_field_is_refused_before_anything_else():
+    """It is a ValueError to Python and a 400 to HTTP, and names field, value and expectation."""
+    params = SamplingParams(extra_args={"meridian_exit": "on"})
+    with pytest.raises(ValueError, match="meridian_exit is 'on', expected 'off', 'observe'") as got:
+        process(params)
+    assert isinstance(got.value, VLLMClientError)
+    error = create_error_response(got.value).error
+    assert error.code == 400
+    assert error.type == "BadRequestError"
+    assert error.param == "vllm_xargs"
+    assert "known fields: meridian_itl_ms" in error.message
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(extra_args={"session_id": "s", "somebody_elses": -1}),
+        SamplingParams(extra_args={"meridian_exit": "observe", "meridian_itl_ms": 40}),
+        PoolingParams(),
+    ],
+    ids=("none", "others", "right", "pooling"),
+)
+def test_all_else_passes_as_it_is(params):
+    """Right fields, those of others and pooling requests go on to vLLM."""
+    assert process(params, priority=3) == ("r", 3)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """vLLM's output processor with our request states, as `patches` binds them."""
+    ours = build_request_state(upstream.RequestState)
+    setattr(ours, MARK, "request_state")
+    monkeypatch.setattr(upstream, "RequestState", ours)
+
+
+class Frontend:
+    """vLLM's output processor; holds what it hands on, as a slow caller would."""
+
+    def __init__(self, kind=RequestOutputKind.DELTA, n=1):
+        self.processor = upstream.OutputProcessor(None, log_stats=False)
+        params = SamplingParams(output_kind=kind, detokenize=False, n=n, max_tokens=8)
+        self.queue = upstream.RequestOutputCollector(kind, "r")
+        whole = request("r", params)
+        parent = ParentRequest(whole) if n > 1 else None
+        for index in range(n):
+            name, child = parent.get_child_info(index) if parent else ("r", params)
+            self.processor.add_request(request(name, child), None, parent, index, self.queue)
+
+    def take(self, *outputs):
+        """Let engine outputs pass through the wire and the output processor."""
+        sent = EngineCoreOutputs(outputs=list(outputs))
+        frames = MsgpackEncoder().encode(sent)
+        arrived = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+        self.processor.process_outputs(arrived.outputs, 0.0)
+
+    def seen(self) -> RequestOutput:
+        return self.queue.get_nowait()
+
+
+def request(name, params):
+    made = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=[1, 2],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    made.external_req_id = "r"
+    return made
+
+
+def output(name="r", tokens=(5,), *, finished=False, outcome=None, **more):
+    made = EngineCoreOutput(
+        name, list(tokens), finish_reason=FinishReason.LENGTH if finished else None, **more
+    )
+    if outcome:
+        wire.attach_all({0: EngineCoreOutputs(outputs=[made])}, {name: outcome})
+    return made
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_summary_arrives_with_the_last_output():
+    """It crosses the wire in the step in which the thought ended, and stays until the end."""
+    frontend = Frontend()
+    frontend.take(output())
+    assert frontend.seen().outputs[0].meridian == {}
+    frontend.take(output(outcome=EAT))
+    frontend.take(output(finished=True))
+    last = frontend.seen()
+    assert last.outputs[0].meridian == SUMMARY
+    assert last.outputs[0].finish_reason == "length"
+    assert last.kv_transfer_params is None
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_slow_caller_loses_nothing():
+    """Outputs that nobody took are merged into the first, whose summary is the last."""
+    frontend = Frontend()
+    frontend.take(output())
+    frontend.take(output(outcome=EAT))
+    frontend.take(output(finished=True))
+    only = frontend.seen().outputs[0]
+    assert list(only.token_ids) == [5, 5, 5]
+    assert only.meridian == SUMMARY
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_last_thought_counts():
+    """What was said of an earlier one is forgotten, all of it."""
+    frontend = Frontend()
+    due = Close(Reason.RPDI, 1, 2, "figures")
+    frontend.take(output(outcome=(Outcome(Reason.NATURAL, 9, due, 0), 9)))
+    frontend.take(output(outcome=EAT))
+    assert frontend.seen().outputs[0].meridian == SUMMARY
+
+
+@pytest.mark.usefixtures("patched")
+def test_what_a_connector_says_stays_as_it_is():
+    """A prefill node's parameters reach its proxy without a word of ours."""
+    frontend = Frontend(RequestOutputKind.FINAL_ONLY)
+    frontend.take(output(finished=True, outcome=EAT, kv_transfer_params=dict(CONNECTOR)))
+    last = frontend.seen()
+    assert last.kv_transfer_params == CONNECTOR
+    assert last.outputs[0].meridian == SUMMARY
+
+
+@pytest.mark.usefixtures("patched")
+def test_each_sample_has_its_own():
+    """With n > 1 the samples end differently, and say so."""
+    frontend = Frontend(RequestOutputKind.FINAL_ONLY, n=2)
+    natural = (Outcome(Reason.NATURAL, 3, None, 0), 3)
+    frontend.take(
+        output("0_r", finished=True, outcome=EAT), output("1_r", finished=True, outcome=natural)
+    )
+    reasons = [each.meridian["exit_reason"] for each in frontend.seen().outputs]
+    assert reasons == ["eat", "natural"]
+
+
+def test_nothing_is_sent_where_nobody_takes_it_out():
+    """With `--scheduler-cls` alone the API server is stock: `kv_transfer_params` stay empty."""
+    assert output(outcome=EAT).kv_transfer_params is None
+    frontend = Frontend(RequestOutputKind.FINAL_ONLY)
+    frontend.take(output(finished=True, outcome=EAT))
+    assert frontend.seen().kv_transfer_params is None
+
+
+def completion(index=0, *, finish_reason="stop", summary=None):
+    made = CompletionOutput(index, "text", [1], None, None, finish_reason=finish_reason)
+    if summary is not None:
+        made.meridian = summary
+    return made
+
+
+def test_a_response_carries_it_in_its_choice():
+    """A field more in the choice that it belongs to, and nothing in the others."""
+    message = ChatMessage(role="assistant", content="4")
+    choices = [ChatCompletionResponseChoice(index=i, message=message) for i in range(2)]
+    summaries = wire.Summaries()
+    summaries.saw(0, completion())
+    summaries.saw(1, completion(1, summary=SUMMARY))
+    summaries.add_to(choices)
+    response = ChatCompletionResponse(model="m", choices=choices, usage=UsageInfo())
+    first, second = response.model_dump(mode="json")["choices"]
+    assert "meridian" not in first
+    assert second["meridian"] == SUMMARY
+
+
+def test_a_stream_carries_it_in_the_last_chunk_of_its_choice():
+    """Chunks before it, usage and the end of the stream pass as they are, to the byte."""
+    begun = 'data: {"choices":[{"index":0,"delta":{"content":"ü"},"finish_reason":null}]}\n\n'
+    ended = 'data: {"choices":[{"index":0,"delta":{"content":"ü"},"finish_reason":"stop"}]}\n\n'
+    usage = 'data: {"choices":[],"usage":{"total_tokens":3}}\n\n'
+    summaries = wire.Summaries()
+    assert summaries.add_to_event(ended) is ended
+    summaries.saw(0, completion(finish_reason=None, summary=SUMMARY))
+    assert summaries.add_to_event(ended) is ended
+    summaries.saw(0, completion(summary=SUMMARY))
+    assert summaries.add_to_event(begun) is begun
+    changed = summaries.add_to_event(ended)
+    assert "ü" in changed
+    assert changed.endswith("\n\n")
+    (choice,) = json.loads(changed.removeprefix("data: "))["choices"]
+    assert choice["meridian"] == SUMMARY
+    assert summaries.add_to_event(usage) is usage
+    assert summaries.add_to_event("data: [DONE]\n\n") == "data: [DONE]\n\n"
+
+
+def test_a_request_that_did_not_think_says_nothing():
+    """No field at all, not an empty one."""
+    choice = SimpleNamespace(index=0)
+    summaries = wire.Summaries()
+    summaries.saw(0, completion(summary={}))
+    summaries.add_to([choice])
+    assert not hasattr(choice, "meridian")

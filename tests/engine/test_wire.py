@@ -1,0 +1,209 @@
+"""A real server and a real `vllm.LLM`: wrong fields are refused, and how thinking ended is told."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from run_engine import PATCHED, clean_environment, log_tail
+from run_server import Server
+from workloads import THINK_END, engine_arguments
+
+pytestmark = pytest.mark.engine
+
+QUESTION = "p=7, q=p+5, r=q*3. r?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 300},
+    COMPLETIONS: {"prompt": QUESTION, "max_tokens": 300},
+    RESPONSES: {"input": QUESTION, "max_output_tokens": 300},
+    "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 300},
+}
+EXPECTED = "vllm_xargs field meridian_exit is 'on', expected 'off', 'observe' or 'enforce'"
+
+
+@pytest.fixture(scope="module")
+def server(demo_model, tmp_path_factory):
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(demo_model), "--served-model-name", "m"]
+    folder = tmp_path_factory.mktemp("wire")
+    with Server(command, PATCHED, folder) as started:
+        yield started
+
+
+def post(server, path, **body) -> tuple[int, str]:
+    return server.post(path, BODIES[path] | {"temperature": 0} | body)
+
+
+def whole(server, path, **body) -> dict:
+    status, text = post(server, path, **body)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def events(server, path, **body) -> list[dict]:
+    """What a stream says, event by event."""
+    status, text = post(server, path, stream=True, **body)
+    assert status == 200, text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def told(events: list[dict]) -> dict[int, dict]:
+    """Choice -> its summary; it stands in the chunk that ends the choice, and nowhere else."""
+    choices = [choice for event in events for choice in event["choices"]]
+    assert all(choice["finish_reason"] for choice in choices if "meridian" in choice)
+    return {each["index"]: each["meridian"] for each in choices if "meridian" in each}
+
+
+@pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS, RESPONSES))
+def test_a_wrong_field_is_http_400(server, path, is_streamed):
+    """The message names field, value and expectation, and a stream does not begin."""
+    xargs = {"meridian_exit": "on", "somebody_elses": 1}
+    status, text = post(server, path, stream=is_streamed, vllm_xargs=xargs)
+    error = json.loads(text)["error"]
+    assert status == error["code"] == 400
+    assert error["param"] == "vllm_xargs"
+    assert EXPECTED in error["message"]
+
+
+def test_an_endpoint_without_a_patch_of_its_own_refuses_too(server):
+    """The input processor stands behind all of them."""
+    status, text = post(server, "/v1/messages", vllm_xargs={"meridian_exit": "on"})
+    assert status == 400
+    assert EXPECTED in text
+
+
+def test_what_is_refused_never_reaches_the_scheduler(server):
+    """It would count a wrong field as a failing step."""
+    post(server, CHAT, vllm_xargs={"meridian_min_think_tokens": -1})
+    metrics = server.get("/metrics").splitlines()
+    failed = [line for line in metrics if "fallbacks_total{" in line and '"exception"' in line]
+    assert failed
+    assert all(line.endswith(" 0.0") for line in failed)
+
+
+def test_chat_tells_how_thinking_ended(server):
+    """Whole and streamed say the same, and count the tokens that the client sees."""
+    reply = whole(server, CHAT, vllm_xargs={"meridian_exit": "observe"}, return_token_ids=True)
+    (choice,) = reply["choices"]
+    summary = choice["meridian"]
+    assert summary["exit_reason"] == "natural"
+    thought = choice["message"]["content"].partition(THINK_END)
+    assert thought[1]
+    assert 0 < summary["think_tokens"] < len(choice["token_ids"])
+    assert reply["kv_transfer_params"] is None
+    assert told(events(server, CHAT)) == {0: summary}
+    # What is said besides must not depend on us.
+    text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events(server, CHAT))
+    assert text == choice["message"]["content"]
+
+
+def test_it_tells_what_ended_thinking_and_what_would_have(server):
+    """A cap closes the thought where it is enforced, and is told beside the end where it is not."""
+    cap = {"meridian_max_think_tokens": 8, "meridian_min_think_tokens": 0}
+    seen = {
+        mode: whole(server, CHAT, vllm_xargs=cap | {"meridian_exit": mode})["choices"][0][
+            "meridian"
+        ]
+        for mode in ("observe", "enforce")
+    }
+    assert seen["enforce"]["exit_reason"] == "hard_cap"
+    assert seen["observe"]["exit_reason"] == "natural"
+    assert seen["observe"]["would_exit"]["exit_reason"] == "hard_cap"
+    assert 8 <= seen["enforce"]["think_tokens"] < seen["observe"]["think_tokens"]
+    assert 8 <= seen["observe"]["would_exit"]["think_tokens"] < seen["observe"]["think_tokens"]
+
+
+def test_a_thought_cut_short_is_not_told(server):
+    """Without an end of thinking there is no field."""
+    (choice,) = whole(server, CHAT, max_tokens=5)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert "meridian" not in choice
+    assert told(events(server, CHAT, max_tokens=5)) == {}
+
+
+def test_a_stop_string_leaves_it_in(server):
+    """Such a request is ended by the API server, and its EngineCore has no last word."""
+    (choice,) = whole(server, CHAT)["choices"]
+    answer = choice["message"]["content"].partition(THINK_END)[2]
+    (cut,) = whole(server, CHAT, stop=THINK_END + answer[:1])["choices"]
+    assert cut["stop_reason"] == THINK_END + answer[:1]
+    assert cut["meridian"] == choice["meridian"]
+
+
+def test_completions_tell_it_per_choice(server):
+    """Two prompts, two samples each: four choices, each with its own."""
+    prompt = chat_prompt(server)
+    body = {"prompt": [prompt, prompt], "n": 2, "temperature": 1.0}
+    choices = whole(server, COMPLETIONS, **body)["choices"]
+    ended = [THINK_END in choice["text"] for choice in choices]
+    assert [("meridian" in choice) for choice in choices] == ended
+    assert any(ended)
+    streamed = events(server, COMPLETIONS, **body)
+    texts = {}
+    for event in streamed:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert set(texts) == {0, 1, 2, 3}
+    assert set(told(streamed)) == {i for i, text in texts.items() if THINK_END in text}
+
+
+def test_responses_tell_it(server):
+    """In the response, and in the last event of a stream."""
+    response = whole(server, RESPONSES)
+    assert response["meridian"]["exit_reason"] == "natural"
+    last = events(server, RESPONSES)[-1]
+    assert last["type"] in ("response.completed", "response.incomplete")
+    assert last["response"]["meridian"] == response["meridian"]
+
+
+def chat_prompt(server) -> list[int]:
+    """Token ids of the chat turn, thinking begun."""
+    reply = whole(server, CHAT, max_tokens=1, return_token_ids=True)
+    return reply["prompt_token_ids"]
+
+
+OFFLINE = """
+import json, sys
+import meridian_patch
+from vllm import LLM, SamplingParams
+
+llm = LLM(**json.loads(sys.argv[1]))
+def generate(**xargs):
+    params = SamplingParams(temperature=0, max_tokens=300, extra_args=xargs)
+    messages = [{"role": "user", "content": sys.argv[2]}]
+    return llm.chat(messages, params, use_tqdm=False)[0].outputs[0]
+
+try:
+    generate(meridian_exit="on")
+except ValueError as error:
+    refused = str(error)
+output = generate(meridian_exit="observe")
+print("RESULT" + json.dumps({
+    "refused": refused, "summary": output.meridian, "n_tokens": len(output.token_ids),
+}))
+"""
+
+
+def test_offline_it_is_a_value_error_and_an_attribute(demo_model, tmp_path):
+    """`LLM.generate` raises before it runs anything, and `CompletionOutput` says how it ended."""
+    arguments = engine_arguments(demo_model)
+    env = clean_environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    log = tmp_path / "log.txt"
+    with log.open("wb") as sink:
+        run = subprocess.run(
+            [sys.executable, "-P", "-c", OFFLINE, json.dumps(arguments), QUESTION],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            timeout=240,
+            check=False,
+        )
+    assert run.returncode == 0, log_tail(log)
+    seen = json.loads(run.stdout.decode().rpartition("RESULT")[2])
+    assert EXPECTED in seen["refused"]
+    assert seen["summary"]["exit_reason"] == "natural"
+    assert 0 < seen["summary"]["think_tokens"] < seen["n_tokens"]
