@@ -22,14 +22,21 @@ V1_STAGES = {
 }
 
 
+# What samplers do to logits after the tap has seen them. Upstream's CPU rejection sampler spoils
+# greedy requests beside sampled ones, and its top-k kernel does not run in the interpreter.
+CHANGED = {"temperature": 0.8, "repetition_penalty": 1.3, "min_tokens": 12, "min_p": 0.1}
+OTHERS = {"ngram": (), "v2": ({},)}
+
+
 def stage(name, engine, problems, max_tokens):
-    """A run without a plan, then the same requests measured, and one that has its own ways."""
+    """A run without a plan, then the same requests measured, and one whose logits are changed."""
     requests = ask_all("a", problems, every_steps=3, max_tokens=max_tokens, logprobs=-1)
-    odd = ask("hot", problems[0], temperature=0.8, top_k=7, max_tokens=max_tokens, logprobs=-1)
-    penalised = {"repetition_penalty": 1.3, "logit_bias": {"3": 5.0}, "min_p": 0.1}
-    odd["params"] |= penalised if name != "ngram" else {}
+    others = [
+        ask(f"o{i}", problems[0], max_tokens=max_tokens, logprobs=-1, **CHANGED, **more)
+        for i, more in enumerate(OTHERS.get(name, ({"top_k": 7},)))
+    ]
     plain = {"name": "plain", "measures": False, "requests": requests}
-    measured = {"name": "measured", "measures": True, "requests": [*requests, odd]}
+    measured = {"name": "measured", "measures": True, "requests": [*requests, *others]}
     return {"name": name, "engine": engine, "runs": [plain, measured]}
 
 
