@@ -22,6 +22,23 @@ def add_triton_cpu_backend() -> None:
             return True
 
     backends.backends["cpu"] = backends.Backend(compiler=None, driver=ActiveDriver)
+    _accept_any_mask()
+
+
+def _accept_any_mask() -> None:
+    """Let the interpreter load through masks that it computed as integers, as ngram's kernel does.
+
+    A compiler makes booleans of them.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load = InterpreterBuilder.create_masked_load
+
+    def load_through_booleans(self, pointers, mask, *args):
+        mask.data = mask.data.astype(bool)
+        return load(self, pointers, mask, *args)
+
+    InterpreterBuilder.create_masked_load = load_through_booleans
 
 
 def allow_async_scheduling() -> None:
