@@ -11,8 +11,12 @@ from rich.table import Table
 
 from meridian_patch import __version__, envs
 from meridian_patch.bench.commands import add_bench
+from meridian_patch.calibrate.command import add_calibrate
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
+
+# Entries of a list in a table's cell.
+_MOST_SHOWN = 8
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="every configuration value and its origin")
     config.set_defaults(run=_config)
 
+    add_calibrate(commands)
     add_bench(commands)
     return parser
 
@@ -85,9 +90,15 @@ def _config(parsed: argparse.Namespace) -> int:
         value = values
         for part in key.split("."):
             value = value[part]
-        table.add_row(key, str(value), origin)
+        table.add_row(key, _shown(value), origin)
     Console().print(table)
     return 0
+
+
+def _shown(value: Any) -> str:
+    """A value for the table; of a long list, how long it is."""
+    is_long = isinstance(value, list) and len(value) > _MOST_SHOWN
+    return f"{len(value)} entries" if is_long else str(value)
 
 
 def _status(parsed: argparse.Namespace) -> int:

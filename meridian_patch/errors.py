@@ -35,7 +35,7 @@ class BoundaryError(MeridianError):
 
 
 class CalibrationError(MeridianError):
-    """A labelled set cannot carry the bound; the message says why and what would."""
+    """Nothing can be calibrated: the message says what is wrong, or missing, and what would do."""
 
 
 class PatchRefused(MeridianError):  # noqa: N818 - the name is what happened

@@ -24,11 +24,14 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_free_request",
         "_request_blocks_can_be_freed",
         "update_from_output",
+        "get_grammar_bitmask",
+        "finish_requests",
     ),
     behaviour=(
         "add_request",
         "schedule",
         "update_from_output",
+        "get_grammar_bitmask",
         "finish_requests",
         "reset_prefix_cache",
         "_update_request_as_session",
@@ -41,11 +44,14 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_pause_state",
         "block_size",
         "connector",
+        "current_step",
+        "deferred_waiting",
         "kv_cache_config",
         "kv_cache_manager",
         "kv_holding_waiting",
         "max_num_active_reqs",
         "max_num_scheduled_tokens",
+        "num_spec_tokens",
         "policy",
         "prev_step_scheduled_req_ids",
         "requests",
@@ -58,6 +64,8 @@ SCHEDULER_CONTRACT: Final = Contract(
     collaborators=(
         f"{OFFLOADING}:OffloadingConnectorScheduler._build_store_jobs",
         "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager.lookup",
+        "vllm.v1.request:Request.__init__",
+        "vllm.v1.request:Request.update_block_hashes",
     ),
 )
 

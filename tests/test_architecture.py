@@ -43,7 +43,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "demo.card": (*ENGINE, "demo"),  # a command: measures the shipped weights
     "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
     "serve": PLUGIN,
-    "cli": (*PLUGIN, "demo", "bench", "serve"),
+    "calibrate": (*PLUGIN, "bench"),
+    "cli": (*PLUGIN, "demo", "bench", "serve", "calibrate"),
 }
 MAX_LINES = 400
 MAX_MEDIAN_LINES = 150

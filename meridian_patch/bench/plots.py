@@ -64,8 +64,8 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
     axes.set_xlabel("time since the start of the trace (s)")
     axes.set_ylabel("gap between two answer tokens (ms)")
     figure.legend(handles=handles, loc="outside upper right", frameon=False, ncols=len(runs))
-    _finish(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
-    return _png(figure, caption)
+    finish_axes(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
+    return to_png(figure, caption)
 
 
 def phase_bars(runs: Runs, caption: str) -> bytes:
@@ -83,7 +83,7 @@ def phase_bars(runs: Runs, caption: str) -> bytes:
             if times is not None:
                 _draw_bar(axes, row, times, record.token_s)
         axes.set_xlabel("time since the start of the trace (s)")
-        _finish(figure, axes, f"{arm}: {_count_stalls(_times(run))}")
+        finish_axes(figure, axes, f"{arm}: {_count_stalls(_times(run))}")
         axes.grid(axis="y", visible=False)
     panels[0].set_ylabel("request, by arrival")
     panels[0].invert_yaxis()
@@ -93,7 +93,7 @@ def phase_bars(runs: Runs, caption: str) -> bytes:
         ncols=len(_PHASE_COLOURS),
         frameon=False,
     )
-    return _png(figure, caption)
+    return to_png(figure, caption)
 
 
 def distributions(runs: Runs, caption: str) -> bytes:
@@ -124,9 +124,9 @@ def distributions(runs: Runs, caption: str) -> bytes:
     right.set_ylim(0, 1.02)
     handles = [Line2D([], [], color=styles[arm][0], lw=2.0, label=arm) for arm in runs]
     left.legend(handles=handles, loc="upper right", frameon=False)
-    _finish(figure, left, "Tail of the answer gaps")
-    _finish(figure, right, "Time to first answer token (TTFAT)")
-    return _png(figure, caption)
+    finish_axes(figure, left, "Tail of the answer gaps")
+    finish_axes(figure, right, "Time to first answer token (TTFAT)")
+    return to_png(figure, caption)
 
 
 def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float]) -> None:
@@ -169,7 +169,8 @@ def _plain_milliseconds(value: float, _position: int) -> str:
     return f"{value:g}"
 
 
-def _finish(figure: Figure, axes: Axes, title: str) -> None:
+def finish_axes(figure: Figure, axes: Axes, title: str) -> None:
+    """Title, grid and borders as all plots have them."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(visible=True, color="#E6E6E6", lw=0.7)
     axes.set_axisbelow(True)
@@ -177,7 +178,8 @@ def _finish(figure: Figure, axes: Axes, title: str) -> None:
     figure.set_facecolor("white")
 
 
-def _png(figure: Figure, caption: str) -> bytes:
+def to_png(figure: Figure, caption: str) -> bytes:
+    """The picture, with a line below it that says how it was obtained."""
     figure.supxlabel(
         textwrap.fill(caption, _CAPTION_WIDTH), fontsize=7, color="#555555", x=0.01, ha="left"
     )

@@ -152,21 +152,22 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
             "title": "Answer gaps over the run",
             "text": "Each point is the time a reader waited between two tokens of an answer, at "
             "the moment the wait ended. Above the dashed line it counts as a stall.",
-            "data": _data_url(plots.gap_timeline(shown, caption)),
+            "data": data_url(plots.gap_timeline(shown, caption)),
         },
         {
             "title": "What each request was doing",
             "text": "One bar per request, in the order of arrival, the same requests in each "
             "panel. A paused thought costs nobody a stalled line of text; a stalled answer does.",
-            "data": _data_url(plots.phase_bars(pair, caption)),
+            "data": data_url(plots.phase_bars(pair, caption)),
         },
         {
             "title": "Distributions",
             "text": "Left, further left and lower is better; right, further left is better.",
-            "data": _data_url(plots.distributions(shown, caption)),
+            "data": data_url(plots.distributions(shown, caption)),
         },
     ]
 
 
-def _data_url(png: bytes) -> str:
+def data_url(png: bytes) -> str:
+    """A picture as an address, so that a page is one file."""
     return "data:image/png;base64," + base64.b64encode(png).decode()

@@ -132,6 +132,8 @@ def _type(field: FieldInfo) -> str:
         text = field.annotation.__name__
     for noise in ("typing.", "pathlib._local.", "pathlib.", " | None"):
         text = text.replace(noise, "")
+    if not text.startswith("Literal["):
+        return text
     return text.removeprefix("Literal[").removesuffix("]").replace("'", "").replace(", ", " or ")
 
 

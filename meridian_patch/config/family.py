@@ -153,7 +153,7 @@ class Family(StrictModel):
     @property
     def probe_text(self) -> str:
         """``probe``, or what stands in for it (EAT, arXiv:2509.26522)."""
-        return self.probe or f"\n{self.end}\n\n"
+        return self.probe or probe_around(self.end)
 
     @property
     def markers(self) -> tuple[object, ...]:
@@ -169,3 +169,8 @@ class Family(StrictModel):
             if text and not any(end.strip() in text for _, end in self.pairs):
                 raise ValueError(f"{name} is {text!r}, expected text that holds end {self.end!r}")
         return self
+
+
+def probe_around(end: str) -> str:
+    """The probe of a family that states none (EAT, arXiv:2509.26522)."""
+    return f"\n{end}\n\n"

@@ -176,8 +176,7 @@ class ExitConfig(StrictModel):
     mode: Annotated[Literal["off", "observe", "enforce"], BeforeValidator(_off)] = Field(
         default="observe",
         description="`observe` decides and reports when thinking would be closed, and closes "
-        "nothing; `enforce` closes it; `off` measures nothing. This section is read and checked, "
-        "but the engine does not act on it yet.",
+        "nothing; `enforce` closes it; `off` measures nothing.",
     )
     min_think_tokens: int = Field(
         default=512,
@@ -242,6 +241,11 @@ class ExitConfig(StrictModel):
         default=256,
         ge=1,
         description="EAT: most tokens from one probe to the next, paragraph or not.",
+    )
+    probes_in_flight: int = Field(
+        default=4,
+        ge=1,
+        description="EAT: most probes in one step.",
     )
     rpdi: bool = Field(
         default=True,
@@ -321,4 +325,9 @@ class Config(StrictModel):
     )
     exit: ExitConfig = Field(
         default_factory=ExitConfig, description="When thinking is ended early."
+    )
+    provenance: dict[str, Any] | None = Field(
+        default=None,
+        description="Where the file's values come from: `meridian calibrate` writes model, data, "
+        "date and curve here. Nothing acts on it.",
     )

@@ -3,29 +3,17 @@
 Reads the tokenizer and config.json; no engine is started and no weights are read.
 """
 
-import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PretrainedConfig
 
-from meridian_patch import envs
-from meridian_patch.config.load import LoadedConfig, load_config
-from meridian_patch.config.matching import ModelIdentity
-from meridian_patch.engine.boundaries import (
-    describe_unknown,
-    model_names,
-    parser_strings,
-    resolve_model,
-    vocabulary_of,
-)
-from meridian_patch.errors import BoundaryError
+from meridian_patch.engine.boundaries import describe_unknown
+from meridian_patch.engine.model_directory import read_model
 from meridian_patch.phase.boundaries import TokenIds
-from meridian_patch.phase.markers import Marker, ServerStrings
+from meridian_patch.phase.markers import Marker
 from meridian_patch.phase.resolve import Resolution
 
 
@@ -45,61 +33,18 @@ def run(model: str, reasoning_parser: str | None, family: str | None, as_json: b
         BoundaryError: no such directory, no tokenizer, or unresolvable boundaries.
         ConfigError: wrong configuration or family file, unknown family.
     """
-    loaded = _with_family(load_config(envs.environment()), family)
-    if not Path(model).is_dir():
-        raise BoundaryError(
-            f"model directory {model} does not exist; expected a local directory with config.json "
-            "and the tokenizer's files"
-        )
-    tokenizer = _load(AutoTokenizer.from_pretrained, model, "tokenizer")
-    vocabulary = vocabulary_of(tokenizer, model)
-    identity = _identify(model, reasoning_parser)
-    server = ServerStrings()
-    if reasoning_parser is not None:
-        start, end = parser_strings(reasoning_parser, tokenizer, model)
-        server = ServerStrings(parser=reasoning_parser, parser_start=start, parser_end=end)
-    resolution = resolve_model(model, identity, server, vocabulary, loaded)
+    found = read_model(model, reasoning_parser, family)
+    resolution = found.resolution
     if resolution is None:
-        why = describe_unknown(model, identity)
+        why = describe_unknown(model, found.identity)
         print(json.dumps({"model": model, "phases": 1, "why": why}) if as_json else why)
         return 0
-    report = _report(model, resolution, tokenizer)
+    report = _report(model, resolution, found.tokenizer)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         _print_tables(report)
     return 0
-
-
-def _with_family(loaded: LoadedConfig, family: str | None) -> LoadedConfig:
-    if family is None:
-        return loaded
-    config = loaded.config.model_copy(update={"family": family})
-    origins = {**loaded.origins, "family": "option --family"}
-    return dataclasses.replace(loaded, config=config, origins=origins)
-
-
-def _load(loader: Any, model: str, what: str) -> Any:
-    try:
-        return loader(model, local_files_only=True)
-    except Exception as error:
-        raise BoundaryError(
-            f"model directory {model} has no usable {what}: {error}. Expected the files that the "
-            "model was published with"
-        ) from error
-
-
-def _identify(model: str, parser: str | None) -> ModelIdentity:
-    # The raw dictionary: an architecture that transformers does not know is no hindrance.
-    config, _ = _load(PretrainedConfig.get_config_dict, model, "config.json")
-    if not config:
-        raise BoundaryError(f"model directory {model} has no config.json, or an empty one")
-    path = str(Path(model).absolute())
-    return ModelIdentity(
-        names=model_names(path, None, config.get("_name_or_path") or ""),
-        architectures=tuple(config.get("architectures") or ()),
-        parser=parser,
-    )
 
 
 def _report(model: str, resolution: Resolution, tokenizer: Any) -> dict[str, Any]:

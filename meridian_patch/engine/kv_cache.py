@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.engine.free_queue import TieredFreeQueue
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.shared_blocks import count_shared, is_own
 from meridian_patch.policy.retention import Retention
 
@@ -97,6 +98,8 @@ class PhaseKVCaching(UpstreamManager):
         return blocks
 
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+        if isinstance(request, ProbeRequest):
+            return
         super().record_prefix_cache_stats(request, num_hits)
         # Load-bearing: called once per admission, when the hit blocks are the request's.
         if self.phases is not None and num_hits:

@@ -11,6 +11,8 @@ from meridian_patch.engine.replay_types import ReplayArm, ReplayRequest
 SCHEDULE, UPDATE = "schedule", "update_from_output"
 # Mean context that the pool has room for; nobody is preempted then, and all arms do the same.
 CONTEXT_TOKENS = 3072
+# Of the requests that run, how many decode at least once the load has settled.
+_DECODING_SHARE = 0.97
 SETTLING_STEPS = 30
 
 
@@ -80,10 +82,12 @@ class _Lane:
 
     @property
     def is_prefilling(self) -> bool:
-        running = self.engine.scheduler.running
-        return len(running) < self._running or any(
-            request.is_prefill_chunk or not request.num_output_tokens for request in running
+        """Whether the first requests are; with many, somebody always is who came later."""
+        decoding = sum(
+            not request.is_prefill_chunk and request.num_output_tokens > 0
+            for request in self.engine.scheduler.running
         )
+        return decoding < _DECODING_SHARE * self._running
 
     def add(self, count: int) -> None:
         for number in range(self._drawn, self._drawn + count):

@@ -61,6 +61,8 @@ tool_call: {json.dumps([TOOL_CALL])}
 """
 _STATUS_DIR = "MERIDIAN_PATCH_STATUS_DIR"
 _FAMILIES_DIR = "MERIDIAN_PATCH_SET_FAMILIES_DIR"
+# A replayed model has no logits to watch.
+_NO_EXIT = {"MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
 
 
 def replay_model() -> Path:
@@ -167,7 +169,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     """The arm's settings, the replay's family file, and nothing else; status goes nowhere."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "tiny_reasoner.yaml").write_text(_FAMILY)
-        values = {**settings, _STATUS_DIR: folder, _FAMILIES_DIR: folder}
+        values = {**_NO_EXIT, **settings, _STATUS_DIR: folder, _FAMILIES_DIR: folder}
         with _rebound(envs, "environment", lambda: values):
             yield
 

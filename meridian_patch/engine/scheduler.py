@@ -16,12 +16,14 @@ from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.boundaries import resolve_boundaries
+from meridian_patch.engine.exit_binding import bind_exits
 from meridian_patch.engine.guard import StepGuard
 from meridian_patch.engine.kv_binding import bind_kv_phases
 from meridian_patch.engine.offloaded import find_offloaded
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
-from meridian_patch.engine.steering import ENFORCES_NOTHING, Steering, StepLimits, limited
-from meridian_patch.errors import ConfigError
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.probes import strip
+from meridian_patch.engine.steering import Steering, StepLimits, limited
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.latency import LatencyPolicy
 from meridian_patch.policy.rules import choose_rules
@@ -45,8 +47,10 @@ class PhaseScheduling(UpstreamScheduler):
     3. The step's token budget and the number of requests that may run are lowered for its length.
     4. A request that has thought for long may be preempted before the step to let a newcomer in.
     5. Preempted answers resume before anything else that waits.
-    6. Without reasoning requests, and with the noop policy, every decision is stock.
-    7. What fails or takes too long here is counted, and the step runs as stock.
+    6. Thoughts are followed by their signals, probed and, where that is asked for, closed.
+    7. Without reasoning requests, and with the noop policy and no early exit, every
+       decision is stock.
+    8. What fails or takes too long here is counted, and the step runs as stock.
 
     Invariant: requests change queues only as ``super()`` itself moves them.
     """
@@ -56,8 +60,6 @@ class PhaseScheduling(UpstreamScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loaded = load_config(envs.environment())
-        if loaded.config.exit.mode == "enforce":
-            raise ConfigError(f"exit.mode {ENFORCES_NOTHING}")
         boundaries = resolve_boundaries(self.vllm_config, loaded)
         policy_config = loaded.config.policy
         rules = choose_rules(policy_config)
@@ -96,6 +98,9 @@ class PhaseScheduling(UpstreamScheduler):
             self._phase_guard,
             self.phase_counters,
         )
+        self.exits = bind_exits(
+            self, loaded.config.exit, boundaries, self.phase_router, self.phase_counters
+        )
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
@@ -111,6 +116,7 @@ class PhaseScheduling(UpstreamScheduler):
             if boundaries
             else None,
             "kv_tiers": self._kv_phases.history if self._kv_phases else "off",
+            "exit": loaded.config.exit.mode if self.exits else "off",
         }
         status.publish(role="engine_core", **facts)
         logger.info("meridian_patch live in EngineCore: %s", facts)
@@ -125,16 +131,27 @@ class PhaseScheduling(UpstreamScheduler):
             self._track(request)
             with self._phase_guard.protect("the policy", request.request_id):
                 self.steering.arrived(request, self.waiting)
+            self._watch(request)
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         super()._update_request_as_session(session, update)
         self._phase_order.forget(session)
         self._track(session)
         self.steering.changed(session)
+        self._watch(session)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.exits and isinstance(request, ProbeRequest):
+            with self._phase_guard.protect("early exit", request.request_id):
+                is_aborted = request.status == RequestStatus.FINISHED_ABORTED
+                self.exits.probe_ended(request, is_aborted=is_aborted)
+            self._phase_order.forget(request)
+            return super()._free_request(request, *args, **kwargs)
         # A request ends before its last tokens were taken in.
         self._observe(request.request_id)
+        if self.exits:
+            with self._phase_guard.protect("early exit", request.request_id):
+                self.exits.freed(request)
         with self._phase_guard.protect("the policy", request.request_id):
             self.steering.left(request)
         if self._kv_phases:
@@ -162,6 +179,9 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("the policy"):
                 limits = self._plan()
                 arrivals = self._arrange()
+        if self.exits:
+            with self._phase_guard.protect("early exit"):
+                self.exits.arrange(self.current_step)
         try:
             with limited(self, limits):
                 output = super().schedule(*args, **kwargs)
@@ -171,6 +191,9 @@ class PhaseScheduling(UpstreamScheduler):
         if is_steered:
             with self._phase_guard.protect("the policy"):
                 self.steering.scheduled(self, output)
+        if self.exits:
+            with self._phase_guard.protect("early exit"):
+                self.exits.scheduled(output)
         # Load-bearing: nobody gets a first token who is in neither of the two.
         for new in output.scheduled_new_reqs:
             self.phase_router.runs(new.req_id)
@@ -193,10 +216,37 @@ class PhaseScheduling(UpstreamScheduler):
             self._expected = self.phase_router.expects(
                 model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             )
+        if self.exits:
+            self.exits.returned(model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         while self._expected:
             self._observe(next(iter(self._expected)))
+        if self.exits:
+            with self._phase_guard.protect("early exit"):
+                self.exits.took_in(scheduler_output.num_scheduled_tokens)
+            ended = self.exits.take_ended()
+            if ended:
+                strip(result, ended)
         return result
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        grammar = super().get_grammar_bitmask(scheduler_output)
+        if self.exits and self.exits.closings:
+            with self._phase_guard.protect("early exit"):
+                return self.exits.closings.add_rows(scheduler_output, grammar)
+        return grammar
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        probes = self.exits.probes if self.exits else None
+        if probes is not None:
+            # Before their parents: a request must not end while upstream walks through the list.
+            if request_ids is None:
+                probes.cancel_all()
+            else:
+                request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+                for request_id in request_ids:
+                    probes.cancel(request_id)
+        return super().finish_requests(request_ids, *args, **kwargs)
 
     def _observe(self, request_id: str) -> None:
         """Take in the tokens that a request was expected to accept, if it was."""
@@ -250,6 +300,11 @@ class PhaseScheduling(UpstreamScheduler):
         return None
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if self.exits and isinstance(request, ProbeRequest):
+            super()._preempt_request(request, *args, **kwargs)
+            self.exits.probe_displaced(request)
+            self._phase_order.forget(request)
+            return
         if self._kv_phases:
             self._kv_phases.begin_preemption(request)
         try:
@@ -269,6 +324,8 @@ class PhaseScheduling(UpstreamScheduler):
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
+            if self.exits and self.exits.probes:
+                stats.num_running_reqs -= len(self.exits.probes.live)
             if self._kv_phases:
                 self._kv_phases.count_evictions()
             payload = self.phase_counters.drain()
@@ -278,6 +335,11 @@ class PhaseScheduling(UpstreamScheduler):
                 payload[f"{counters.REQUESTS}:{phase}"] = number
             setattr(stats, stats_field.FIELD, payload)
         return stats
+
+    def _watch(self, request: Any) -> None:
+        if self.exits:
+            with self._phase_guard.protect("early exit", request.request_id):
+                self.exits.added(request)
 
     def _track(self, request: Any) -> None:
         with self._phase_guard.protect("the phase router", request.request_id):

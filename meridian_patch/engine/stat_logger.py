@@ -3,6 +3,7 @@
 from typing import Any
 
 from meridian_patch.engine import stats_field
+from meridian_patch.exit.base import Reason
 from meridian_patch.phase.router import Phase
 from meridian_patch.policy.retention import Tier
 from meridian_patch.telemetry import counters
@@ -16,6 +17,12 @@ LABELS = {
     counters.PHASE_CHANGE: tuple(Phase),
     counters.EVICTION: _TIERS,
     counters.HIT_TOKENS: (*_TIERS, counters.IN_USE),
+    counters.EXIT: tuple(Reason),
+    counters.EXIT_GIVEN_UP: ("sampling",),
+    counters.THINK_TOKENS: tuple(Reason),
+    counters.VERDICT: tuple(Reason),
+    counters.PROBE: ("measured", "lost"),
+    counters.INVALID: ("think",),
 }
 
 

@@ -8,22 +8,17 @@ from typing import Any, NamedTuple
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.config.request_fields import read_fields
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.forecasts import Forecasts
 from meridian_patch.engine.readers import Readers
 from meridian_patch.engine.room import Room, place_by_priority
 from meridian_patch.engine.step_timer import StepTimer
-from meridian_patch.errors import ConfigError
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.policy.rules import Rules
 from meridian_patch.policy.step_cut import CutSettings, StepCut
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
-
-# Better an error than a mode that does nothing.
-ENFORCES_NOTHING = "is 'enforce', expected 'off' or 'observe': no thought is ended early yet"
 
 
 class StepLimits(NamedTuple):
@@ -108,8 +103,6 @@ class Steering:
         known = [bound for bound in bounds if bound is not None]
         if known:
             self.forecasts.limit(request.request_id, min(known))
-        if sampling and read_fields(sampling.extra_args).meridian_exit == "enforce":
-            raise ConfigError(f"vllm_xargs field meridian_exit {ENFORCES_NOTHING}")
 
     def arrived(self, request: Any, waiting: Any) -> None:
         """A request came in, and is in ``waiting`` unless upstream holds it back."""
@@ -154,7 +147,9 @@ class Steering:
         if self._rules.step_cut and self._readers and not self._unchunkable:
             before = self._tokens_before(scheduler)
             target_s = self._target_s(now_s)
-            self._budget = self._cut.token_budget(self._shape, before, target_s, now_s)
+            budget = self._cut.token_budget(self._shape, before, target_s, now_s)
+            # Load-bearing: a step's drafts count as its tokens.
+            self._budget = budget + decode_rows * scheduler.num_spec_tokens
         return StepLimits(self._budget, max_active)
 
     def _tokens_before(self, scheduler: Any) -> int:

@@ -18,6 +18,8 @@ class Boundaries:
         close: the sequence to force when thinking must be ended.
         history: what the chat template does with earlier turns' thinking.
         tool_call: sequences of which any one opens a tool call.
+        probe: what to put behind a thought to see how sure its answer is; empty: it cannot be
+            written in tokens.
     """
 
     family: str
@@ -26,3 +28,4 @@ class Boundaries:
     close: TokenIds
     history: History = "unverified"
     tool_call: tuple[TokenIds, ...] = ()
+    probe: TokenIds = ()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meridian_patch.config.family import probe_around
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.errors import BoundaryError
 
@@ -43,6 +44,8 @@ class Markers:
         start: markers that open thinking.
         end: markers that end thinking.
         close: the text to force when thinking must be ended.
+        probe: the text to put behind a thought to see how sure its answer is; field ``probe`` when
+            a family file states it.
         match: the family file behind them; None when only the server's strings are known.
         notes: what an operator should read once.
     """
@@ -51,6 +54,7 @@ class Markers:
     start: tuple[Marker, ...]
     end: tuple[Marker, ...]
     close: Marker
+    probe: Marker
     match: FamilyMatch | None
     notes: tuple[str, ...] = ()
 
@@ -105,7 +109,8 @@ def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ..
     close = Marker("close" if family.close else "end", family.close or family.end, origin)
     if server.end:
         close = Marker("reasoning_end_str", server.end, "--reasoning-config")
-    return Markers(match.label, tuple(start), tuple(end), close, match, notes)
+    probe = Marker("probe" if family.probe else "end", family.probe_text, origin)
+    return Markers(match.label, tuple(start), tuple(end), close, probe, match, notes)
 
 
 def _from_server(server: ServerStrings) -> Markers | None:
@@ -126,7 +131,8 @@ def _from_server(server: ServerStrings) -> Markers | None:
     if server.parser_end:
         natural = Marker("reasoning_end_str", server.parser_end, parser)
     label = f"<parser {server.parser}>" if server.parser else "<reasoning config>"
-    return Markers(label, (start,), (natural,), forced, None)
+    probe = Marker(natural.field, probe_around(natural.text), natural.origin)
+    return Markers(label, (start,), (natural,), forced, probe, None)
 
 
 def _find_clash(match: FamilyMatch, server: ServerStrings) -> str | None:

@@ -75,6 +75,7 @@ def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
             close,
             history=markers.match.family.history if markers.match else "unverified",
             tool_call=_find_tool_calls(model, markers, vocabulary, notes),
+            probe=_resolve_probe(model, markers, vocabulary, end, notes),
         ),
         markers,
         sequences,
@@ -120,6 +121,28 @@ def _resolve_close(
             "would not end thinking. Let it hold the end marker as tokens of its own"
         )
     return ids
+
+
+def _resolve_probe(
+    model: str,
+    markers: Markers,
+    vocabulary: Vocabulary,
+    end: tuple[TokenIds, ...],
+    notes: list[str],
+) -> TokenIds:
+    probe = markers.probe
+    ids = tuple(vocabulary.encode(probe.text))
+    if any(_holds(ids, sequence) for sequence in end):
+        return ids
+    message = (
+        f"model {model}: {probe.field} {probe.text!r} ({probe.origin}) is ids {list(ids)}, which "
+        f"hold none of the end sequences {[list(sequence) for sequence in end]} of "
+        f"{markers.end[0].text!r}"
+    )
+    if probe.field == "probe":
+        raise BoundaryError(f"{message}. Let it hold the end marker as tokens of its own")
+    notes.append(f"{message}, so that thinking is not probed (EAT is off)")
+    return ()
 
 
 def _holds(ids: TokenIds, sequence: TokenIds) -> bool:

@@ -50,7 +50,8 @@ class StepCut:
        model has data: twice the prefill that did not make a step longer so far, and at most the
        full budget over ``think_batch_multiplier``.
     3. Where any prefill costs a fixed time: no less of it than is worth that time.
-    4. Saturation guard: a cut that was used up in every step for ``drain_s`` holds work back
+    4. Now and then, where every step has prefill: none of it, to see what decoding alone takes.
+    5. Saturation guard: a cut that was used up in every step for ``drain_s`` holds work back
        that does not drain. Steps may take twice as long each ``drain_s`` from then on, until the
        backlog is gone or prefill has half of the step.
     """
@@ -87,6 +88,8 @@ class StepCut:
             now_s: of a steady clock.
         """
         settings = self._settings
+        if self._model.wants_decode_only:
+            return shape.decode_rows
         most = int(settings.full_tokens / settings.think_batch_multiplier)
         room = None
         if target_s is not None:

@@ -22,6 +22,11 @@ _REFIT_EVERY: Final = 8
 _MEMORY: Final = 1e-3
 # A step that took this much longer than decoding alone was made longer by its prefill.
 _PREFILL_SHOWS: Final = 1.03
+# Steps without one that only decodes after which one is worth making: under a backlog every step
+# has prefill, and how long decoding takes would never be known again.
+_DECODE_EVERY: Final = 128
+# Steps that may go by before a step that was made is back; more are not made in a row.
+_MOST_IN_A_ROW: Final = 8
 # Of what prefill adds to a step, the most that may be the same for one token and for many.
 _MOST_FIXED_SHARE: Final = 0.25
 
@@ -65,6 +70,7 @@ class StepTimeModel:
         self._prefill = LinearFit(4)
         # The most prefill tokens that did not make a step longer.
         self._most_hidden_tokens = 0
+        self._since_decode_only = _DECODE_EVERY
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long; nonsense (not above 0, not finite) is left out."""
@@ -72,7 +78,9 @@ class StepTimeModel:
             return
         if not shape.prefill_tokens:
             self._decode.add(_decode_features(shape), seconds)
+            self._since_decode_only = 0 if self._decode.coefficients else _DECODE_EVERY
             return
+        self._since_decode_only += 1
         decode_s, features = self.decode_seconds(shape), _prefill_features(shape)
         if decode_s is None:
             # Whether it shows cannot be told, and the first steps weigh much in a fit.
@@ -86,6 +94,12 @@ class StepTimeModel:
         # stay: cuts would be too small for any prefill to show again.
         if predicted_s is not None and predicted_s > seconds:
             self._prefill.add(features, seconds)
+
+    @property
+    def wants_decode_only(self) -> bool:
+        """Whether a step without prefill would teach something; not for many steps in a row."""
+        since = self._since_decode_only
+        return since >= _DECODE_EVERY and since % _DECODE_EVERY < _MOST_IN_A_ROW
 
     def decode_seconds(self, shape: StepShape) -> float | None:
         """Without its prefill; None before there is data."""

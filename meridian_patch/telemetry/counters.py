@@ -42,5 +42,15 @@ EVICTION = "kv_eviction"
 HIT_TOKENS = "kv_hit_tokens"
 # Label of hit tokens whose blocks other requests were using; the others are tiers.
 IN_USE = "in_use"
+# Thoughts that ended, by reason, and their tokens.
+EXIT = "exit"
+THINK_TOKENS = "think_tokens"
+# Thoughts that a strategy would close, by strategy, closed or not.
+VERDICT = "exit_verdict"
+PROBE = "probe"
+# Closes that could not be carried out.
+EXIT_GIVEN_UP = "exit_given_up"
+# Signals that were no finite numbers.
+INVALID = "invalid_signals"
 # Gauges ride along under this prefix: requests in each phase.
 REQUESTS = "requests"

@@ -55,6 +55,42 @@ class PhaseMetrics:
                 (*_LABELS, "tier"),
                 registry=registry,
             ),
+            counters.EXIT: Counter(
+                "meridian_thoughts_ended",
+                "Thoughts that ended, by reason.",
+                (*_LABELS, "reason"),
+                registry=registry,
+            ),
+            counters.THINK_TOKENS: Counter(
+                "meridian_think_tokens",
+                "Tokens of the thoughts that ended, by reason.",
+                (*_LABELS, "reason"),
+                registry=registry,
+            ),
+            counters.VERDICT: Counter(
+                "meridian_exit_verdicts",
+                "Thoughts that early exit would close, closed or not, by strategy.",
+                (*_LABELS, "reason"),
+                registry=registry,
+            ),
+            counters.EXIT_GIVEN_UP: Counter(
+                "meridian_exits_given_up",
+                "Closes not carried out, because something would undo them.",
+                (*_LABELS, "reason"),
+                registry=registry,
+            ),
+            counters.PROBE: Counter(
+                "meridian_probes",
+                "Probes of thoughts, by result.",
+                (*_LABELS, "result"),
+                registry=registry,
+            ),
+            counters.INVALID: Counter(
+                "meridian_invalid_signals",
+                "Signals that were no finite numbers, by phase.",
+                (*_LABELS, "phase"),
+                registry=registry,
+            ),
         }
         self._requests = Gauge(
             "meridian_requests",

@@ -6,6 +6,12 @@ import yaml
 from meridian_patch.config.families import load_families
 
 
+@pytest.fixture(autouse=True)
+def no_exit(monkeypatch):
+    """No probe mixes with the requests that a test is about."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "off")
+
+
 @pytest.fixture
 def patience(monkeypatch):
     """A busy test machine must not run into the policy's time budget."""

@@ -76,7 +76,12 @@ def test_named_model(config_for, log):
     """The tiny reasoner is found by its directory's name, without a word in the log."""
     boundaries = resolve_boundaries(config_for("tiny-reasoner"), load_config({}))
     assert boundaries == Boundaries(
-        "tiny_reasoner", ((THINK_START,),), ((THINK_END,),), (THINK_END,), history="strip"
+        "tiny_reasoner",
+        ((THINK_START,),),
+        ((THINK_END,),),
+        (THINK_END,),
+        history="strip",
+        probe=(THINK_END,),
     )
     assert log() == []
 

@@ -219,17 +219,3 @@ def test_nobody_starves(demo_model, policy, is_async):
     assert longest_s > 0
     longest_s = max([longest_s, *(driver.now_s - since for since in away_since.values())])
     assert longest_s < 2.0 + 12.0
-
-
-def test_enforcing_an_exit_is_refused_until_there_is_one(demo_model, policy, monkeypatch):
-    """A mode that would do nothing is an error: of a request, which is served, and at start-up."""
-    policy()
-    driver = driver_for(demo_model, blocks=200)
-    driver.add(job("wishful", 50, think=5, answer=5), extra_args={"meridian_exit": "enforce"})
-    driver.add(job("watched", 51, think=5, answer=5), extra_args={"meridian_exit": "observe"})
-    driver.drain()
-    assert driver.scheduler.phase_counters.totals["fallback:exception"] == 1
-    assert len(driver.deliveries["wishful"]) == len(driver.deliveries["watched"]) > 0
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "enforce")
-    with pytest.raises(ConfigError, match=r"exit.mode is 'enforce', expected 'off' or 'observe'"):
-        driver_for(demo_model, blocks=200)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD
 
 BLOCK_SIZE = 32
 THINK_START, THINK_END, TURN_END = 256, 257, 259
@@ -136,6 +138,10 @@ class Driver:
     preempted_hits: int = 0
     # KV events, as a subscriber would get them.
     kv_events: list[Any] = field(default_factory=list)
+    # What the model's entropies are, of probes too.
+    entropy_nats: float = 1.0
+    # Requests and tokens that the scheduler forced, in order.
+    forced: list[tuple[str, int]] = field(default_factory=list)
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
 
     @classmethod
@@ -235,12 +241,31 @@ class Driver:
                 sampled.append([])
                 continue
             index = request.num_computed_tokens - request.num_prompt_tokens
-            sampled.append([self.jobs[request_id].token(index)])
-        return ModelRunnerOutput(
+            token = self.jobs[request_id].token(index) if request_id in self.jobs else WORD
+            sampled.append([token])
+        result = ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=sampled,
         )
+        plan = getattr(output, PLAN_FIELD, None)
+        if plan is not None:
+            rows = {name: [[self.entropy_nats, 5.0, 0.5, 0.01]] for name in plan.request_ids}
+            setattr(result, SIGNALS_FIELD, rows)
+        return self._force(output, result)
+
+    def _force(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Sample what the scheduler's bit masks leave, where they leave one token."""
+        grammar = self.scheduler.get_grammar_bitmask(output)
+        if grammar is not None:
+            for name, row in zip(
+                grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True
+            ):
+                bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+                (token,) = np.flatnonzero(bits).tolist()
+                result.sampled_token_ids[result.req_id_to_index[name]] = [token]
+                self.forced.append((name, token))
+        return result
 
     def _deliver(self) -> None:
         output, result = self._in_flight.popleft()

@@ -70,7 +70,12 @@ def test_single_tokens(tiny):
     """A marker in the vocabulary is that token, and nothing else."""
     resolution = resolve_for(tiny, match_of())
     assert resolution.boundaries == Boundaries(
-        "mine", ((THINK_START,),), ((THINK_END,),), (THINK_END,), history="strip"
+        "mine",
+        ((THINK_START,),),
+        ((THINK_END,),),
+        (THINK_END,),
+        history="strip",
+        probe=tuple(tiny.encode("\n</think>\n\n")),
     )
     assert resolution.notes == ()
 

@@ -22,11 +22,11 @@ def prefilling(tokens: int) -> StepShape:
 
 
 def test_before_data_the_budget_feels_its_way():
-    """The least, then twice what did not show; the share of the engine's budget at most."""
+    """Decoding alone, the least, then twice what did not show; at most a share of the budget."""
     model = StepTimeModel()
     one = cut(model)
-    assert one.token_budget(SHAPE, 0, None, 0.0) == 30 + 64
     for _ in range(4):
+        assert one.token_budget(SHAPE, 0, None, 0.0) == 30
         model.observe(SHAPE, roofline(SHAPE))
     default_s = one.default_itl_s(SHAPE)
     for hidden in (64, 128):
@@ -35,6 +35,32 @@ def test_before_data_the_budget_feels_its_way():
         assert one.token_budget(SHAPE, 0, default_s, 0.0) == 30 + 2 * hidden
     model.observe(SHAPE._replace(prefill_tokens=3000), roofline(SHAPE))
     assert one.token_budget(SHAPE, 0, default_s, 0.0) == 30 + int(FULL / 2.5)
+
+
+def test_a_backlog_from_the_start_does_not_hide_what_decoding_takes():
+    """Every step has prefill, so some are made without it: first, and every so often."""
+    model = StepTimeModel()
+    one = cut(model)
+    cuts = []
+    for _ in range(400):
+        tokens = one.token_budget(SHAPE, 0, one.default_itl_s(SHAPE), 0.0) - 30
+        cuts.append(tokens)
+        shape = prefilling(tokens)
+        model.observe(shape, roofline(shape))
+    assert cuts[:5] == [0, 0, 0, 0, 64]
+    assert sum(tokens == 0 for tokens in cuts) == 4 + 3
+    assert 0.85 < roofline(prefilling(cuts[-1])) / one.default_itl_s(SHAPE) < 1.1
+
+
+def test_a_step_that_cannot_be_without_prefill_is_not_asked_for_for_long():
+    """Prefill in spite of the cut: the wish is given up until the next time."""
+    model = StepTimeModel()
+    wished = []
+    for _ in range(300):
+        wished.append(model.wants_decode_only)
+        model.observe(prefilling(100), 0.01)
+    assert wished[:9] == [True] * 8 + [False]
+    assert sum(wished) == 3 * 8
 
 
 def test_with_data_the_step_keeps_the_target():

@@ -160,7 +160,9 @@ def bursts(most_at_once: int, longest: int, seed: int) -> Iterator[list[dict[str
 def _environment(arm: ReplayArm) -> dict[str, str]:
     dropped = ("VLLM_PLUGINS", envs.PREFIX)
     base = {n: v for n, v in envs.environment().items() if not n.startswith(dropped)}
-    activation = {"MERIDIAN_PATCH": "1", **arm.settings} if arm.is_patched else {}
+    # As in the replay, which this is compared with.
+    policy_only = {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
+    activation = {**policy_only, **arm.settings} if arm.is_patched else {}
     stock = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
     # The engine core stays in the process, where its steps can be timed.
     core = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -1,0 +1,176 @@
+"""One calibration from start to end: model, passes, choice, files."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meridian_patch import __version__
+from meridian_patch.bench.machine import describe_machine
+from meridian_patch.calibrate.engine_process import EngineProcess
+from meridian_patch.calibrate.journal import Journal
+from meridian_patch.calibrate.observe import PASSES, Natural, Observer, OnProgress, Subject
+from meridian_patch.calibrate.outcome import Goal, check_naturals, decide
+from meridian_patch.calibrate.problems import Problem
+from meridian_patch.calibrate.profile import model_identity, render_profile
+from meridian_patch.calibrate.report import PAGE, PROFILE, RESULT, verdict, write_report
+from meridian_patch.calibrate.settings import Request
+from meridian_patch.calibrate.thresholds import EAT, RPDI
+from meridian_patch.engine.boundaries import describe_unknown
+from meridian_patch.engine.model_directory import ModelDirectory, read_model
+from meridian_patch.engine.token_entropies import MAX_MEASURED_VOCABULARY
+from meridian_patch.errors import CalibrationError
+from meridian_patch.exit.breaks import find_breaks
+from meridian_patch.phase.boundaries import Boundaries
+
+_LOG = "engine.log"
+
+
+def calibrate_model(request: Request) -> int:
+    """Run the passes, choose, write and print; the exit status.
+
+    Raises:
+        CalibrationError: nothing can be calibrated, no threshold will do, or the engine failed.
+        BoundaryError: the model's boundaries cannot be resolved.
+        ConfigError: a wrong configuration or family file.
+    """
+    console = Console()
+    found = read_model(str(request.model), request.reasoning_parser, request.family)
+    subject = _subject(request, found, console)
+    goal = Goal(request.epsilon, request.confidence, subject.thresholds)
+    goal.check_count(len(request.data.problems), f"data file {request.data.path}")
+    prompts = [(problem, _prompt(request, found, problem)) for problem in request.data.problems]
+    identity = model_identity(request.model)
+    request.out.mkdir(parents=True, exist_ok=True)
+    for name in (PAGE, PROFILE, RESULT):
+        # What is here from another run must not pass for this one's.
+        (request.out / name).unlink(missing_ok=True)
+    arguments = {"model": str(request.model.resolve()), **request.engine}
+    with (
+        Journal(request.journal, _settings(request, subject.boundaries, identity)) as journal,
+        EngineProcess(arguments, request.sampling, request.out / _LOG) as engine,
+        _progress(console) as on_progress,
+    ):
+        observer = Observer(subject, request.grader, engine, journal, on_progress)
+        naturals = observer.naturals(prompts)
+        check_naturals(naturals, goal)
+        records = observer.records(naturals)
+    outcomes = decide(naturals, records, observer.early_answers, goal)
+    origin = _origin(request, identity, naturals)
+    paths = write_report(request.out, naturals, outcomes, goal, origin)
+    verdicts = [verdict(outcome, goal) for outcome in outcomes]
+    if all(outcome.chosen is None for outcome in outcomes):
+        raise CalibrationError(f"{' '.join(verdicts)} No profile is written; see {paths[0]}")
+    profile = request.out / PROFILE
+    profile.write_text(render_profile(found.loaded.config, outcomes, goal, origin))
+    lines = [*verdicts, *map(str, [profile, *paths])]
+    console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _subject(request: Request, found: ModelDirectory, console: Console) -> Subject:
+    if found.resolution is None:
+        reason = describe_unknown(str(request.model), found.identity)
+        raise CalibrationError(
+            f"{reason.removeprefix('meridian_patch: ')}. Without a boundary there is no thought to "
+            "end early"
+        )
+    boundaries, tokenizer = found.resolution.boundaries, found.tokenizer
+    if EAT in request.thresholds and not boundaries.probe:
+        probe = found.resolution.markers.probe
+        raise CalibrationError(
+            f"model {request.model}: the probe's text {probe.text!r} ({probe.origin}) does not "
+            f"hold the end boundary when written in tokens, so that EAT cannot be measured; set "
+            "probe in the family file, or calibrate --strategies rpdi"
+        )
+    thresholds = dict(request.thresholds)
+    size = len(tokenizer)
+    if RPDI in thresholds and size > MAX_MEASURED_VOCABULARY:
+        reason = (
+            f"rpdi needs the entropy of every think token, which is measured for vocabularies of "
+            f"up to {MAX_MEASURED_VOCABULARY} entries; this one has {size}"
+        )
+        if request.is_chosen or len(thresholds) == 1:
+            raise CalibrationError(f"{reason}. Calibrate --strategies eat")
+        console.print(f"{reason}; it is left out, and off in the profile", highlight=False)
+        del thresholds[RPDI]
+    ids = [[token_id] for token_id in range(size)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return Subject(
+        boundaries=boundaries,
+        breaks=find_breaks(enumerate(texts)),
+        config=found.loaded.config.exit,
+        thresholds=thresholds,
+        max_tokens=request.max_tokens,
+        max_answer_tokens=request.max_answer_tokens,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+    )
+
+
+def _prompt(request: Request, found: ModelDirectory, problem: Problem) -> list[int]:
+    try:
+        # As text first: newer tokenizers return more than ids when asked for ids.
+        text = found.tokenizer.apply_chat_template(
+            list(problem.messages), tokenize=False, add_generation_prompt=True, **request.template
+        )
+    except Exception as error:
+        raise CalibrationError(
+            f"data file {request.data.path}, line {problem.line}: the chat template of "
+            f"{request.model} refuses it: {error}"
+        ) from error
+    return found.vocabulary.encode(text)
+
+
+def _settings(request: Request, boundaries: Boundaries, identity: dict[str, Any]) -> dict[str, Any]:
+    """What replies depend on, beside their prompt."""
+    return {
+        "model": identity,
+        "sampling": request.sampling,
+        "max_tokens": request.max_tokens,
+        "max_answer_tokens": request.max_answer_tokens,
+        "engine": request.engine,
+        "probe": boundaries.probe,
+        "close": boundaries.close,
+    }
+
+
+def _origin(
+    request: Request, identity: dict[str, Any], naturals: Sequence[Natural]
+) -> dict[str, Any]:
+    return {
+        "model": identity,
+        "data": request.data.path.name,
+        "data_sha256": request.data.sha256,
+        "problems": len(naturals),
+        "problems_without_thought": len(request.data.problems) - len(naturals),
+        "grader": request.grader.spec,
+        "temperature": request.sampling.get("temperature", "as in generation_config.json"),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["meridian", *sys.argv[1:]]),
+        "machine": str(describe_machine()),
+        "meridian_patch": __version__,
+    }
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[OnProgress]:
+    """A bar per pass; its total is known when the pass begins."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        tasks = {name: progress.add_task(name, start=False, total=None) for name in PASSES}
+
+        def update(name: str, done: int, total: int) -> None:
+            progress.start_task(tasks[name])
+            progress.update(tasks[name], completed=done, total=total)
+
+        yield update

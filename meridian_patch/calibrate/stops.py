@@ -1,0 +1,122 @@
+"""Where a strategy would close a finished thought, for every threshold."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.base import NO_SIGNALS, Signals
+from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.eat import Eat
+from meridian_patch.exit.probing import ProbeSchedule
+from meridian_patch.exit.rpdi import Rpdi
+
+
+class Place(NamedTuple):
+    """A place where a strategy could fire.
+
+    Attributes:
+        close_at: think tokens at which the thought would then be closed.
+        value: of the strategy's figure: EAT's variance (nats squared) or RPDI.
+    """
+
+    close_at: int
+    value: float
+
+
+def probe_places(thought: Sequence[int], config: ExitConfig, breaks: Breaks) -> list[int]:
+    """Think tokens at which a thought is probed."""
+    schedule = ProbeSchedule(config.probe_min_gap_tokens, config.probe_max_gap_tokens, breaks)
+    due = (schedule.accept([token_id]) for token_id in thought)
+    return [place for place in due if place is not None]
+
+
+def eat_places(
+    thought: Sequence[int],
+    probes: Iterable[tuple[int, float]],
+    config: ExitConfig,
+    breaks: Breaks,
+) -> list[Place]:
+    """Probes at which EAT could fire: warm, and below the entropy's bound.
+
+    Args:
+        thought: its tokens, without the end marker.
+        probes: think tokens and entropy (nats) of each, in order.
+        config: of early exit.
+        breaks: of the vocabulary.
+    """
+    # With no bound of the variance it fires wherever a bound could make it fire.
+    strategy = Eat(
+        config.eat_alpha, math.inf, config.eat_warmup_probes, config.eat_max_entropy_nats
+    )
+    fired = (
+        (place, strategy.variance)
+        for place, entropy in probes
+        if strategy.probed(entropy) is not None
+    )
+    return _closed(thought, fired, config, breaks.line)
+
+
+def rpdi_places(
+    thought: Sequence[int], entropies: Sequence[float], config: ExitConfig, breaks: Breaks
+) -> list[Place]:
+    """Sentence ends at which RPDI is known.
+
+    Args:
+        thought: its tokens, without the end marker.
+        entropies: of these tokens, in nats.
+        config: of early exit.
+        breaks: of the vocabulary.
+    """
+    ratios = _ratios(thought, entropies, config.rpdi_window_tokens, breaks.sentence)
+    return _closed(thought, ratios, config, breaks.line)
+
+
+def reached(
+    places: Sequence[Place], thresholds: Sequence[float], *, fires_below: bool
+) -> list[Place]:
+    """Those places that some threshold reaches first.
+
+    No other place is ever an ending, so that nothing is lost by leaving them out.
+    """
+    first = {
+        next((p for p in places if (p.value < t if fires_below else p.value > t)), None)
+        for t in thresholds
+    }
+    return [place for place in places if place in first]
+
+
+def _ratios(
+    thought: Sequence[int], entropies: Sequence[float], window: int, ends: AbstractSet[int]
+) -> Iterator[tuple[int, float]]:
+    # It never fires by itself; its figure is read at each sentence's end.
+    strategy = Rpdi(window, math.inf, ends)
+    begin = 0
+    for index, token_id in enumerate(thought):
+        if token_id not in ends or not math.isfinite(entropies[index]):
+            continue
+        rows = [(entropy, *NO_SIGNALS[1:]) for entropy in entropies[begin : index + 1]]
+        strategy.accept(thought[begin : index + 1], Signals.of(rows), 0)
+        begin = index + 1
+        ratio = strategy.ratio
+        if ratio is not None:
+            yield begin, ratio
+
+
+def _closed(
+    thought: Sequence[int],
+    fired: Iterable[tuple[int, float]],
+    config: ExitConfig,
+    line_ends: AbstractSet[int],
+) -> list[Place]:
+    """From where it fires to where the thought is closed, as ``ThoughtWatch`` has it."""
+    places = []
+    for fired_at, value in fired:
+        latest = fired_at + config.grace_tokens
+        within = range(fired_at, min(latest, len(thought) + 1))
+        close_at = next((n for n in within if thought[n - 1] in line_ends), latest)
+        # Where the thought ends before, it ends by itself.
+        if fired_at >= config.min_think_tokens and close_at < len(thought):
+            places.append(Place(close_at, value))
+    return places

@@ -1,0 +1,175 @@
+"""Ends thoughts: makes the next sampled tokens of a request those of the close sequence.
+
+The tokens are forced by the bit masks that vLLM applies for structured output, so that sampler,
+penalties, speculation and both model runners need not know. See ``GrammarOutput``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import vllm
+from numpy.typing import NDArray
+from packaging.version import Version
+from vllm.v1.core.sched.output import GrammarOutput
+
+from meridian_patch.phase.boundaries import Boundaries, TokenIds
+
+# Of a row that leaves every token free.
+_FREE = -1
+# From this release on, every request has as many rows as it may have drafts.
+_HAS_FIXED_ROWS = Version(vllm.__version__).release >= (0, 33)
+
+
+@dataclass(slots=True)
+class _Closing:
+    request: Any
+    # Output index of the close sequence's first token; None while a token is on the way that may
+    # end the thought by itself.
+    begin: int | None = None
+
+
+class Closings:
+    """The requests whose thoughts are being closed.
+
+    1. No token is forced while an earlier one is not known yet: it might be the boundary itself.
+       Under asynchronous scheduling the request sits out one step for that.
+    2. From then on each step forces one token, and nothing is speculated.
+    3. Which token is forced follows from the request's known tokens and those on the way, so that
+       a preemption starts over exactly where it has to.
+
+    Args:
+        boundaries: of the served model.
+        vocab_size: columns of the logits.
+        num_spec_tokens: drafts per step, at most.
+    """
+
+    def __init__(self, boundaries: Boundaries, vocab_size: int, num_spec_tokens: int) -> None:
+        self.sequence = cut_behind_end(boundaries)
+        self._words = (vocab_size + 31) // 32
+        self._num_spec_tokens = num_spec_tokens
+        self._closings: dict[str, _Closing] = {}
+
+    def __len__(self) -> int:
+        return len(self._closings)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._closings
+
+    def begin(self, request: Any) -> None:
+        """Close the thought that a request is in."""
+        self._closings[request.request_id] = _Closing(request)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a token of the close sequence has been forced on a request."""
+        closing = self._closings.get(request_id)
+        return closing is not None and closing.begin is not None
+
+    def end(self, request_id: str) -> None:
+        """The thought has ended, or its request; unknown ids are fine."""
+        self._closings.pop(request_id, None)
+
+    def arrange(self, current_step: int) -> None:
+        """Before a step is scheduled.
+
+        Args:
+            current_step: number of the last step, as the scheduler counts.
+        """
+        for closing in self._closings.values():
+            request = closing.request
+            # Drafts are for what the model would say. Without them a step brings one token.
+            request.spec_token_ids = []
+            if closing.begin is None and _tokens_on_the_way(request):
+                # Load-bearing: a running request with a greater number than the step's is left
+                # out of the step; the step's number is one more than now.
+                request.next_decode_eligible_step = max(
+                    request.next_decode_eligible_step, current_step + 2
+                )
+
+    def add_rows(self, output: Any, grammar: GrammarOutput | None) -> GrammarOutput | None:
+        """The masks of a step that was just scheduled, with those of the closings.
+
+        Args:
+            output: vLLM's ``SchedulerOutput``.
+            grammar: the masks of structured output; None: there are none.
+        """
+        forced = {}
+        for name, closing in self._closings.items():
+            if name in output.num_scheduled_tokens:
+                token_id = self._next_token(closing)
+                if token_id is not None:
+                    forced[name] = token_id
+        if not forced:
+            return grammar
+        drafts = output.scheduled_spec_decode_tokens
+        names, rows, acceptable = _parts(grammar, self._words)
+        for name, token_id in forced.items():
+            mask = mask_of(token_id, self._words)
+            if name in names:
+                # Structured output that waits for the end of the thought leaves its rows free.
+                index = names.index(name)
+                first = sum(self._rows_of(each, drafts) for each in names[:index])
+                rows[first] = mask
+                acceptable[index] = 0
+                continue
+            free = np.full((self._rows_of(name, drafts) - 1, self._words), _FREE, np.int32)
+            names.append(name)
+            rows = np.concatenate((rows, mask[None], free))
+            acceptable.append(0)
+        return GrammarOutput(names, rows, acceptable)
+
+    def _next_token(self, closing: _Closing) -> int | None:
+        """What this step must sample; None when it may sample anything, or samples nothing."""
+        request = closing.request
+        # Load-bearing: True when the step leaves known tokens uncomputed, and samples none.
+        if request.is_prefill_chunk:
+            return None
+        # Load-bearing: under asynchronous scheduling the step's own token is counted already.
+        on_the_way = max(_tokens_on_the_way(request) - 1, 0)
+        if closing.begin is None:
+            if on_the_way or request.num_stale_output_tokens:
+                return None
+            closing.begin = request.num_output_tokens
+        index = request.num_output_tokens + on_the_way - closing.begin
+        return self.sequence[index] if index < len(self.sequence) else None
+
+    def _rows_of(self, name: str, drafts: dict[str, list[int]]) -> int:
+        # Load-bearing: a row for the step's token, and one for each draft.
+        if _HAS_FIXED_ROWS:
+            return 1 + self._num_spec_tokens
+        return 1 + len(drafts.get(name, ()))
+
+
+def cut_behind_end(boundaries: Boundaries) -> TokenIds:
+    """The close sequence up to the end of the thought; no token behind it is ours to choose."""
+    close = boundaries.close
+    for length in range(1, len(close) + 1):
+        if any(close[:length][-len(end) :] == end for end in boundaries.end):
+            return close[:length]
+    return close
+
+
+def mask_of(token_id: int, words: int) -> NDArray[np.int32]:
+    """Bit mask that allows one token, [words] of 32 tokens each, the first in the lowest bit."""
+    mask = np.zeros(words, np.uint32)
+    mask[token_id // 32] = 1 << (token_id % 32)
+    return mask.view(np.int32)
+
+
+def _tokens_on_the_way(request: Any) -> int:
+    # Load-bearing: 0 under synchronous scheduling.
+    return int(request.num_output_placeholders)
+
+
+def _parts(
+    grammar: GrammarOutput | None, words: int
+) -> tuple[list[str], NDArray[np.int32], list[int]]:
+    if grammar is None:
+        return [], np.empty((0, words), np.int32), []
+    names = list(grammar.structured_output_request_ids)
+    acceptable = grammar.num_acceptable_drafts
+    return (
+        names,
+        grammar.grammar_bitmask.copy(),
+        [0] * len(names) if acceptable is None else list(acceptable),
+    )

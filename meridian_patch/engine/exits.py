@@ -1,0 +1,246 @@
+"""Carries out what the exit controllers decide: measures, probes, closes, and reports.
+
+Runs in the EngineCore process, behind the phase router.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.closing import Closings
+from meridian_patch.engine.probes import Probes
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.exit.actions import Action, Close, Outcome
+from meridian_patch.exit.base import NO_SIGNALS, Reason, Row
+from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.controller import ExitController
+from meridian_patch.exit.follow import follow
+from meridian_patch.exit.wishes import apply_wishes
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.matcher import ROOT
+from meridian_patch.phase.router import Phase, PhaseRouter, RequestPhase
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
+
+
+@dataclass(slots=True)
+class _Watched:
+    request: Any
+    controller: ExitController
+    state: RequestPhase
+    # Known tokens that the controller has been told of.
+    seen: int
+    # A close that waits for the end of what may become a marker.
+    due: Close | None = None
+    # Of thoughts that have ended, all together.
+    think_tokens: int = 0
+
+
+class Exits:
+    """Follows every request that may think, by its tokens and their signals.
+
+    Args:
+        config: the engine's; a request may have its own.
+        boundaries: of the served model.
+        breaks: of its vocabulary.
+        probes: None: thoughts cannot be probed.
+    """
+
+    def __init__(
+        self,
+        config: ExitConfig,
+        boundaries: Boundaries,
+        breaks: Breaks,
+        router: PhaseRouter,
+        closings: Closings,
+        probes: Probes | None,
+        phase_counters: PhaseCounters,
+    ) -> None:
+        self.closings = closings
+        self.probes = probes
+        # How thoughts of requests ended that are gone since the last ``drain_outcomes``.
+        self._outcomes: dict[str, tuple[Outcome, int]] = {}
+        self._config = config
+        self._boundary_id = boundaries.end[0][0]
+        self._breaks = breaks
+        self._router = router
+        self._counters = phase_counters
+        self._watched: dict[str, _Watched] = {}
+        self._signals: Mapping[str, Sequence[Row]] = {}
+        # Probes that ended since the last ``take_ended``.
+        self._ended: set[str] = set()
+
+    @property
+    def num_watched(self) -> int:
+        """Requests that are followed."""
+        return len(self._watched)
+
+    def added(self, request: Any) -> None:
+        """A request came in, or went on as another; the router knows it.
+
+        Raises:
+            ConfigError: it asks for something that does not exist; it is followed as configured.
+        """
+        name = request.request_id
+        self.freed(request)
+        self._outcomes.pop(name, None)
+        state, sampling = self._router.get(name), request.sampling_params
+        if state is None or sampling is None:
+            return
+        try:
+            self._watch(request, state, apply_wishes(self._config, sampling.extra_args))
+        except Exception:
+            self._watch(request, state, self._config)
+            raise
+
+    def freed(self, request: Any) -> None:
+        """A request is gone; its last tokens are taken in."""
+        name = request.request_id
+        watched = self._watched.get(name)
+        if watched is None:
+            return
+        self._follow(watched)
+        self._end_thought(name)
+        del self._watched[name]
+        if watched.controller.outcome is not None:
+            self._outcomes[name] = watched.controller.outcome, watched.think_tokens
+
+    def arrange(self, current_step: int) -> None:
+        """A step is about to be scheduled; ``current_step`` is the number of the last one."""
+        self.closings.arrange(current_step)
+        if self.probes is not None:
+            self.probes.offer()
+
+    def scheduled(self, output: Any) -> None:
+        """A step was scheduled: say what is to be measured in it."""
+        if self.probes is not None:
+            self.probes.settle(output)
+        watched, names = self._watched, []
+        for name in output.num_scheduled_tokens:
+            each = watched.get(name)
+            if each is not None and each.state.phase is not Phase.ANSWER:
+                names.append(name)
+        if self.probes is not None:
+            names += self.probes.live
+        if names:
+            plan = MeasurePlan(tuple(names), self._boundary_id)
+            # Load-bearing: an attribute more reaches the workers with the step.
+            setattr(output, PLAN_FIELD, plan)
+
+    def returned(self, model_output: Any) -> None:
+        """A step's output is back; its tokens are not taken in yet."""
+        self._signals = getattr(model_output, SIGNALS_FIELD, None) or {}
+
+    def took_in(self, names: Sequence[str]) -> None:
+        """The tokens of these requests were taken in, by the router too."""
+        for name in names:
+            watched = self._watched.get(name)
+            if watched is not None:
+                self._follow(watched)
+        self._signals = {}
+
+    def probe_ended(self, request: Any, *, is_aborted: bool) -> None:
+        """A probe is over."""
+        assert self.probes is not None
+        self._ended.add(request.request_id)
+        due = self.probes.freed(request.request_id)
+        rows = self._signals.get(request.request_id)
+        watched = self._watched.get(due.parent.request_id)
+        if is_aborted or watched is None:
+            return
+        entropy_nats = rows[0][0] if rows else float("nan")
+        self._counters.count(counters.PROBE, "measured" if rows else "lost")
+        self._act(watched, watched.controller.probed(due.probe, entropy_nats))
+
+    def probe_displaced(self, request: Any) -> None:
+        """A probe was preempted."""
+        assert self.probes is not None
+        self.probes.displaced(request.request_id)
+
+    def take_ended(self) -> set[str]:
+        """Probes that ended since the last call: nobody outside may hear of them."""
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def drain_outcomes(self) -> dict[str, tuple[Outcome, int]]:
+        """By request, how its last thought ended, and its think tokens over all thoughts."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
+
+    def _watch(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
+        if config.mode == "off":
+            return
+        budget = getattr(request.sampling_params, "thinking_token_budget", None)
+        # Load-bearing: vLLM takes -1 for no budget.
+        budget = None if budget is None or budget < 0 else budget
+        controller = ExitController(config, self._breaks, budget)
+        name = request.request_id
+        self._watched[name] = _Watched(request, controller, state, len(state.known))
+
+    def _follow(self, watched: _Watched) -> None:
+        state, seen = watched.state, watched.seen
+        num_new = len(state.known) - seen
+        if not num_new:
+            return
+        watched.seen += num_new
+        if self.closings.has_begun(watched.request.request_id):
+            watched.controller.closing()
+        rows = list(self._signals.get(watched.request.request_id, ())[:num_new])
+        rows += [NO_SIGNALS] * (num_new - len(rows))
+        before = watched.controller.outcome
+        action = follow(watched.controller, state, seen, rows)
+        outcome = watched.controller.outcome
+        if outcome is not None and outcome is not before:
+            self._count(watched, outcome)
+        if state.phase is not Phase.THINK:
+            self._end_thought(watched.request.request_id)
+            watched.due = None
+        self._act(watched, action)
+
+    def _act(self, watched: _Watched, action: Action | None) -> None:
+        name = watched.request.request_id
+        if action is not None:
+            watched.due = action.close or watched.due
+            if action.probe is not None and self.probes is not None:
+                prefix = watched.state.tokens_before + action.probe.think_tokens
+                self.probes.ask(watched.request, action.probe, prefix)
+        if watched.due is None or watched.state.match_state != ROOT:
+            return
+        reason, watched.due = watched.due.reason, None
+        # vLLM closes at its own budget itself.
+        if reason is Reason.BUDGET or name in self.closings or not self._may_close(watched):
+            return
+        self.closings.begin(watched.request)
+        if self.probes is not None:
+            self.probes.cancel(name)
+
+    def _may_close(self, watched: _Watched) -> bool:
+        """Whether nothing behind our masks would undo them."""
+        sampling, sequence = watched.request.sampling_params, self.closings.sequence
+        allowed = sampling.allowed_token_ids
+        is_forbidden = allowed is not None and not set(sequence) <= set(allowed)
+        # Load-bearing: vLLM takes the last token of a bad word out of the choice.
+        bad = {ids[-1] for ids in sampling.bad_words_token_ids or () if ids}
+        budget = getattr(sampling, "thinking_token_budget", None)
+        left = None if budget is None or budget < 0 else budget - watched.state.tokens_in_phase
+        # Load-bearing: vLLM forces its own close at its budget; two must not meet.
+        is_late = left is not None and left <= len(sequence) + 2
+        if is_forbidden or is_late or not bad.isdisjoint(sequence):
+            self._counters.count(counters.EXIT_GIVEN_UP, "sampling")
+            return False
+        return True
+
+    def _end_thought(self, name: str) -> None:
+        self.closings.end(name)
+        if self.probes is not None:
+            self.probes.cancel(name)
+
+    def _count(self, watched: _Watched, outcome: Outcome) -> None:
+        watched.think_tokens += outcome.think_tokens
+        self._counters.count(counters.EXIT, outcome.reason)
+        self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
+        if outcome.verdict is not None:
+            self._counters.count(counters.VERDICT, outcome.verdict.reason)
+        if outcome.num_invalid:
+            self._counters.count(counters.INVALID, "think", outcome.num_invalid)

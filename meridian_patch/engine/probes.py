@@ -1,0 +1,176 @@
+"""Probes: requests of our own that see how sure a thought's answer is, and never leave the engine.
+
+A probe is its parent's tokens so far, and behind them a trial boundary; the entropy of the one
+token that it would sample is EAT (arXiv:2509.26522). Its blocks are its parent's, but for the last.
+"""
+
+from collections.abc import Set as AbstractSet
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.exit.actions import Probe
+from meridian_patch.phase.boundaries import TokenIds
+
+
+class _Due(NamedTuple):
+    parent: Any
+    probe: Probe
+    # Tokens of the parent that stand before the trial boundary, its prompt's included.
+    prefix_tokens: int
+
+
+class Probes:
+    """The probes that are due and those under way.
+
+    1. A probe is offered to a step ahead of the waiting requests, behind all running ones, and
+       not while an answer waits. One that gets no place in the step waits outside of the queue.
+    2. It computes at most a block and the trial boundary: without its parent's blocks in the cache
+       it is not made.
+    3. Of a parent, one probe is under way and one is due; a newer one takes the place of the due.
+    4. Whatever becomes of the parent, its probes end with its thought.
+
+    Args:
+        scheduler: the phase-aware scheduler.
+        suffix: the trial boundary.
+        most_in_flight: probes under way at a time.
+    """
+
+    def __init__(self, scheduler: Any, suffix: TokenIds, most_in_flight: int) -> None:
+        self._scheduler = scheduler
+        self._suffix = list(suffix)
+        self._most_in_flight = most_in_flight
+        self._block_size = scheduler.block_size
+        self._names = (f"meridian-probe-{number}" for number in count())
+        # By parent's id.
+        self._due: dict[str, _Due] = {}
+        # By the probe's own id; and the same by parent's.
+        self._live: dict[str, _Due] = {}
+        self._live_of: dict[str, str] = {}
+        # Preempted in the step that is being scheduled.
+        self._displaced: list[str] = []
+        # Tokens computed by all probes so far, and the most by one.
+        self.num_probes = 0
+        self.most_computed_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._due) + len(self._live)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of the probes under way."""
+        return tuple(self._live)
+
+    def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
+        """A probe is due behind the parent's first ``prefix_tokens`` tokens."""
+        self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
+
+    def cancel_all(self) -> None:
+        """Every thought has ended."""
+        self._due.clear()
+        for name in list(self._live):
+            self._abort(name)
+
+    def cancel(self, parent_id: str) -> None:
+        """The parent's thought has ended; unknown ids are fine."""
+        self._due.pop(parent_id, None)
+        name = self._live_of.get(parent_id)
+        if name is not None:
+            self._abort(name)
+
+    def offer(self) -> None:
+        """Before a step is scheduled: put probes where it will find them."""
+        room = self._most_in_flight - len(self._live)
+        ready = (due for due in self._due.values() if self._is_ready(due))
+        for due in list(islice(ready, max(room, 0))):
+            name = next(self._names)
+            request = self._make(name, due)
+            del self._due[due.parent.request_id]
+            self._live[name] = due
+            self._live_of[due.parent.request_id] = name
+            self._scheduler.requests[name] = request
+            self._scheduler.waiting.prepend_request(request)
+
+    def settle(self, output: Any) -> None:
+        """After a step was scheduled: take back what found no place in it, or lost it."""
+        requests = self._scheduler.requests
+        for name in [n for n in self._live if requests[n].status == RequestStatus.WAITING]:
+            request = requests.pop(name)
+            self._scheduler.waiting.remove_request(request)
+            # Load-bearing: who was passed over in the queue is remembered for the next step.
+            self._scheduler.deferred_waiting.discard(request)
+            due = self._forget(name)
+            self._due.setdefault(due.parent.request_id, due)
+        for name in self._displaced:
+            self._abort(name)
+        self._displaced.clear()
+        for name in self._live:
+            computed = output.num_scheduled_tokens.get(name, 0)
+            self.most_computed_tokens = max(self.most_computed_tokens, computed)
+
+    def displaced(self, request_id: str) -> None:
+        """A probe was preempted; it is not worth a second try."""
+        self._displaced.append(request_id)
+
+    def freed(self, request_id: str) -> _Due:
+        """A probe is over; returns what it was for."""
+        self.num_probes += 1
+        return self._forget(request_id)
+
+    def _forget(self, name: str) -> _Due:
+        due = self._live.pop(name)
+        del self._live_of[due.parent.request_id]
+        return due
+
+    def _abort(self, name: str) -> None:
+        self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _is_ready(self, due: _Due) -> bool:
+        parent = due.parent
+        full = due.prefix_tokens // self._block_size * self._block_size
+        # Load-bearing: blocks are in the cache once the tokens that fill them are computed and
+        # known, and stay while a running request holds them.
+        computed = parent.num_computed_tokens - parent.num_output_placeholders
+        return (
+            parent.status == RequestStatus.RUNNING
+            and computed >= full
+            and parent.request_id not in self._live_of
+        )
+
+    def _make(self, name: str, due: _Due) -> ProbeRequest:
+        parent = due.parent
+        request = ProbeRequest(
+            request_id=name,
+            prompt_token_ids=parent._all_token_ids[: due.prefix_tokens] + self._suffix,
+            sampling_params=SamplingParams(max_tokens=1, temperature=0, detokenize=False),
+            pooling_params=None,
+            client_index=parent.client_index,
+            arrival_time=parent.arrival_time,
+            mm_features=parent.mm_features,
+            lora_request=parent.lora_request,
+            cache_salt=parent.cache_salt,
+            priority=parent.priority,
+        )
+        # The parent's hashes are the probe's: hashing a long thought anew takes milliseconds.
+        # Load-bearing: a hasher goes on behind the hashes that are there.
+        request._block_hasher = parent._block_hasher
+        request.block_hashes = parent.block_hashes[: self._num_shared_hashes(due)]
+        request.update_block_hashes()
+        return request
+
+    def _num_shared_hashes(self, due: _Due) -> int:
+        per_hash = self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        return int(due.prefix_tokens // per_hash)
+
+
+def strip(outputs: dict[int, Any], names: AbstractSet[str]) -> None:
+    """Take probes out of a step's ``EngineCoreOutputs``, by client, in place."""
+    for client, batch in list(outputs.items()):
+        batch.outputs = [each for each in batch.outputs if each.request_id not in names]
+        if batch.finished_requests:
+            batch.finished_requests = batch.finished_requests - names
+        if not (batch.outputs or batch.finished_requests or batch.scheduler_stats):
+            del outputs[client]

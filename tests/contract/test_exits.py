@@ -1,0 +1,180 @@
+"""Early exit on the real scheduler: what is measured, probed and forced, and what is left behind."""
+
+import random
+
+import pytest
+from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config, make_prompt
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+
+# Probes come early, and a steady entropy is taken for convergence soon.
+EAGER = {
+    "EXIT__MODE": "enforce",
+    "EXIT__MIN_THINK_TOKENS": "20",
+    "EXIT__GRACE_TOKENS": "4",
+    "EXIT__EAT_WARMUP_PROBES": "2",
+    "EXIT__EAT_MAX_ENTROPY_NATS": "null",
+    "EXIT__PROBE_MIN_GAP_TOKENS": "8",
+    "EXIT__PROBE_MAX_GAP_TOKENS": "16",
+    "POLICY__TIME_BUDGET_US": "10000000",
+}
+
+
+@pytest.fixture
+def driver_for(monkeypatch, demo_model):
+    def build(*, is_async=False, blocks=200, tiered=False, **settings):
+        for name, value in {**EAGER, **settings}.items():
+            monkeypatch.setenv(f"MERIDIAN_PATCH_SET_{name}", value)
+        config = engine_config(demo_model, is_async=is_async, blocks=blocks)
+        builder = build_async_phase_scheduler if is_async else build_phase_scheduler
+        stock = AsyncScheduler if is_async else Scheduler
+        return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered)
+
+    return build
+
+
+def thinker(name, think_tokens=400, prompt_tokens=40, **kwargs):
+    prompt = make_prompt(random.Random(name), prompt_tokens, thinks=True, shared=len(name))
+    return Job(name, tuple(prompt), think_tokens, 30, **kwargs)
+
+
+def is_empty(driver):
+    scheduler = driver.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return (
+        not scheduler.requests
+        and not scheduler.exits.num_watched
+        and not len(scheduler.exits.probes)
+        and not len(scheduler.exits.closings)
+        and not scheduler.phase_counters.totals.get("fallback:exception")
+        and pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_converged_thought_is_closed_once(driver_for, is_async):
+    """A steady entropy closes it, with one forced boundary; answer and bookkeeping are whole."""
+    driver = driver_for(is_async=is_async)
+    driver.add(thinker("r"))
+    driver.drain()
+    assert driver.forced == [("r", THINK_END)]
+    assert driver.scheduler.phase_counters.totals["exit:eat"] == 1
+    assert driver.scheduler.phase_counters.totals["exit_verdict:eat"] == 1
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_nothing_is_forced_unless_asked_for(driver_for, is_async, mode):
+    """observe probes and says what it would do, off does neither; both leave the thought alone."""
+    driver = driver_for(is_async=is_async, EXIT__MODE=mode)
+    driver.add(thinker("r"))
+    driver.drain()
+    totals = driver.scheduler.phase_counters.totals
+    assert not driver.forced
+    assert totals.get("exit:natural", 0) == totals.get("exit_verdict:eat", 0) == (mode != "off")
+    assert bool(totals.get("probe:measured")) == (mode == "observe")
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_request_has_its_own_mode_and_bounds(driver_for, is_async):
+    """A cap closes at its token, in the one request that asks for it."""
+    driver = driver_for(is_async=is_async, EXIT__MODE="observe")
+    driver.add(thinker("own"), {"meridian_exit": "enforce", "meridian_max_think_tokens": 64})
+    driver.add(thinker("other"))
+    driver.drain()
+    assert [name for name, _ in driver.forced] == ["own"]
+    totals = driver.scheduler.phase_counters.totals
+    assert totals["exit:natural"] == 1
+    # One token is on the way when the close is decided, and the boundary counts.
+    assert sum(totals.get(f"think_tokens:{why}", 0) for why in ("eat", "hard_cap")) <= 64 + 2
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_probe_computes_a_block_and_the_boundary_at_most(driver_for, is_async):
+    """Its prefix comes from the cache, whatever the length."""
+    never = {"EXIT__EAT_WARMUP_PROBES": "1000", "EXIT__PROBE_MAX_GAP_TOKENS": "13"}
+    driver = driver_for(is_async=is_async, tiered=True, **never)
+    for number in range(4):
+        driver.add(thinker(f"r{number}", prompt_tokens=31 + 9 * number))
+    driver.drain()
+    probes = driver.scheduler.exits.probes
+    assert probes.num_probes > 60
+    assert 1 < probes.most_computed_tokens <= BLOCK_SIZE + 1
+    # Stock's own statistics know nothing of them.
+    assert driver.hits == 0
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_boundary_that_comes_first_counts(driver_for, is_async):
+    """A thought that ends by itself while its close is being decided is not ended twice."""
+    for think_tokens in range(56, 76):
+        driver = driver_for(is_async=is_async, EXIT__MAX_THINK_TOKENS="64", EXIT__EAT="false")
+        driver.add(thinker("r", think_tokens))
+        driver.drain()
+        reasons = [n for n in driver.scheduler.phase_counters.totals if n.startswith("exit:")]
+        assert reasons == ["exit:hard_cap" if driver.forced else "exit:natural"]
+        assert driver.scheduler.phase_counters.totals[reasons[0]] == 1
+        assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_closes_hold_under_preemption(driver_for, is_async):
+    """Under KV pressure each thought still has one end, and nothing is left behind."""
+    driver = driver_for(is_async=is_async, blocks=40, tiered=True)
+    for number in range(24):
+        driver.add(thinker(f"r{number}", 100 + 20 * number))
+        for _ in range(5):
+            driver.step()
+    driver.drain()
+    totals = driver.scheduler.phase_counters.totals
+    ended = sum(count for name, count in totals.items() if name.startswith("exit:"))
+    assert totals["preemption:think"] > 5
+    assert ended == 24
+    assert len({name for name, _ in driver.forced}) == totals["exit:eat"]
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_aborts_leave_nothing(driver_for, is_async):
+    """Parents go at any moment, alone or all at once; their probes go with them."""
+    driver = driver_for(is_async=is_async, blocks=60, tiered=True)
+    rng = random.Random(4)
+    for number in range(120):
+        driver.add(thinker(f"r{number}", rng.randrange(30, 300)))
+        for _ in range(rng.randrange(20)):
+            driver.step()
+        if number % 3 == 0:
+            driver.abort(f"r{number - rng.randrange(6)}")
+        if number == 60:
+            driver.abort(None)
+    driver.drain()
+    assert driver.scheduler.exits.probes.num_probes > 50
+    assert is_empty(driver)
+
+
+def test_without_prefix_caching_nothing_is_probed(driver_for, demo_model, monkeypatch):
+    """Each probe would compute its whole thought; the other strategies go on."""
+    driver_for()
+    config = engine_config(demo_model, is_async=False, blocks=200, enable_prefix_caching=False)
+    driver = Driver.build(build_phase_scheduler(Scheduler), config, is_async=False)
+    driver.add(thinker("r"))
+    driver.drain()
+    assert driver.scheduler.exits.probes is None
+    assert "exit:natural" in driver.scheduler.phase_counters.totals
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_what_would_be_undone_is_not_forced(driver_for, is_async):
+    """A request that may not say the boundary thinks on."""
+    driver = driver_for(is_async=is_async)
+    driver.add(thinker("r"))
+    request = driver.scheduler.requests["r"]
+    request.sampling_params.allowed_token_ids = [WORD]
+    driver.drain()
+    assert not driver.forced
+    assert driver.scheduler.phase_counters.totals["exit_given_up:sampling"] == 1
