@@ -96,12 +96,13 @@ class Probes:
 
     def settle(self, output: Any) -> None:
         """After a step was scheduled: take back what found no place in it, or lost it."""
-        requests = self._scheduler.requests
+        scheduler = self._scheduler
+        requests = scheduler.requests
         for name in [n for n in self._live if requests[n].status == RequestStatus.WAITING]:
             request = requests.pop(name)
-            self._scheduler.waiting.remove_request(request)
+            scheduler.waiting.remove_request(request)
             # Load-bearing: who was passed over in the queue is remembered for the next step.
-            self._scheduler.deferred_waiting.discard(request)
+            scheduler.deferred_waiting.discard(request)
             due = self._forget(name)
             self._due.setdefault(due.parent.request_id, due)
         for name in self._displaced:

@@ -5,7 +5,14 @@ Runs in every process that has a worker: EngineCore itself, or one per GPU.
 
 from typing import Any
 
+from vllm.logger import init_logger
+
 from meridian_patch.engine.tap import Tap
+
+logger = init_logger("vllm.meridian_patch")
+
+# What a model runner of either generation has, and one from elsewhere may not.
+NEEDED = ("device", "execute_model", "sample_tokens")
 
 
 def build_tapped_worker(original: type) -> type:
@@ -49,6 +56,14 @@ def put_tap(runner: Any, model_config: Any) -> None:
     The methods are replaced on the runner and not on the worker, because Ray's compiled graph
     calls the runner itself.
     """
+    missing = [name for name in NEEDED if not hasattr(runner, name)]
+    if missing:
+        logger.warning(
+            "meridian_patch: %s measures no signals: it has no %s",
+            type(runner).__name__,
+            ", ".join(missing),
+        )
+        return
     tap = Tap(runner, model_config.get_vocab_size())
     # Before the engine serves, and before vLLM watches for kernels that compile while it does.
     tap.warm_up(runner.device, {model_config.dtype, model_config.head_dtype})

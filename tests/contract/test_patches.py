@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from meridian_patch.engine import (
+    exit_binding,
     kv_cache,
     offloaded,
+    probes,
     room,
     scheduler,
     stat_logger,
@@ -236,8 +238,8 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 @pytest.mark.parametrize(
     ("patch", "module", "hands"),
     [
-        (SCHEDULER, scheduler, (steering, room, offloaded)),
-        (ASYNC_SCHEDULER, scheduler, (steering, room, offloaded)),
+        (SCHEDULER, scheduler, (steering, room, offloaded, probes, exit_binding)),
+        (ASYNC_SCHEDULER, scheduler, (steering, room, offloaded, probes, exit_binding)),
         (KV_CACHE_MANAGER, kv_cache, ()),
         (SCHEDULER_STATS, stat_logger, ()),
         (WORKER, worker, ()),

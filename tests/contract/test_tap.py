@@ -269,6 +269,16 @@ def test_shared_sampling_is_not_measured(logged):
     assert type(runner.sampler) is InPlaceSampler
 
 
+def test_a_runner_of_another_make_is_left_alone(logged):
+    """One without the two halves of a step gets no tap, which is said, and no exception."""
+    runner = SimpleNamespace(device=torch.device("cpu"), execute_model=None)
+    put_tap(runner, MODEL)
+    assert set(vars(runner)) == {"device", "execute_model"}
+    assert logged == [
+        "meridian_patch: SimpleNamespace measures no signals: it has no sample_tokens"
+    ]
+
+
 class WorkerBase:
     def __init__(self, rank, model, **parallel):
         self.rank = rank

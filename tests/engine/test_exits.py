@@ -49,8 +49,7 @@ def requests(problems, max_tokens=700):
     """Closed by EAT as configured, by a cap, and not at all."""
     asked = ask_all("eat", problems, every_steps=2, max_tokens=max_tokens)
     asked += [
-        ask(f"cap{n}", p, max_tokens=max_tokens, extra_args=CAPPED)
-        for n, p in enumerate(problems)
+        ask(f"cap{n}", p, max_tokens=max_tokens, extra_args=CAPPED) for n, p in enumerate(problems)
     ]
     off = {"meridian_exit": "off"}
     return [*asked, ask("off", problems[0], max_tokens=max_tokens, extra_args=off)]

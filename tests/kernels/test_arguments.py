@@ -128,3 +128,21 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.stdout.startswith("False [[1.38")
     message = "backend is 'triton', but Triton is not installed; pass backend='torch'"
     assert run.stderr.endswith(f"RuntimeError: {message}\n")
+
+
+ASKED = """
+import torch
+from meridian_patch.kernels.row_signals import usable_backend
+print(usable_backend(torch.device("cpu")), usable_backend(torch.device("cuda")))
+"""
+
+
+def test_usable_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton where it is installed, on a CPU in its interpreter alone."""
+    here = run_outside_of_interpreter(ASKED, monkeypatch)
+    assert here.stdout.split() == ["torch", "triton"]
+    without = run_outside_of_interpreter(WITHOUT_TRITON + ASKED, monkeypatch)
+    assert without.stdout.split() == ["torch", "torch"]
+    interpreted = 'import os\nos.environ["TRITON_INTERPRET"] = "1"\n'
+    inside = run_outside_of_interpreter(interpreted + ASKED, monkeypatch)
+    assert inside.stdout.split() == ["triton", "triton"]

@@ -1,0 +1,52 @@
+"""The worker's meter on a GPU: it waits for nothing, reads before the sampler writes, is warm."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, random_logits
+
+from meridian_patch.engine.measuring import Meter, Spans
+from meridian_patch.engine.signals import MeasurePlan
+from meridian_patch.kernels.row_signals import _row_signals_kernel, row_signals_ref
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
+
+VOCAB, PADDED = 151669, 151680
+SPANS = Spans(MeasurePlan(("b", "c"), 7), ["a", "b", "c"], [0, 1, 3, 4])
+
+
+def compiled() -> int:
+    return len(_row_signals_kernel.device_caches[torch.cuda.current_device()][0])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("width", (VOCAB, PADDED))
+def test_a_step_is_measured_without_waiting(dtype: torch.dtype, width: int) -> None:
+    """No synchronisation and, after the warm-up, no compilation; later writes change nothing."""
+    meter = Meter(VOCAB)
+    meter.warm_up(DEVICE, {torch.bfloat16, torch.float32})
+    logits = random_logits(4, width, dtype)
+    want = row_signals_ref(logits[:, :VOCAB].clone(), torch.tensor([1, 2, 3], device=DEVICE), 7)
+    n_compiled = compiled()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        measured = meter.measure(logits, SPANS, 7)
+        logits.zero_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    got = measured.read()
+    assert compiled() == n_compiled
+    assert [len(got["b"]), len(got["c"])] == [2, 1]
+    rows = torch.tensor([*got["b"], *got["c"]], dtype=torch.float64)
+    torch.testing.assert_close(rows, want.cpu(), rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_of_many_steps_do_not_mix() -> None:
+    """Steps are read later and in another order than they were measured, as outputs are."""
+    meter = Meter(VOCAB)
+    steps = [random_logits(4, PADDED, torch.bfloat16, seed=seed) for seed in range(8)]
+    rows = torch.tensor([1, 2, 3], device=DEVICE)
+    wanted = [row_signals_ref(each[:, :VOCAB].clone(), rows, 7)[:, 0].tolist() for each in steps]
+    measured = [meter.measure(each, SPANS, 7) for each in steps]
+    for step, want in reversed(list(zip(measured, wanted, strict=True))):
+        got = step.read()
+        assert [row[0] for row in (*got["b"], *got["c"])] == pytest.approx(want, rel=1e-4)

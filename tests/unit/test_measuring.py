@@ -1,0 +1,75 @@
+"""Which rows are measured, and what comes of them on a CPU without Triton."""
+
+import pytest
+import torch
+
+from meridian_patch.engine.measuring import Meter, Spans, row_signals_on_host
+from meridian_patch.engine.signals import MeasurePlan
+from meridian_patch.kernels.row_signals import row_signals_ref, usable_backend
+
+INF = float("inf")
+
+
+def test_spans_keep_the_order_of_the_batch():
+    """Rows of a request are contiguous; who is not in the batch is passed over."""
+    spans = Spans(MeasurePlan(("c", "gone", "a"), 0), ["a", "b", "c"], [0, 2, 3, 6])
+    assert spans.owners == [("a", 2), ("c", 3)]
+    assert spans.rows == [0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("rows", ([0], [1, 4], [0, 1, 2, 3, 4]))
+def test_host_signals_are_those_of_the_reference(dtype, rows):
+    """Of padded logits with masked entries, to 1e-5 of float64."""
+    torch.manual_seed(1)
+    logits = (5 * torch.randn(5, 128)).to(dtype)[:, :100]
+    logits[4, 10:90] = -INF
+    before = logits.clone()
+    got = torch.from_numpy(row_signals_on_host(logits, rows, 20)).double()
+    torch.testing.assert_close(
+        got, row_signals_ref(logits, torch.tensor(rows), 20), rtol=1e-5, atol=1e-6
+    )
+    assert torch.equal(logits, before)
+
+
+def test_certain_row_has_no_entropy():
+    """One token that may be said: entropy 0, probability 1."""
+    logits = torch.full((1, 9), -INF)
+    logits[0, 4] = 2.5
+    assert row_signals_on_host(logits, [0], 4).tolist() == [[0.0, 2.5, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("bad", (float("nan"), INF, None))
+def test_row_without_a_distribution_is_nan(bad):
+    """NaN, +inf or nothing that may be said: four NaN, and the row beside it is as ever."""
+    logits = torch.randn(2, 9)
+    if bad is None:
+        logits[0] = -INF
+    else:
+        logits[0, 3] = bad
+    got = torch.from_numpy(row_signals_on_host(logits, [0, 1], 4))
+    assert got[0].isnan().all()
+    assert got[1].isfinite().all()
+
+
+@pytest.mark.parametrize("boundary_id", (-1, 9))
+def test_boundary_outside_of_the_vocabulary_is_refused(boundary_id):
+    """A negative index would silently count from the end."""
+    with pytest.raises(ValueError, match=f"boundary_id is {boundary_id}, expected 0 to 8"):
+        row_signals_on_host(torch.zeros(1, 9), [0], boundary_id)
+
+
+def test_meter_cuts_the_padding_off():
+    """Columns beyond the vocabulary take no part; numbers come back by request."""
+    logits = torch.zeros(2, 16)
+    logits[:, 10:] = 50.0
+    spans = Spans(MeasurePlan(("b",), 0), ["a", "b"], [0, 1, 2])
+    [[entropy, lse, top, end]] = Meter(10).measure(logits, spans, 3).read()["b"]
+    assert entropy == pytest.approx(lse) == pytest.approx(2.302585)
+    assert top == pytest.approx(end) == pytest.approx(0.1)
+
+
+def test_nothing_is_warmed_up_on_a_cpu():
+    """There is no Triton to compile with, and no GPU to compile for."""
+    assert usable_backend(torch.device("cpu")) == "torch"
+    Meter(10).warm_up(torch.device("cpu"), {torch.float32})
