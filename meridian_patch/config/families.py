@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from meridian_patch.config.family import Family
+from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.config.validate import validate
 from meridian_patch.config.yaml_file import parse_mapping, read_text
 from meridian_patch.errors import ConfigError
@@ -110,3 +113,27 @@ def _merge(packaged: dict[str, FamilyFile], own: Iterable[FamilyFile]) -> dict[s
             )
         merged[name] = file
     return merged
+
+
+def exit_config(config: Config, family: str) -> ExitConfig:
+    """Section ``exit`` as it counts for a family: the configuration's fields, then the family's.
+
+    Args:
+        config: of the server.
+        family: name of a family; one without a file has nothing to say.
+
+    Raises:
+        ConfigError: the two do not go together; it names the family's file.
+    """
+    file = load_families(config.families_dir).get(family)
+    if file is None:
+        return config.exit
+    set_there = file.family.exit.model_dump(include=file.family.exit.model_fields_set)
+    set_here = config.exit.model_dump(include=config.exit.model_fields_set)
+    try:
+        return ExitConfig(**{**set_there, **set_here})
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(
+            f"section exit of the configuration and of file {file.path}: expected {said}"
+        ) from error

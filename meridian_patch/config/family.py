@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from meridian_patch.config.schema import StrictModel
+from meridian_patch.config.schema import ExitConfig, StrictModel
 
 Provenance = Literal["verified", "third_party", "unverified"]
 PromptStart = Literal["think", "pre", "answer", "unverified"]
@@ -120,6 +120,11 @@ class Family(StrictModel):
         default=None,
         description="Text to put behind a thought for a moment, to see how sure its answer is; it "
         "holds an end marker. Unset: a line break, `end`, a blank line.",
+    )
+    exit: ExitConfig = Field(
+        default_factory=ExitConfig,
+        description="Early exit for this family: any fields of section `exit`. They count where "
+        "the configuration does not set the same field.",
     )
     implicit_end: tuple[Marker, ...] = Field(
         default=(), strict=False, description="Texts that end thinking without the end marker."

@@ -5,7 +5,8 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from meridian_patch.config.schema import ExitConfig
+from meridian_patch.config.families import exit_config
+from meridian_patch.config.schema import Config
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.probes import Probes
@@ -19,14 +20,19 @@ logger = init_logger("vllm.meridian_patch")
 
 def bind_exits(
     scheduler: Any,
-    config: ExitConfig,
+    whole_config: Config,
     boundaries: Boundaries | None,
     router: PhaseRouter,
     phase_counters: PhaseCounters,
 ) -> Exits | None:
-    """Early exit of a scheduler that is being built; None where nothing thinks."""
+    """Early exit of a scheduler that is being built; None where nothing thinks.
+
+    Raises:
+        ConfigError: the family's early exit and the configuration's do not go together.
+    """
     if boundaries is None:
         return None
+    config = exit_config(whole_config, boundaries.family)
     model_config = scheduler.vllm_config.model_config
     reason = _reason_against_probes(scheduler, boundaries)
     if reason is not None and config.eat and config.mode != "off":

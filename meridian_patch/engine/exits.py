@@ -72,6 +72,11 @@ class Exits:
         self._ended: set[str] = set()
 
     @property
+    def mode(self) -> str:
+        """Of requests that ask for none."""
+        return self._config.mode
+
+    @property
     def num_watched(self) -> int:
         """Requests that are followed."""
         return len(self._watched)

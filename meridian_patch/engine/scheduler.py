@@ -99,7 +99,7 @@ class PhaseScheduling(UpstreamScheduler):
             self.phase_counters,
         )
         self.exits = bind_exits(
-            self, loaded.config.exit, boundaries, self.phase_router, self.phase_counters
+            self, loaded.config, boundaries, self.phase_router, self.phase_counters
         )
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
@@ -116,7 +116,7 @@ class PhaseScheduling(UpstreamScheduler):
             if boundaries
             else None,
             "kv_tiers": self._kv_phases.history if self._kv_phases else "off",
-            "exit": loaded.config.exit.mode if self.exits else "off",
+            "exit": self.exits.mode if self.exits else "off",
         }
         status.publish(role="engine_core", **facts)
         logger.info("meridian_patch live in EngineCore: %s", facts)

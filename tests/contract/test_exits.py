@@ -178,3 +178,15 @@ def test_what_would_be_undone_is_not_forced(driver_for, is_async):
     driver.drain()
     assert not driver.forced
     assert driver.scheduler.phase_counters.totals["exit_given_up:sampling"] == 1
+
+
+def test_a_family_has_its_own_mode(driver_for, demo_model, use_family, monkeypatch):
+    """What the configuration leaves open, the family's file may say."""
+    use_family(exit={"mode": "enforce", "max_think_tokens": 64})
+    driver_for()
+    monkeypatch.delenv("MERIDIAN_PATCH_SET_EXIT__MODE")
+    config = engine_config(demo_model, is_async=False, blocks=200)
+    driver = Driver.build(build_phase_scheduler(Scheduler), config, is_async=False)
+    driver.add(thinker("r"))
+    driver.drain()
+    assert driver.forced == [("r", THINK_END)]

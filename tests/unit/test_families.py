@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.config.families import get_family, load_families, packaged_directory
+from meridian_patch.config.families import (
+    exit_config,
+    get_family,
+    load_families,
+    packaged_directory,
+)
 from meridian_patch.config.matching import ModelIdentity, match_family
+from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.errors import ConfigError
 
 PACKAGED = load_families()
@@ -126,6 +132,23 @@ def test_tool_call_is_optional(own):
     assert load_families(directory)["mine"].family.tool_call == ()
     own(mine=family_text("mine", 'tool_call: ["<call>", "<calls>"]\n'))
     assert load_families(directory)["mine"].family.tool_call == ("<call>", "<calls>")
+
+
+def test_early_exit_of_a_family(own):
+    """It counts where the configuration is silent; a family without any changes nothing."""
+    directory = own(mine=family_text("mine", "exit: {mode: enforce, min_think_tokens: 40}\n"))
+    config = Config(version=1, families_dir=directory, exit=ExitConfig(mode="observe"))
+    merged = exit_config(config, "mine")
+    assert (merged.mode, merged.min_think_tokens) == ("observe", 40)
+    assert exit_config(config, "qwen3") == exit_config(config, "<parser x>") == config.exit
+
+
+def test_early_exit_that_contradicts_the_configuration(own):
+    """Each is right alone; the error names both."""
+    directory = own(mine=family_text("mine", "exit: {min_think_tokens: 40}\n"))
+    config = Config(version=1, families_dir=directory, exit=ExitConfig(max_think_tokens=30))
+    with pytest.raises(ConfigError, match=r"mine\.yaml.*min_think_tokens \(40\)"):
+        exit_config(config, "mine")
 
 
 def test_own_file_needs_no_evidence(own):
