@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.worker.worker_base import WorkerBase
 
 from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config
@@ -11,6 +12,7 @@ from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.probes import Probes
 from meridian_patch.exit.breaks import Breaks, find_breaks
+from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -57,6 +59,8 @@ def load_breaks(model_config: Any) -> Breaks:
 
 
 def _reason_against_probes(scheduler: Any, boundaries: Boundaries) -> str | None:
+    if not hasattr(WorkerBase, MARK):
+        return "the workers are not patched, as with --scheduler-cls alone; nothing is measured"
     if not boundaries.probe:
         return "the probe's text cannot be written in tokens"
     if not scheduler.kv_cache_manager.enable_caching:

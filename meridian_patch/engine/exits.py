@@ -109,10 +109,15 @@ class Exits:
         self._end_thought(name)
         del self._watched[name]
 
-    def arrange(self, current_step: int) -> None:
-        """A step is about to be scheduled; ``current_step`` is the number of the last one."""
+    def arrange(self, current_step: int, *, may_probe: bool) -> None:
+        """A step is about to be scheduled.
+
+        Args:
+            current_step: number of the last one.
+            may_probe: whether probes may be part of it.
+        """
         self.closings.arrange(current_step)
-        if self.probes is not None:
+        if self.probes is not None and may_probe:
             self.probes.offer()
 
     def scheduled(self, output: Any) -> None:

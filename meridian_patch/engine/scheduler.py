@@ -181,7 +181,7 @@ class PhaseScheduling(UpstreamScheduler):
                 arrivals = self._arrange()
         if self.exits:
             with self._phase_guard.protect("early exit"):
-                self.exits.arrange(self.current_step)
+                self.exits.arrange(self.current_step, may_probe=not self._waiting_answers)
         try:
             with limited(self, limits):
                 output = super().schedule(*args, **kwargs)

@@ -6,8 +6,10 @@ import pytest
 from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.worker_base import WorkerBase
 
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+from meridian_patch.patching.candidate import MARK
 
 # Probes come early, and a steady entropy is taken for convergence soon.
 EAGER = {
@@ -24,10 +26,15 @@ EAGER = {
 
 @pytest.fixture
 def driver_for(monkeypatch, demo_model):
-    def build(*, is_async=False, blocks=200, tiered=False, **settings):
+    def build(*, is_async=False, blocks=200, tiered=False, is_tapped=True, **settings):
         for name, value in {**EAGER, **settings}.items():
             monkeypatch.setenv(f"MERIDIAN_PATCH_SET_{name}", value)
         config = engine_config(demo_model, is_async=is_async, blocks=blocks)
+        # The driver stands in for workers that measure.
+        if is_tapped:
+            monkeypatch.setattr(WorkerBase, MARK, "worker", raising=False)
+        else:
+            monkeypatch.delattr(WorkerBase, MARK, raising=False)
         builder = build_async_phase_scheduler if is_async else build_phase_scheduler
         stock = AsyncScheduler if is_async else Scheduler
         return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered)
@@ -189,4 +196,13 @@ def test_a_family_has_its_own_mode(driver_for, demo_model, use_family, monkeypat
     driver = Driver.build(build_phase_scheduler(Scheduler), config, is_async=False)
     driver.add(thinker("r"))
     driver.drain()
+    assert driver.forced == [("r", THINK_END)]
+
+
+def test_without_patched_workers_only_the_cap_is_left(driver_for):
+    """As with --scheduler-cls alone: nothing is measured, so nothing is probed."""
+    driver = driver_for(is_tapped=False, EXIT__MAX_THINK_TOKENS="64")
+    driver.add(thinker("r"))
+    driver.drain()
+    assert driver.scheduler.exits.probes is None
     assert driver.forced == [("r", THINK_END)]
