@@ -1,11 +1,13 @@
 """Early exit on the real scheduler: what is measured, probed, forced, and left behind."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.worker_base import WorkerBase
 
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
@@ -22,6 +24,9 @@ EAGER = {
     "EXIT__PROBE_MAX_GAP_TOKENS": "16",
     "POLICY__TIME_BUDGET_US": "10000000",
 }
+
+CAPPED = {"EXIT__MAX_THINK_TOKENS": "90", "EXIT__EAT": "false"}
+UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": False}
 
 
 @pytest.fixture
@@ -143,6 +148,8 @@ def test_closes_hold_under_preemption(driver_for, is_async):
     assert totals["preemption:think"] > 5
     assert ended == 24
     assert len({name for name, _ in driver.forced}) == totals["exit:eat"]
+    # A parent that resumes computes its own blocks first.
+    assert driver.scheduler.exits.probes.most_computed_tokens <= BLOCK_SIZE + 1
     assert is_empty(driver)
 
 
@@ -206,3 +213,47 @@ def test_without_patched_workers_only_the_cap_is_left(driver_for):
     driver.drain()
     assert driver.scheduler.exits.probes is None
     assert driver.forced == [("r", THINK_END)]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_boundary_of_several_tokens_is_forced_in_order(driver_for, use_family, is_async):
+    """Under KV pressure too, and behind a last token that might have begun the marker."""
+    use_family(end="</done>", probe=None, documented_ids=UNDOCUMENTED)
+    driver = driver_for(is_async=is_async, blocks=24, tiered=True, **CAPPED)
+    end = driver.scheduler.exits.closings.sequence
+    assert len(end) > 3
+    for number in range(12):
+        # Said as an answer's opening, the marker's first token comes just where the cap is.
+        opening = (end[0],) * 3
+        driver.add(thinker(f"r{number}", 85 + number % 4, opening=opening, max_tokens=140))
+        driver.step()
+    driver.drain()
+    forced = {}
+    for name, token in driver.forced:
+        forced.setdefault(name, []).append(token)
+    assert len(forced) == 12
+    assert driver.scheduler.phase_counters.totals["preemption:think"] > 0
+    for name, tokens in forced.items():
+        # What a preemption took back is forced again.
+        assert tokens[-len(end) :] == list(end), name
+    assert driver.scheduler.phase_counters.totals["exit:hard_cap"] == 12
+    assert is_empty(driver)
+
+
+def test_no_probe_is_made_while_an_answer_waits(driver_for):
+    """Room that comes free is the answer's."""
+    driver = driver_for(EXIT__EAT_WARMUP_PROBES="1000")
+    driver.add(thinker("r"))
+    for _ in range(100):
+        driver.step()
+    scheduler = driver.scheduler
+    made = scheduler.exits.probes.num_probes
+    assert made > 3
+    scheduler._waiting_answers["a"] = SimpleNamespace(status=RequestStatus.RUNNING)
+    for _ in range(100):
+        driver.step()
+    assert scheduler.exits.probes.num_probes <= made + 1
+    scheduler._waiting_answers.clear()
+    driver.drain()
+    assert scheduler.exits.probes.num_probes > made + 3
+    assert is_empty(driver)
