@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.worker import worker_base
 
 from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config
@@ -59,7 +59,7 @@ def load_breaks(model_config: Any) -> Breaks:
 
 
 def _reason_against_probes(scheduler: Any, boundaries: Boundaries) -> str | None:
-    if not hasattr(WorkerBase, MARK):
+    if not hasattr(worker_base.WorkerBase, MARK):
         return "the workers are not patched, as with --scheduler-cls alone; nothing is measured"
     if not boundaries.probe:
         return "the probe's text cannot be written in tokens"
