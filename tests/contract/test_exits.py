@@ -8,7 +8,7 @@ from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_co
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
-from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.worker import worker_base
 
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
 from meridian_patch.patching.candidate import MARK
@@ -37,9 +37,9 @@ def driver_for(monkeypatch, demo_model):
         config = engine_config(demo_model, is_async=is_async, blocks=blocks)
         # The driver stands in for workers that measure.
         if is_tapped:
-            monkeypatch.setattr(WorkerBase, MARK, "worker", raising=False)
+            monkeypatch.setattr(worker_base.WorkerBase, MARK, "worker", raising=False)
         else:
-            monkeypatch.delattr(WorkerBase, MARK, raising=False)
+            monkeypatch.delattr(worker_base.WorkerBase, MARK, raising=False)
         builder = build_async_phase_scheduler if is_async else build_phase_scheduler
         stock = AsyncScheduler if is_async else Scheduler
         return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered)
