@@ -4,7 +4,7 @@ Runs in the EngineCore process, behind the phase router.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meridian_patch.config.schema import ExitConfig
@@ -24,13 +24,21 @@ from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
 
+# Names of the module are found faster than members of an enumeration.
+_THINK, _ANSWER = Phase.THINK, Phase.ANSWER
+
+
 @dataclass(slots=True)
 class _Watched:
     request: Any
     controller: ExitController
     state: RequestPhase
-    # Known tokens that the controller has been told of.
+    # Known tokens that the controller has been told of, and the signals of think tokens behind
+    # them that it has not: nearly every token is only kept.
     seen: int
+    kept: list[Row] = field(default_factory=list)
+    # Known tokens at which it is told in any case; 0: of every token.
+    quiet_until: float = 0
     # A close that waits for the end of what may become a marker.
     due: Close | None = None
     # Of thoughts that have ended, all together.
@@ -67,6 +75,8 @@ class Exits:
         self._router = router
         self._counters = phase_counters
         self._watched: dict[str, _Watched] = {}
+        # Those of them that do not answer.
+        self._measured: dict[str, None] = {}
         self._signals: Mapping[str, Sequence[Row]] = {}
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
@@ -108,6 +118,7 @@ class Exits:
         self._follow(watched)
         self._end_thought(name)
         del self._watched[name]
+        self._measured.pop(name, None)
 
     def arrange(self, current_step: int, *, may_probe: bool) -> None:
         """A step is about to be scheduled.
@@ -124,11 +135,8 @@ class Exits:
         """A step was scheduled: say what is to be measured in it."""
         if self.probes is not None:
             self.probes.settle(output)
-        watched, names = self._watched, []
-        for name in output.num_scheduled_tokens:
-            each = watched.get(name)
-            if each is not None and each.state.phase is not Phase.ANSWER:
-                names.append(name)
+        measured = self._measured
+        names = [name for name in output.num_scheduled_tokens if name in measured]
         if self.probes is not None:
             names += self.probes.live
         if names:
@@ -142,9 +150,24 @@ class Exits:
 
     def took_in(self, names: Sequence[str]) -> None:
         """The tokens of these requests were taken in, by the router too."""
+        all_watched, signals, line_ends = self._watched, self._signals, self._breaks.line
         for name in names:
-            watched = self._watched.get(name)
-            if watched is not None:
+            watched = all_watched.get(name)
+            if watched is None:
+                continue
+            state, known = watched.state, watched.state.known
+            num_known = len(known)
+            if state.phase is _ANSWER and name not in self._measured:
+                watched.seen = num_known
+            elif (
+                num_known < watched.quiet_until
+                and num_known - watched.seen - len(watched.kept) == 1
+                and state.phase is _THINK
+                and known[-1] not in line_ends
+            ):
+                rows = signals.get(name)
+                watched.kept.append(rows[0] if rows else NO_SIGNALS)
+            else:
                 self._follow(watched)
         self._signals = {}
 
@@ -159,6 +182,7 @@ class Exits:
             return
         entropy_nats = rows[0][0] if rows else float("nan")
         self._counters.count(counters.PROBE, "measured" if rows else "lost")
+        self._tell_kept(watched)
         self._act(watched, watched.controller.probed(due.probe, entropy_nats))
 
     def probe_displaced(self, request: Any) -> None:
@@ -185,8 +209,18 @@ class Exits:
         controller = ExitController(config, self._breaks, budget)
         name = request.request_id
         self._watched[name] = _Watched(request, controller, state, len(state.known))
+        self._measured[name] = None
+
+    def _tell_kept(self, watched: _Watched) -> None:
+        kept, seen = watched.kept, watched.seen
+        if kept:
+            watched.seen += len(kept)
+            watched.kept = []
+            # Nothing is due at these.
+            watched.controller.accept(watched.state.known[seen : watched.seen], kept)
 
     def _follow(self, watched: _Watched) -> None:
+        self._tell_kept(watched)
         state, seen = watched.state, watched.seen
         num_new = len(state.known) - seen
         if not num_new:
@@ -202,12 +236,22 @@ class Exits:
         if outcome is not None and outcome is not before:
             self._count(watched, outcome)
             self._outcomes[watched.request.request_id] = outcome, watched.think_tokens
-        if state.phase is not Phase.THINK:
+        if state.phase is not _THINK:
             self._end_thought(watched.request.request_id)
             watched.due = None
+        if state.phase is _ANSWER:
+            self._measured.pop(watched.request.request_id, None)
+        else:
+            self._measured[watched.request.request_id] = None
         self._act(watched, action)
 
     def _act(self, watched: _Watched, action: Action | None) -> None:
+        self._do(watched, action)
+        watched.quiet_until = 0
+        if watched.due is None and watched.request.request_id not in self.closings:
+            watched.quiet_until = watched.seen + watched.controller.quiet_tokens
+
+    def _do(self, watched: _Watched, action: Action | None) -> None:
         name = watched.request.request_id
         if action is not None:
             watched.due = action.close or watched.due

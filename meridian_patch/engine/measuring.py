@@ -18,6 +18,7 @@ class Spans:
     Attributes:
         owners: request ids, each with its number of rows.
         rows: the rows, those of a request side by side, in the order of ``owners``.
+        has_one_each: every request of the batch has one row, as nearly always.
     """
 
     def __init__(self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int]) -> None:
@@ -29,8 +30,14 @@ class Spans:
             starts: the first row of each, and after them the number of rows.
         """
         wanted = set(plan.request_ids)
-        self.owners: list[tuple[str, int]] = []
-        self.rows: list[int] = []
+        self.owners: list[tuple[str, int]]
+        self.rows: list[int]
+        self.has_one_each = list(starts) == list(range(len(req_ids) + 1))
+        if self.has_one_each:
+            self.rows = [row for row, name in enumerate(req_ids) if name in wanted]
+            self.owners = [(req_ids[row], 1) for row in self.rows]
+            return
+        self.owners, self.rows = [], []
         for request_id, start, end in zip(req_ids, starts[:-1], starts[1:], strict=True):
             if request_id in wanted:
                 self.owners.append((request_id, end - start))
@@ -64,11 +71,11 @@ class Measured:
         """Wait for the numbers, on this thread alone, and sort them by request."""
         if self._copied is not None:
             self._copied.synchronize()
-        rows = iter(self._values.tolist())
-        return {
-            request_id: [next(rows) for _ in range(n_rows)]
-            for request_id, n_rows in self._spans.owners
-        }
+        values, owners = self._values.tolist(), self._spans.owners
+        if self._spans.has_one_each:
+            return {name: [row] for (name, _), row in zip(owners, values, strict=True)}
+        rows = iter(values)
+        return {name: [next(rows) for _ in range(n_rows)] for name, n_rows in owners}
 
 
 class Meter:

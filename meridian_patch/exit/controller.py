@@ -43,6 +43,14 @@ class ExitController:
         """A thought is under way; never so in mode ``off``."""
         return self._watch is not None
 
+    @property
+    def quiet_tokens(self) -> float:
+        """Think tokens that may come at once and nothing is due before the last; 0: unknown.
+
+        A token that ends a line is not among them.
+        """
+        return 0 if self._watch is None else self._watch.quiet_tokens
+
     def start(self, think_tokens: int = 0) -> None:
         """A thought begins: the prompt's, or one behind a new start marker.
 

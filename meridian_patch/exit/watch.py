@@ -79,6 +79,13 @@ class ThoughtWatch:
         """Signals, of tokens and probes, that were no finite numbers."""
         return self._num_invalid + _count_invalid([row[0] for row in self._rows])
 
+    @property
+    def quiet_tokens(self) -> float:
+        """Tokens up to the next look that is due in any case, behind a verdict: the grace."""
+        if self.verdict is not None:
+            return self._grace_tokens
+        return self._look_at - self.think_tokens
+
     def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
         """Take in the next tokens and their signals; what is to be done now."""
         self.think_tokens += len(token_ids)

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker import worker_base
 
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+from meridian_patch.exit.controller import ExitController
 from meridian_patch.patching.candidate import MARK
 
 # Probes come early, and a steady entropy is taken for convergence soon.
@@ -257,3 +258,26 @@ def test_no_probe_is_made_while_an_answer_waits(driver_for):
     driver.drain()
     assert scheduler.exits.probes.num_probes > made + 3
     assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_tokens_that_are_only_kept_change_nothing(driver_for, is_async, monkeypatch):
+    """Told of every token at once, the controllers come to the same closes at the same tokens."""
+    seen = []
+    for is_told_at_once in (False, True):
+        with monkeypatch.context() as patch:
+            if is_told_at_once:
+                patch.setattr(ExitController, "quiet_tokens", 0)
+            driver = driver_for(
+                is_async=is_async, blocks=40, tiered=True, EXIT__RPDI="true", EXIT__GRACE_TOKENS="9"
+            )
+            rng = random.Random(6)
+            for number in range(30):
+                driver.add(thinker(f"r{number}", rng.randrange(20, 300)))
+                for _ in range(rng.randrange(20)):
+                    driver.entropy_nats = rng.choice([0.5, 0.5, 3.0, float("nan")])
+                    driver.step()
+            driver.drain()
+            assert is_empty(driver)
+            seen.append((driver.forced, driver.deliveries, driver.scheduler.phase_counters.totals))
+    assert seen[0] == seen[1]

@@ -206,7 +206,7 @@ class Driver:
             )
         )
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: Any) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
