@@ -99,7 +99,7 @@ def render_profile(
 
 def _exit_section(config: Config, outcomes: Sequence[StrategyOutcome]) -> dict[str, Any]:
     """What was in force, but for strategies and bounds that the calibration does not speak of."""
-    values = config.exit.model_dump(mode="json", exclude={"max_think_tokens"})
+    values = config.exit.model_dump(mode="json", exclude={"max_think_tokens", "trace"})
     values |= {"mode": "observe", "end_probability": False} | dict.fromkeys(KINDS, False)
     for outcome in outcomes:
         if outcome.chosen is not None:

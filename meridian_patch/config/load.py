@@ -1,6 +1,7 @@
 """Loads the configuration: default, then file, then environment."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ def load_config(env: Mapping[str, str]) -> LoadedConfig:
     config = validate(Config, values, lambda path: _long_name(sources.get(path, file_origin)))
     origins = {dotted(path): sources.get(path, "default") for path in _leaves(config.model_dump())}
     _check_directory(config, origins)
+    _check_trace(config, origins)
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:DIGEST_LENGTH]
     return LoadedConfig(config, origins, digest)
 
@@ -64,6 +66,9 @@ def _read_file(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     values = parse_mapping(text, origin)
     if isinstance(values.get("families_dir"), str):
         values["families_dir"] = path.parent / values["families_dir"]
+    section = values.get("exit")
+    if isinstance(section, dict) and isinstance(section.get("trace"), str):
+        section["trace"] = path.parent / section["trace"]
     return values, origin
 
 
@@ -100,6 +105,19 @@ def _check_directory(config: Config, origins: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{_long_name(origins['families_dir'])}: families_dir is {str(directory)!r}, expected "
             "an existing directory of family files"
+        )
+
+
+def _check_trace(config: Config, origins: Mapping[str, str]) -> None:
+    file = config.exit.trace
+    if file is None:
+        return
+    target = file if file.exists() else file.parent
+    is_fit = target.is_file() if target == file else target.is_dir()
+    if not (is_fit and os.access(target, os.W_OK)):
+        raise ConfigError(
+            f"{_long_name(origins['exit.trace'])}: exit.trace is {str(file)!r}, expected a file "
+            "that can be written, in an existing directory"
         )
 
 

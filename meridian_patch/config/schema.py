@@ -283,6 +283,14 @@ class ExitConfig(StrictModel):
         description="Tokens of a thought at which the boundary must have been this probable, the "
         "closing one included; they need not follow each other.",
     )
+    trace: Path | None = Field(
+        default=None,
+        strict=False,
+        description="File to which probe results, verdicts and ends of thoughts are appended, as "
+        "JSON lines ([what they hold](exit-trace.md)). A relative path counts from the "
+        "configuration file's directory, or from the working directory when set in the "
+        "environment. Unset: none is written.",
+    )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

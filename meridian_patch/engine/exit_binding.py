@@ -9,6 +9,7 @@ from vllm.v1.worker import worker_base
 from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config
 from meridian_patch.engine.closing import Closings
+from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.probes import Probes
 from meridian_patch.exit.breaks import Breaks, find_breaks
@@ -47,6 +48,7 @@ def bind_exits(
         Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens),
         Probes(scheduler, boundaries.probe, config.probes_in_flight) if reason is None else None,
         phase_counters,
+        None if config.trace is None else ExitTrace(config.trace),
     )
 
 

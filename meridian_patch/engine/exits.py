@@ -9,6 +9,7 @@ from typing import Any
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.closing import Closings
+from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.probes import Probes
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.exit.actions import Action, Close, Outcome
@@ -22,7 +23,6 @@ from meridian_patch.phase.matcher import ROOT
 from meridian_patch.phase.router import Phase, PhaseRouter, RequestPhase
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
-
 
 # Names of the module are found faster than members of an enumeration.
 _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
@@ -53,6 +53,7 @@ class Exits:
         boundaries: of the served model.
         breaks: of its vocabulary.
         probes: None: thoughts cannot be probed.
+        trace: None: nothing is written down.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Exits:
         closings: Closings,
         probes: Probes | None,
         phase_counters: PhaseCounters,
+        trace: ExitTrace | None = None,
     ) -> None:
         self.closings = closings
         self.probes = probes
@@ -74,6 +76,7 @@ class Exits:
         self._breaks = breaks
         self._router = router
         self._counters = phase_counters
+        self._trace = trace
         self._watched: dict[str, _Watched] = {}
         # Those of them that do not answer.
         self._measured: dict[str, None] = {}
@@ -116,6 +119,8 @@ class Exits:
         if watched is None:
             return
         self._follow(watched)
+        if self._trace is not None:
+            self._trace.cut(name, watched.controller)
         self._end_thought(name)
         del self._watched[name]
         self._measured.pop(name, None)
@@ -183,7 +188,10 @@ class Exits:
         entropy_nats = rows[0][0] if rows else float("nan")
         self._counters.count(counters.PROBE, "measured" if rows else "lost")
         self._tell_kept(watched)
-        self._act(watched, watched.controller.probed(due.probe, entropy_nats))
+        action = watched.controller.probed(due.probe, entropy_nats)
+        if self._trace is not None:
+            self._trace.probed(due.parent.request_id, due.probe, entropy_nats, watched.controller)
+        self._act(watched, action)
 
     def probe_displaced(self, request: Any) -> None:
         """A probe was preempted."""
@@ -236,6 +244,10 @@ class Exits:
         if outcome is not None and outcome is not before:
             self._count(watched, outcome)
             self._outcomes[watched.request.request_id] = outcome, watched.think_tokens
+            if self._trace is not None:
+                self._trace.ended(watched.request.request_id, outcome, watched.controller)
+        if self._trace is not None:
+            self._trace.looked(watched.request.request_id, watched.controller)
         if state.phase is not _THINK:
             self._end_thought(watched.request.request_id)
             watched.due = None

@@ -1,9 +1,10 @@
 """Decides for one request when its thinking is to be closed and when it is to be probed."""
 
+import math
 from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.actions import Action, Outcome, Probe
+from meridian_patch.exit.actions import Action, Close, Outcome, Probe
 from meridian_patch.exit.base import Reason, Row
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.watch import ThoughtWatch
@@ -50,6 +51,26 @@ class ExitController:
         A token that ends a line is not among them.
         """
         return 0 if self._watch is None else self._watch.quiet_tokens
+
+    @property
+    def num_thoughts(self) -> int:
+        """Thoughts so far, the one under way included: its number, from 1."""
+        return self._num_thoughts
+
+    @property
+    def think_tokens(self) -> int:
+        """Accepted tokens of the thought under way; 0 when there is none."""
+        return self._watch.think_tokens if self._watch else 0
+
+    @property
+    def verdict(self) -> Close | None:
+        """Of the thought under way: when it was to be closed; None: not yet."""
+        return self._watch.verdict if self._watch else None
+
+    @property
+    def eat_variance(self) -> float:
+        """EAT's debiased variance in the thought under way, in nats squared; else infinite."""
+        return self._watch.eat_variance if self._watch else math.inf
 
     def start(self, think_tokens: int = 0) -> None:
         """A thought begins: the prompt's, or one behind a new start marker.

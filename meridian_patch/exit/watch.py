@@ -7,6 +7,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import Action, Close, Probe
 from meridian_patch.exit.base import Reason, Row, Signals
 from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.eat import Eat
 from meridian_patch.exit.probing import ProbeSchedule
 from meridian_patch.exit.strategies import build_strategies
 
@@ -51,6 +52,7 @@ class ThoughtWatch:
         self._most_tokens = min((bound for bound in bounds if bound is not None), default=math.inf)
         self._floor_tokens = int(min(config.min_think_tokens, self._most_tokens))
         self._strategies = build_strategies(config, breaks, budget_tokens, think_tokens)
+        self._eat = next((each for each in self._strategies if isinstance(each, Eat)), None)
         self._schedule: ProbeSchedule | None = None
         if config.eat:
             self._schedule = ProbeSchedule(
@@ -85,6 +87,11 @@ class ThoughtWatch:
         if self.verdict is not None:
             return self._grace_tokens
         return self._look_at - self.think_tokens
+
+    @property
+    def eat_variance(self) -> float:
+        """EAT's debiased variance in nats squared; infinite before the first probe's result."""
+        return math.inf if self._eat is None else self._eat.variance
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
         """Take in the next tokens and their signals; what is to be done now."""

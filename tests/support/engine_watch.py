@@ -17,6 +17,7 @@ class Watched:
 
     Attributes:
         preemptions: one entry per preemption: request name, phase, step.
+        probed_preemptions: those of requests of which a probe was due or under way.
         first_step: request name -> first step in which it ran.
         prefill_steps: request name -> steps in which it computed prompt tokens.
         max_step_tokens: the largest number of tokens scheduled in one step.
@@ -30,6 +31,7 @@ class Watched:
 
     steps: int = 0
     preemptions: list[dict] = field(default_factory=list)
+    probed_preemptions: int = 0
     first_step: dict[str, int] = field(default_factory=dict)
     prefill_steps: dict[str, int] = field(default_factory=dict)
     max_step_tokens: int = 0
@@ -108,6 +110,7 @@ class SchedulerWatch:
     def _preempting(self, request, *_) -> None:
         if type(request).__name__ == PROBE:
             return
+        self.seen.probed_preemptions += self._is_probed(request.request_id)
         self.seen.preemptions.append(
             {
                 "name": request_name(request.request_id),
@@ -115,6 +118,10 @@ class SchedulerWatch:
                 "step": self.seen.steps + 1,
             }
         )
+
+    def _is_probed(self, request_id: str) -> bool:
+        probes = getattr(getattr(self.scheduler, "exits", None), "probes", None)
+        return probes is not None and (request_id in probes._due or request_id in probes._live_of)
 
     def _phase(self, request) -> str:
         if request.num_output_tokens == 0:

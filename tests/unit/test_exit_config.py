@@ -67,6 +67,36 @@ def test_wrong_values(values, parts):
         assert part in str(error.value)
 
 
+def test_a_relative_trace_counts_from_the_file(tmp_path):
+    """A file that is there and one that is not yet; unset by default."""
+    assert load_config({}).config.exit.trace is None
+    file = tmp_path / "config.yaml"
+    file.write_text("version: 1\nexit:\n  trace: trace.jsonl\n")
+    env = {"MERIDIAN_PATCH_CONFIG": str(file)}
+    assert load_config(env).config.exit.trace == tmp_path / "trace.jsonl"
+    (tmp_path / "trace.jsonl").write_text("")
+    assert load_config(env).config.exit.trace == tmp_path / "trace.jsonl"
+
+
+@pytest.mark.parametrize("place", ["none_such/trace.jsonl", ".", "file/trace.jsonl"])
+def test_a_trace_that_cannot_be_written(tmp_path, place):
+    """No directory, a directory itself, and a file in its place."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as error:
+        load_config({f"{SET}TRACE": str(tmp_path / place)})
+    assert str(error.value) == (
+        f"environment variable {SET}TRACE: exit.trace is {str(tmp_path / place)!r}, expected a "
+        "file that can be written, in an existing directory"
+    )
+
+
+def test_a_trace_in_a_directory_without_permission(tmp_path, monkeypatch):
+    """As the operating system says; root may write everywhere."""
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="expected a file that can be written"):
+        load_config({f"{SET}TRACE": str(tmp_path / "trace.jsonl")})
+
+
 def test_a_maximum_alone_is_no_clash():
     """The default floor gives way to a lower maximum."""
     assert load_config({f"{SET}MAX_THINK_TOKENS": "100"}).config.exit.max_think_tokens == 100

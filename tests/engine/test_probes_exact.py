@@ -1,0 +1,212 @@
+"""What a probe measures on the real engine is what transformers says of the same tokens.
+
+Out of reach here: LoRA and images, which the tiny reasoner has not. Probes carry both on, and no
+engine test shows it.
+"""
+
+import json
+from collections import defaultdict
+
+import pytest
+import torch
+from engine_plans import AMPLE, PATIENT, PRESSURE, SMALL_POOL
+from engine_watch import request_name
+from run_engine import PATCHED, Job, run_job
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+from workloads import ask, ask_all, engine_arguments
+
+from meridian_patch.config.families import load_families
+from meridian_patch.demo.problems import make_problems
+
+pytestmark = pytest.mark.engine
+
+BLOCK_SIZE = 32
+# The tiny reasoner's passes are paragraphs; between them a probe is due by distance. Nothing is
+# ever converged, so thoughts are probed to their ends.
+DENSE = {
+    "EXIT__MODE": "observe",
+    "EXIT__EAT_WARMUP_PROBES": "100000",
+    "EXIT__RPDI": "false",
+    "EXIT__PROBE_MIN_GAP_TOKENS": "1",
+    "EXIT__PROBE_MAX_GAP_TOKENS": "7",
+}
+SETTINGS = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in DENSE.items()}
+PROBLEMS = [*AMPLE, *make_problems(2, seed=5, steps=6)]
+PRESSED = {
+    "num_gpu_blocks_override": SMALL_POOL,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 64,
+}
+V1 = {
+    "sync": {"async_scheduling": False},
+    "async": {"async_scheduling": True},
+    "pressed": {"async_scheduling": True, **PRESSED},
+    "uncached": {"async_scheduling": True, "enable_prefix_caching": False},
+}
+V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": True}
+# Prefixes that transformers computes at a time.
+BATCH = 16
+NOTICE = "EAT is off, thoughts are not probed: prefix caching is off"
+
+
+def problems_of(name):
+    return PRESSURE if name == "pressed" else AMPLE[:2] if name == "v2" else PROBLEMS
+
+
+def stage(name, engine, max_tokens):
+    """Requests named after their stage, for stages share a trace; one of them is sampled."""
+    problems = problems_of(name)
+    requests = ask_all(name, problems, every_steps=3, max_tokens=max_tokens)
+    requests.append(ask(f"{name}warm", problems[0], temperature=1.0, max_tokens=max_tokens))
+    return {"name": name, "engine": engine, "runs": [{"name": "run", "requests": requests}]}
+
+
+class Observed:
+    """One job: its stages, its log, and the trace by request name."""
+
+    def __init__(self, stages, folder, **job):
+        file = folder / "trace.jsonl"
+        env = PATCHED | PATIENT | SETTINGS | {"MERIDIAN_PATCH_SET_EXIT__TRACE": str(file)}
+        result = run_job(Job(stages, env=env, allow_async=True, **job), folder)
+        self.runs = {name: each["runs"]["run"] for name, each in result["stages"].items()}
+        self.log = (folder / "log.txt").read_text(errors="replace")
+        self.trace = defaultdict(list)
+        for line in file.read_text().splitlines():
+            event = json.loads(line)
+            self.trace[request_name(event["request"])].append(event)
+
+
+@pytest.fixture(scope="module")
+def v1(demo_model, tmp_path_factory):
+    stages = [stage(name, engine_arguments(demo_model, **V1[name]), 600) for name in V1]
+    return Observed(stages, tmp_path_factory.mktemp("v1"))
+
+
+@pytest.fixture(scope="module")
+def v2(demo_model, tmp_path_factory):
+    stages = [stage("v2", engine_arguments(demo_model, **V2), 100)]
+    return Observed(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True)
+
+
+class Reference:
+    """The tiny reasoner in transformers, float32."""
+
+    def __init__(self, model):
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.suffix = self._ids(load_families()["tiny_reasoner"].family.probe_text)
+
+    def prompt(self, problem):
+        messages = [{"role": "user", "content": problem.question}]
+        return self._ids(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def entropies_nats(self, prefixes):
+        """Of the tokens behind each prefix and the trial boundary, in float64."""
+        entropies = []
+        for first in range(0, len(prefixes), BATCH):
+            rows = [torch.tensor(prefix + self.suffix) for prefix in prefixes[first:][:BATCH]]
+            # What is padded stands behind the last token, which does not see it.
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            last = torch.tensor([len(row) - 1 for row in rows])
+            with torch.inference_mode():
+                logits = self._network(padded).logits[torch.arange(len(rows)), last].double()
+            log_p = torch.log_softmax(logits, dim=-1)
+            entropies += (-(log_p.exp() * log_p).sum(dim=-1)).tolist()
+        return entropies
+
+    def _ids(self, text):
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def reference(demo_model):
+    return Reference(demo_model)
+
+
+@pytest.fixture(params=["sync", "async", "pressed", "v2"])
+def observed(request):
+    return request.param, request.getfixturevalue("v2" if request.param == "v2" else "v1")
+
+
+def probes_of(observed):
+    """Request name -> its probes, of one stage."""
+    name, job = observed
+    return {
+        request: [event for event in job.trace[request] if event["event"] == "probe"]
+        for request in job.runs[name]["outputs"]
+    }
+
+
+def test_every_probe_is_what_transformers_says(observed, reference):
+    """Entropies on the same prefix and trial boundary, to 1e-3, along whole thoughts."""
+    name, job = observed
+    problems = problems_of(name)
+    prompts = {f"{name}{n}": reference.prompt(problem) for n, problem in enumerate(problems)}
+    prompts[f"{name}warm"] = prompts[f"{name}0"]
+    wrong = []
+    for request, probes in probes_of(observed).items():
+        output = job.runs[name]["outputs"][request]
+        assert output["prompt_tokens"] == len(prompts[request])
+        assert probes, request
+        [sample] = output["samples"]
+        lengths = [probe["think_tokens"] for probe in probes]
+        assert lengths == sorted(set(lengths))
+        assert lengths[-1] <= len(sample["ids"])
+        prefixes = [prompts[request] + sample["ids"][:length] for length in lengths]
+        for probe, wanted in zip(probes, reference.entropies_nats(prefixes), strict=True):
+            if probe["entropy_nats"] != pytest.approx(wanted, rel=1e-3, abs=1e-4):
+                wrong.append((request, probe["think_tokens"], probe["entropy_nats"], wanted))
+    assert not wrong
+
+
+def test_entropies_are_worth_comparing(observed):
+    """They are both high and low, and every result that was counted is in the trace."""
+    name, job = observed
+    probes = [probe for each in probes_of(observed).values() for probe in each]
+    assert len(probes) == job.runs[name]["counted"]["probe:measured"]
+    entropies = [probe["entropy_nats"] for probe in probes]
+    assert min(entropies) < 0.1
+    assert max(entropies) > 1.5
+
+
+def test_probes_compute_a_block_and_the_boundary_at_most(observed, reference):
+    """What the schedulers gave each of them, seen from outside."""
+    name, job = observed
+    probes = job.runs[name]["probes"]
+    assert len(probes) >= job.runs[name]["counted"]["probe:measured"] > 0
+    assert max(probes) <= BLOCK_SIZE + len(reference.suffix)
+
+
+def test_thoughts_are_whole(observed):
+    """Each request has one end in the trace, with its thought's length, and nothing is left."""
+    name, job = observed
+    run = job.runs[name]
+    for request, output in run["outputs"].items():
+        [end] = [event for event in job.trace[request] if event["event"] == "end"]
+        ids = output["samples"][0]["ids"]
+        thought = ids[: ids.index(257) + 1] if 257 in ids else ids
+        assert end["think_tokens"] == len(thought)
+        assert end["reason"] == ("natural" if 257 in ids else None)
+    for what in ("requests_left", "blocks_left", "routed_left", "watched_left", "probes_left"):
+        assert run[what] == 0, what
+    assert "fallback:exception" not in run["counted"]
+
+
+def test_parents_were_preempted_while_probes_were_due(v1):
+    """Under KV pressure; what came of these probes is compared above."""
+    assert v1.runs["pressed"]["probed_preemptions"] > 0
+
+
+def test_without_prefix_caching_nothing_is_probed(v1):
+    """The log says so once; thoughts are followed all the same, to their ends."""
+    assert v1.log.count(NOTICE) == 1
+    run = v1.runs["uncached"]
+    assert run["probes"] == []
+    assert not any(name.startswith("probe") for name in run["counted"])
+    assert not any(probes_of(("uncached", v1)).values())
+    assert sum(n for name, n in run["counted"].items() if name.startswith("exit:")) > 0
+    assert run["requests_left"] == run["blocks_left"] == run["watched_left"] == 0
