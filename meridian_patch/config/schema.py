@@ -243,9 +243,15 @@ class ExitConfig(StrictModel):
         description="EAT: most tokens from one probe to the next, paragraph or not.",
     )
     probes_in_flight: int = Field(
-        default=4,
+        default=16,
         ge=1,
         description="EAT: most probes in one step.",
+    )
+    probe_every_steps: int = Field(
+        default=4,
+        ge=1,
+        description="EAT: one step in this many may have probes. They are prompts; a step that "
+        "only decodes is quicker, on GPUs by a graph of its own.",
     )
     rpdi: bool = Field(
         default=True,

@@ -7,7 +7,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.worker import worker_base
 
 from meridian_patch.config.families import exit_config
-from meridian_patch.config.schema import Config
+from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.exits import Exits
@@ -46,10 +46,14 @@ def bind_exits(
         load_breaks(model_config),
         router,
         Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens),
-        Probes(scheduler, boundaries.probe, config.probes_in_flight) if reason is None else None,
+        None if reason else _probes(scheduler, boundaries, config),
         phase_counters,
         None if config.trace is None else ExitTrace(config.trace),
     )
+
+
+def _probes(scheduler: Any, boundaries: Boundaries, config: ExitConfig) -> Probes:
+    return Probes(scheduler, boundaries.probe, config.probes_in_flight, config.probe_every_steps)
 
 
 def load_breaks(model_config: Any) -> Breaks:

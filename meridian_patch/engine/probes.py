@@ -26,8 +26,9 @@ class _Due(NamedTuple):
 class Probes:
     """The probes that are due and those under way.
 
-    1. A probe is offered to a step ahead of the waiting requests, behind all running ones, and
-       not while an answer waits. One that gets no place in the step waits outside of the queue.
+    1. A probe is offered to a step ahead of the waiting requests, behind all running ones, not
+       while an answer waits, and not to every step: those that are due go together. One that gets
+       no place in the step waits outside of the queue.
     2. It computes at most a block and the trial boundary: without its parent's blocks in the cache
        it is not made.
     3. Of a parent, one probe is under way and one is due; a newer one takes the place of the due.
@@ -37,10 +38,15 @@ class Probes:
         scheduler: the phase-aware scheduler.
         suffix: the trial boundary.
         most_in_flight: probes under way at a time.
+        every_steps: of so many steps one may have probes.
     """
 
-    def __init__(self, scheduler: Any, suffix: TokenIds, most_in_flight: int) -> None:
+    def __init__(
+        self, scheduler: Any, suffix: TokenIds, most_in_flight: int, every_steps: int
+    ) -> None:
         self._scheduler = scheduler
+        self._every_steps = every_steps
+        self._steps = 0
         self._suffix = list(suffix)
         self._most_in_flight = most_in_flight
         self._block_size = scheduler.block_size
@@ -83,6 +89,9 @@ class Probes:
 
     def offer(self) -> None:
         """Before a step is scheduled: put probes where it will find them."""
+        self._steps += 1
+        if self._steps % self._every_steps:
+            return
         room = self._most_in_flight - len(self._live)
         ready = (due for due in self._due.values() if self._is_ready(due))
         for due in list(islice(ready, max(room, 0))):

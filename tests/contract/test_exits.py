@@ -281,3 +281,18 @@ def test_tokens_that_are_only_kept_change_nothing(driver_for, is_async, monkeypa
             assert is_empty(driver)
             seen.append((driver.forced, driver.deliveries, driver.scheduler.phase_counters.totals))
     assert seen[0] == seen[1]
+
+
+def test_probes_that_are_due_go_together(driver_for):
+    """Most steps only decode."""
+    driver = driver_for(EXIT__EAT_WARMUP_PROBES="1000", EXIT__PROBE_EVERY_STEPS="5")
+    for number in range(8):
+        driver.add(thinker(f"r{number}"))
+    probes = []
+    while driver.scheduler.has_unfinished_requests():
+        output = driver.step()
+        probes.append(sum("probe" in name for name in output.num_scheduled_tokens))
+    steps = [step for step, count in enumerate(probes) if count]
+    assert sum(probes) > 100
+    assert len({step % 5 for step in steps}) == 1
+    assert is_empty(driver)
