@@ -34,8 +34,15 @@ def test_metrics_have_the_documented_names_and_labels():
         "phase_change": ["think"],
         "kv_eviction": ["think_complete"],
         "kv_hit_tokens": ["in_use"],
+        "exit": ["eat"],
+        "think_tokens": ["eat"],
+        "exit_verdict": ["eat"],
+        "exit_given_up": ["sampling"],
+        "probe": ["measured"],
+        "invalid_signals": ["think"],
     }
     metrics.initialize(0, labels)
+    metrics.record({"exit:eat": 1, "think_tokens:eat": 90, "probe:measured": 4}, engine=0)
     metrics.record({"preemption:think": 2, "requests:answer": 5}, engine=0)
     metrics.record({"preemption:think": 1, "fallback:slow": 1, "requests:answer": 3}, engine=0)
     metrics.record({"kv_eviction:think_complete": 7, "kv_hit_tokens:in_use": 64}, engine=0)
@@ -46,6 +53,12 @@ def test_metrics_have_the_documented_names_and_labels():
         'meridian_kv_evictions_total{engine="0",model_name="m",tier="think_complete"} 7.0',
         'meridian_kv_hit_tokens_total{engine="0",model_name="m",tier="in_use"} 64.0',
         'meridian_requests{engine="0",model_name="m",phase="answer"} 3.0',
+        'meridian_thoughts_ended_total{engine="0",model_name="m",reason="eat"} 1.0',
+        'meridian_think_tokens_total{engine="0",model_name="m",reason="eat"} 90.0',
+        'meridian_exit_verdicts_total{engine="0",model_name="m",reason="eat"} 0.0',
+        'meridian_exits_given_up_total{engine="0",model_name="m",reason="sampling"} 0.0',
+        'meridian_probes_total{engine="0",model_name="m",result="measured"} 4.0',
+        'meridian_invalid_signals_total{engine="0",model_name="m",phase="think"} 0.0',
     }
 
 
