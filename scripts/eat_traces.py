@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby
 from pathlib import Path
 
 from meridian_patch.bench.exit_trace import TracedThought, read_trace
@@ -27,14 +26,19 @@ from meridian_patch.envs import environment
 
 THINK_END = "</think>"
 TEXTS = "texts.json"
-PANELS = 3
+# Of the thoughts that are drawn, at least.
+PASSES = 3
+# Thoughts below which a row says nothing.
+LEAST = 3
+# Steps of problems that are told apart.
+SIZES = ((2, 3), (4, 6), (7, 10))
 # Dense probes, and no verdict: EAT is never warm.
 SETTINGS = {
     "MODE": "observe",
     "EAT_WARMUP_PROBES": "1000000",
     "RPDI": "false",
     "PROBE_MIN_GAP_TOKENS": "1",
-    "PROBE_MAX_GAP_TOKENS": "1",
+    "PROBE_MAX_GAP_TOKENS": "3",
     "PROBES_IN_FLIGHT": "16",
 }
 
@@ -61,6 +65,8 @@ def pass_ends(text: str) -> frozenset[int]:
 def row(name: str, groups: Sequence[Sequence[float]]) -> str:
     """Each thought's mean; their mean, median and spread."""
     means = sorted(statistics.fmean(group) for group in groups if group)
+    if len(means) < LEAST:
+        return f"| {name} | {len(means)} | {sum(map(len, groups))} | | | | |"
     deciles = statistics.quantiles(means, n=10)
     spread = f"{statistics.stdev(means):.3f} | {deciles[0]:.3f}..{deciles[-1]:.3f}"
     middle = f"{statistics.fmean(means):.3f} | {statistics.median(means):.3f}"
@@ -82,6 +88,8 @@ def table(
         after = [(place, nats) for place, nats in probes if place > mark + 1]
         ended.append([nats for place, nats in after if place in over])
         within.append([nats for place, nats in after if place not in over])
+    pairs = [(b, [*e, *w]) for b, e, w in zip(before, ended, within, strict=True) if b and (e or w)]
+    fell = sum(statistics.fmean(b) > statistics.fmean(a) for b, a in pairs)
     moves = [[statistics.pstdev(each)] for each in ended if len(each) > 1]
     rows = [
         "| entropy, nats | thoughts | probes | mean | median | SD over thoughts | p10..p90 |",
@@ -90,6 +98,8 @@ def table(
         row("after it, at ends of passes", ended),
         row("after it, within passes", within),
         row("SD within a thought, at ends of passes", moves),
+        "",
+        f"Lower after than before, by the thought's mean: {fell} of {len(pairs)} thoughts.",
     ]
     return "\n".join(rows)
 
@@ -115,7 +125,7 @@ def answer(questions: Path, texts: Path) -> None:
         max_tokens=1500,
         temperature=1.0,
         max_model_len=2048,
-        max_num_seqs=4,
+        max_num_seqs=16,
         block_size=32,
     )
     texts.write_text(json.dumps(said))
@@ -145,10 +155,12 @@ def main() -> None:
     print(f"{len(thoughts)} thoughts of {parsed.count} problems; the others lack the last step\n")
     ends = {str(n): pass_ends(text) for n, text in enumerate(texts)}
     print(table(thoughts, marks, ends))
-    # One thought per size of problem, from the longest on.
-    by_size = sorted(thoughts, key=lambda t: (-len(problems[int(t.name)].steps), int(t.name)))
-    sizes = groupby(by_size, key=lambda t: len(problems[int(t.name)].steps))
-    chosen = [next(group) for _, group in sizes][:PANELS]
+    chosen = []
+    for first, last in SIZES:
+        group = [t for t in thoughts if first <= len(problems[int(t.name)].steps) <= last]
+        print(f"\n{first} to {last} steps:\n\n{table(group, marks, ends)}")
+        # The first one that goes over its work at least twice.
+        chosen += [t for t in group if len(ends[t.name]) >= PASSES][:1]
     caption = f"tiny reasoner, temperature 1; panels are named by problem of seed {parsed.seed}"
     picture = plot_thoughts(chosen, caption, {"last step solved": marks}, {"end of a pass": ends})
     (parsed.out / "eat-traces.png").write_bytes(picture)

@@ -57,7 +57,8 @@ def test_probes_are_sorted_by_the_place(script):
         thoughts.append(TracedThought(f"{number}-abc", 1, probes))
     names = ("0", "1", "2")
     table = script.table(thoughts, dict.fromkeys(names, 10), {key: {12, 16} for key in names})
-    cells = [[cell.strip() for cell in line.split("|")[2:6]] for line in table.splitlines()[2:]]
+    cells = [[cell.strip() for cell in line.split("|")[2:6]] for line in table.splitlines()[2:6]]
+    assert table.endswith("0 of 3 thoughts.")
     assert cells == [
         ["3", "6", "3.000", "3.000"],
         ["3", "6", "14.000", "14.000"],
