@@ -159,8 +159,9 @@ def main() -> None:
     for first, last in SIZES:
         group = [t for t in thoughts if first <= len(problems[int(t.name)].steps) <= last]
         print(f"\n{first} to {last} steps:\n\n{table(group, marks, ends)}")
-        # The first one that goes over its work at least twice.
-        chosen += [t for t in group if len(ends[t.name]) >= PASSES][:1]
+        # The most densely probed one that goes over its work at least twice, and ends by itself.
+        several = [t for t in group if len(ends[t.name]) >= PASSES and t.end and t.end["reason"]]
+        chosen.append(max(several, key=lambda t: len(t.probes) / max(ends[t.name])))
     caption = f"tiny reasoner, temperature 1; panels are named by problem of seed {parsed.seed}"
     picture = plot_thoughts(chosen, caption, {"last step solved": marks}, {"end of a pass": ends})
     (parsed.out / "eat-traces.png").write_bytes(picture)
