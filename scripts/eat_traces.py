@@ -1,6 +1,6 @@
 """Traces EAT along whole thoughts of the tiny reasoner, on a real engine; prints a table.
 
-    python -P scripts/eat_traces.py [--count N] [--seed N] [--out DIR]
+    python -P scripts/eat_traces.py [--count N] [--seed N] [--out DIR] [--again]
 
 Thoughts are probed every few tokens to their ends, and nothing is closed. Where the last step of
 the first pass is solved is read off the thoughts' lines. Writes trace.jsonl, texts.json and
@@ -9,11 +9,12 @@ eat-traces.png into DIR.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from meridian_patch.bench.exit_trace import TracedThought, read_trace
@@ -24,7 +25,13 @@ from meridian_patch.engine.offline import generate
 from meridian_patch.envs import environment
 
 THINK_END = "</think>"
-PANELS = 6
+TEXTS = "texts.json"
+# Of the thoughts that are drawn, at least.
+PASSES = 3
+# Thoughts below which a row says nothing.
+LEAST = 3
+# Steps of problems that are told apart.
+SIZES = ((2, 3), (4, 6), (7, 10))
 # Dense probes, and no verdict: EAT is never warm.
 SETTINGS = {
     "MODE": "observe",
@@ -48,48 +55,58 @@ def solved_at(problem: Problem, text: str) -> int | None:
     return sum(map(len, lines)) - 1
 
 
+def pass_ends(text: str) -> frozenset[int]:
+    """Think tokens at which a pass is over: behind each blank line, and at the thought's end."""
+    thought = text.partition(THINK_END)[0]
+    blank = [match.end() for match in re.finditer(r"\n\n", thought)]
+    return frozenset([*blank, len(thought)])
+
+
 def row(name: str, groups: Sequence[Sequence[float]]) -> str:
-    """Mean over thoughts of each thought's mean, and how thoughts differ."""
+    """Each thought's mean; their mean, median and spread."""
     means = sorted(statistics.fmean(group) for group in groups if group)
+    if len(means) < LEAST:
+        return f"| {name} | {len(means)} | {sum(map(len, groups))} | | | | |"
     deciles = statistics.quantiles(means, n=10)
     spread = f"{statistics.stdev(means):.3f} | {deciles[0]:.3f}..{deciles[-1]:.3f}"
-    probes = sum(map(len, groups))
-    return f"| {name} | {len(means)} | {probes} | {statistics.fmean(means):.3f} | {spread} |"
+    middle = f"{statistics.fmean(means):.3f} | {statistics.median(means):.3f}"
+    return f"| {name} | {len(means)} | {sum(map(len, groups))} | {middle} | {spread} |"
 
 
-def table(thoughts: Sequence[TracedThought], marks: dict[str, int]) -> str:
-    """Entropy before and after the last step is solved, and variance, as Markdown."""
-    before, at, after, last = [], [], [], []
-    variance_before, variance_end = [], []
+def table(
+    thoughts: Sequence[TracedThought],
+    marks: Mapping[str, int],
+    ends: Mapping[str, AbstractSet[int]],
+) -> str:
+    """Entropies in nats before and after the last step is solved, as Markdown."""
+    before, ended, within = [], [], []
     for thought in thoughts:
-        mark = marks[thought.name]
-        sides: dict[int, list[dict]] = {-1: [], 0: [], 1: []}
-        for probe in thought.probes:
-            # The value itself and the line's end stand at the mark: neither before nor behind it.
-            place = probe["think_tokens"] - mark
-            sides[-1 if place < 0 else 0 if place <= 1 else 1].append(probe)
-        before.append([probe["entropy_nats"] for probe in sides[-1]])
-        at.append([probe["entropy_nats"] for probe in sides[0]])
-        after.append([probe["entropy_nats"] for probe in sides[1]])
-        last.append([probe["entropy_nats"] for probe in sides[1][-1:]])
-        variance_before.append([probe["variance_nats2"] for probe in sides[-1][-1:]])
-        variance_end.append([probe["variance_nats2"] for probe in sides[1][-1:]])
+        # The value itself and the line's end stand at the mark: neither before nor behind it.
+        mark, over = marks[thought.name], ends[thought.name]
+        probes = [(p["think_tokens"], p["entropy_nats"]) for p in thought.probes]
+        before.append([nats for place, nats in probes if place < mark])
+        after = [(place, nats) for place, nats in probes if place > mark + 1]
+        ended.append([nats for place, nats in after if place in over])
+        within.append([nats for place, nats in after if place not in over])
+    pairs = [(b, [*e, *w]) for b, e, w in zip(before, ended, within, strict=True) if b and (e or w)]
+    fell = sum(statistics.fmean(b) > statistics.fmean(a) for b, a in pairs)
+    moves = [[statistics.pstdev(each)] for each in ended if len(each) > 1]
     rows = [
-        "| EAT | thoughts | probes | mean | SD over thoughts | p10..p90 |",
-        "|---|---|---|---|---|---|",
-        row("entropy before the last step is solved, nats", before),
-        row("entropy at its value and line end, nats", at),
-        row("entropy after it, nats", after),
-        row("entropy of the last probe, nats", last),
-        row("variance, last probe before it, nats²", variance_before),
-        row("variance, last probe of the thought, nats²", variance_end),
+        "| entropy, nats | thoughts | probes | mean | median | SD over thoughts | p10..p90 |",
+        "|---|---|---|---|---|---|---|",
+        row("before the last step is solved", before),
+        row("after it, at ends of passes", ended),
+        row("after it, within passes", within),
+        row("SD within a thought, at ends of passes", moves),
+        "",
+        f"Lower after than before, by the thought's mean: {fell} of {len(pairs)} thoughts.",
     ]
     return "\n".join(rows)
 
 
-def think(problems: Sequence[Problem], folder: Path) -> list[str]:
-    """What the tiny reasoner says, from an engine in a process of its own."""
-    questions, texts = folder / "questions.json", folder / "texts.json"
+def think(problems: Sequence[Problem], folder: Path) -> None:
+    """Let the tiny reasoner answer, with an engine in a process of its own."""
+    questions, texts = folder / "questions.json", folder / TEXTS
     questions.write_text(json.dumps([problem.question for problem in problems]))
     settings = {**SETTINGS, "TRACE": str((folder / "trace.jsonl").resolve())}
     env = {f"MERIDIAN_PATCH_SET_EXIT__{name}": value for name, value in settings.items()}
@@ -98,7 +115,6 @@ def think(problems: Sequence[Problem], folder: Path) -> list[str]:
         env={**environment()} | env | {"VLLM_PLUGINS": "meridian_patch"},
         check=True,
     )
-    return list(json.loads(texts.read_text()))
 
 
 def answer(questions: Path, texts: Path) -> None:
@@ -120,6 +136,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=240, help="problems")
     parser.add_argument("--seed", type=int, default=77)
     parser.add_argument("--out", type=Path, default=Path("out/eat-traces"), help="folder")
+    parser.add_argument("--again", action="store_true", help="only read what DIR holds")
     parser.add_argument("--answer", type=Path, nargs=2, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.answer:
@@ -127,20 +144,26 @@ def main() -> None:
         return
     parsed.out.mkdir(parents=True, exist_ok=True)
     trace = parsed.out / "trace.jsonl"
-    trace.unlink(missing_ok=True)
     problems = make_problems(parsed.count, parsed.seed)
-    texts = think(problems, parsed.out)
+    if not parsed.again:
+        trace.unlink(missing_ok=True)
+        think(problems, parsed.out)
+    texts = json.loads((parsed.out / TEXTS).read_text())
     found = {str(n): solved_at(p, t) for n, (p, t) in enumerate(zip(problems, texts, strict=True))}
     marks = {name: mark for name, mark in found.items() if mark is not None}
     thoughts = [t for t in read_trace(trace) if t.name in marks and t.probes and t.end]
     print(f"{len(thoughts)} thoughts of {parsed.count} problems; the others lack the last step\n")
-    print(table(thoughts, marks))
-    # One thought per size of problem, from the longest on.
-    by_size = sorted(thoughts, key=lambda t: (-len(problems[int(t.name)].steps), int(t.name)))
-    sizes = groupby(by_size, key=lambda t: len(problems[int(t.name)].steps))
-    chosen = [next(group) for _, group in sizes][:PANELS]
+    ends = {str(n): pass_ends(text) for n, text in enumerate(texts)}
+    print(table(thoughts, marks, ends))
+    chosen = []
+    for first, last in SIZES:
+        group = [t for t in thoughts if first <= len(problems[int(t.name)].steps) <= last]
+        print(f"\n{first} to {last} steps:\n\n{table(group, marks, ends)}")
+        # The most densely probed one that goes over its work at least twice, and ends by itself.
+        several = [t for t in group if len(ends[t.name]) >= PASSES and t.end and t.end["reason"]]
+        chosen.append(max(several, key=lambda t: len(t.probes) / max(ends[t.name])))
     caption = f"tiny reasoner, temperature 1; panels are named by problem of seed {parsed.seed}"
-    picture = plot_thoughts(chosen, caption, marks, "last step solved")
+    picture = plot_thoughts(chosen, caption, {"last step solved": marks}, {"end of a pass": ends})
     (parsed.out / "eat-traces.png").write_bytes(picture)
 
 

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
@@ -23,16 +25,16 @@ _NAN = float("nan")
 def plot_thoughts(
     thoughts: Sequence[TracedThought],
     caption: str,
-    marks: Mapping[str, int] | None = None,
-    mark_label: str = "",
+    lines: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    dots: Mapping[str, Mapping[str, AbstractSet[int]]] = MappingProxyType({}),
 ) -> bytes:
     """One panel per thought.
 
     Args:
         thoughts: at least one.
         caption: how it was obtained.
-        marks: think tokens of one further line per thought, by the thought's name.
-        mark_label: what the further lines stand for.
+        lines: further lines: by label, by the thought's name, think tokens.
+        dots: probes that are drawn large, the same way.
     """
     columns = min(_COLUMNS, len(thoughts))
     rows = math.ceil(len(thoughts) / columns)
@@ -41,9 +43,12 @@ def plot_thoughts(
     handles: dict[str, Artist] = {}
     for thought, axes in zip(thoughts, panels, strict=False):
         _draw(axes, thought)
-        if marks and thought.name in marks:
-            mark = marks[thought.name]
-            axes.axvline(mark, color="#009E73", lw=1.6, ls="--", label=mark_label)
+        for label, places in lines.items():
+            if thought.name in places:
+                mark = places[thought.name]
+                axes.axvline(mark, color="#009E73", lw=1.6, ls="--", label=label)
+        for label, chosen in dots.items():
+            _draw_dots(axes, thought, chosen.get(thought.name, frozenset()), label)
         variance = _draw_variance(axes, thought)
         finish_axes(figure, axes, f"{thought.name}, thought {thought.number}")
         for each in (axes, variance):
@@ -70,6 +75,13 @@ def _draw(axes: Axes, thought: TracedThought) -> None:
         axes.axvline(said["think_tokens"], color="#CC79A7", lw=1.6, label=label)
     if thought.end is not None:
         axes.axvline(thought.end["think_tokens"], color="#444444", lw=1, ls=":", label="end")
+
+
+def _draw_dots(axes: Axes, thought: TracedThought, places: AbstractSet[int], label: str) -> None:
+    found = [probe for probe in thought.probes if probe["think_tokens"] in places]
+    tokens = [probe["think_tokens"] for probe in found]
+    entropies = [_or_nan(probe["entropy_nats"]) for probe in found]
+    axes.plot(tokens, entropies, "D", ms=6, mfc="none", mew=1.6, color="#000000", label=label)
 
 
 def _draw_variance(axes: Axes, thought: TracedThought) -> Axes:

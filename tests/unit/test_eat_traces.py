@@ -43,22 +43,25 @@ def test_a_thought_without_its_last_step_has_no_place(script):
     assert script.solved_at(problem, "Hmm.\n" + thought.text) is None
 
 
+def test_ends_of_passes(script):
+    """Behind blank lines, and at the end."""
+    assert script.pass_ends("a=1\n\nNo.\nb\n</think>2\n\n") == {5, 11}
+
+
 def test_probes_are_sorted_by_the_place(script):
-    """Before it, at the value and its line's end, and after."""
+    """Before it, and behind its line at ends of passes or within them."""
     thoughts = []
     for number in range(3):
-        probes = [
-            {"think_tokens": n, "entropy_nats": float(n), "variance_nats2": n / 10}
-            for n in (2, 4, 10, 11, 12, 14)
-        ]
+        places = (2, 4, 10, 11, 12, 14, 16)
+        probes = [{"think_tokens": n, "entropy_nats": float(n)} for n in places]
         thoughts.append(TracedThought(f"{number}-abc", 1, probes))
-    table = script.table(thoughts, {"0": 10, "1": 10, "2": 10}).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:6]] for line in table[2:]]
-    assert [row[1:4] for row in cells] == [
-        ["3", "6", "3.000"],
-        ["3", "6", "10.500"],
-        ["3", "6", "13.000"],
-        ["3", "3", "14.000"],
-        ["3", "3", "0.400"],
-        ["3", "3", "1.400"],
+    names = ("0", "1", "2")
+    table = script.table(thoughts, dict.fromkeys(names, 10), {key: {12, 16} for key in names})
+    cells = [[cell.strip() for cell in line.split("|")[2:6]] for line in table.splitlines()[2:6]]
+    assert table.endswith("0 of 3 thoughts.")
+    assert cells == [
+        ["3", "6", "3.000", "3.000"],
+        ["3", "6", "14.000", "14.000"],
+        ["3", "3", "14.000", "14.000"],
+        ["3", "3", "2.000", "2.000"],
     ]
