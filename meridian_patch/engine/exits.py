@@ -23,7 +23,6 @@ from meridian_patch.phase.router import Phase, PhaseRouter, RequestPhase
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
-
 # Names of the module are found faster than members of an enumeration.
 _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
 
