@@ -1,7 +1,7 @@
 """One run of each engine job for all tests here."""
 
 import pytest
-from engine_plans import NOOP, PATIENT, v1_job, v2_job
+from engine_plans import NOOP, PATIENT, PROBING, v1_job, v2_job
 from run_engine import PATCHED, STOCK, run_job
 
 
@@ -12,7 +12,8 @@ def v1_stock(demo_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def v1_patched(demo_model, tmp_path_factory):
-    return run_job(v1_job(demo_model, PATCHED | PATIENT), tmp_path_factory.mktemp("v1_patched"))
+    job = v1_job(demo_model, PATCHED | PATIENT | PROBING)
+    return run_job(job, tmp_path_factory.mktemp("v1_patched"))
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +29,5 @@ def v2_stock(demo_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def v2_patched(demo_model, tmp_path_factory):
-    return run_job(v2_job(demo_model, PATCHED | PATIENT), tmp_path_factory.mktemp("v2_patched"))
+    job = v2_job(demo_model, PATCHED | PATIENT | PROBING)
+    return run_job(job, tmp_path_factory.mktemp("v2_patched"))

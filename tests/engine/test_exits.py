@@ -1,5 +1,6 @@
 """Thoughts are closed on the real engine, once each, in both runners and under every pressure."""
 
+import random
 import re
 
 import pytest
@@ -40,7 +41,11 @@ V1 = {
     "ngram": {"speculative_config": NGRAM},
     "pressed": {"async_scheduling": True, **PRESSED},
 }
+LEFT = ("requests_left", "blocks_left", "routed_left", "watched_left", "probes_left", "told_left")
 V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": True}
+# On these ways through the engine a second run is made of many requests and aborts.
+SOAKED = ("sync", "pressed")
+SOAK_REQUESTS = 300
 CAP = 64
 CAPPED = {"meridian_max_think_tokens": CAP, "meridian_eat_delta": 1e-12}
 
@@ -56,11 +61,22 @@ def requests(problems, max_tokens=700):
 
 
 def stage(name, engine, problems, max_tokens=700):
-    return {
-        "name": name,
-        "engine": engine,
-        "runs": [{"name": "run", "requests": requests(problems, max_tokens)}],
-    }
+    runs = [{"name": "run", "requests": requests(problems, max_tokens)}]
+    return {"name": name, "engine": engine, "runs": runs + [soak()] * (name in SOAKED)}
+
+
+def soak():
+    """Many requests of which half are aborted, at any moment from their first step on."""
+    rng = random.Random(11)
+    asked, aborts = [], []
+    for number, problem in enumerate(make_problems(SOAK_REQUESTS, seed=11, steps=4)):
+        wishes = rng.choice([None, None, CAPPED, {"meridian_exit": "off"}])
+        asked.append(ask(f"s{number}", problem, max_tokens=150, at_step=6 * number))
+        asked[-1]["params"] |= {"extra_args": wishes} if wishes else {}
+        if number % 2:
+            at_step = 6 * number + rng.randrange(160)
+            aborts.append({"do": "abort", "names": [f"s{number}"], "at_step": at_step})
+    return {"name": "soak", "requests": asked, "events": aborts}
 
 
 class Runs:
@@ -75,8 +91,12 @@ class Runs:
         self._made = {}
 
     def __getitem__(self, name):
+        return self.of(name)["run"]
+
+    def of(self, name):
+        """All runs of one job, by name."""
         if name not in self._made:
-            self._made[name] = self._make(name)["stages"][name]["runs"]["run"]
+            self._made[name] = self._make(name)["stages"][name]["runs"]
         return self._made[name]
 
     def _make(self, name):
@@ -154,8 +174,21 @@ def test_probes_are_small_and_unseen(run):
 
 def test_nothing_is_left(run):
     """No request, block, watch, close or probe."""
-    for what in ("requests_left", "blocks_left", "routed_left", "watched_left", "probes_left"):
+    for what in LEFT:
         assert run[what] == 0, what
+
+
+@pytest.mark.parametrize("name", SOAKED)
+def test_aborts_at_any_moment_leave_nothing(runs, name):
+    """Hundreds of requests, half of them aborted: nothing is left, and nothing failed."""
+    soaked = runs.of(name)["soak"]
+    for what in LEFT:
+        assert soaked[what] == 0, what
+    finished = [output["finished"] for output in soaked["outputs"].values()]
+    assert SOAK_REQUESTS / 2 <= sum(finished) < SOAK_REQUESTS
+    assert "fallback:exception" not in soaked["counted"]
+    assert soaked["counted"]["exit:eat"] > 10
+    assert len(soaked["probes"]) > 300
 
 
 def test_pressure_was_there(runs):

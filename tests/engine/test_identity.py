@@ -13,7 +13,20 @@ def runs(result: dict, stage: str, name: str) -> dict:
     return result["stages"][stage]["runs"][name]
 
 
-@pytest.mark.parametrize("path", PATHS)
+def has_probed(run: dict) -> bool:
+    """Whether thoughts were measured in many steps and probed; nothing was closed."""
+    counted = run["counted"]
+    assert not counted.get("fallback:exception")
+    assert not [name for name in counted if name.startswith("exit:") and name != "exit:natural"]
+    return run["planned"] > 20 and counted.get("probe:measured", 0) > 1 and len(run["probes"]) > 1
+
+
+def has_measured_nothing(run: dict) -> bool:
+    exits = [name for name in run["counted"] if name.startswith(("probe", "exit"))]
+    return not (run["planned"] or run["probes"] or exits)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "ngram"])
 def test_greedy_tokens_are_stock_in_an_ample_pool(v1_stock, v1_patched, path):
     """Without preemption, greedy outputs are token-identical on Model Runner V1."""
     stock, patched = (runs(result, path, "ample") for result in (v1_stock, v1_patched))
@@ -21,6 +34,24 @@ def test_greedy_tokens_are_stock_in_an_ample_pool(v1_stock, v1_patched, path):
     assert not patched["preemptions"]
     assert len(token_ids(stock)) == len(AMPLE)
     assert token_ids(patched) == token_ids(stock)
+    assert has_probed(patched)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "ngram"])
+def test_requests_without_early_exit_are_stock(v1_stock, v1_patched, path):
+    """Nothing is measured for them, though it was for those before them."""
+    stock, patched = (runs(result, path, "off") for result in (v1_stock, v1_patched))
+    assert token_ids(patched) == token_ids(stock)
+    assert has_measured_nothing(patched)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_greedy_tokens_are_stock_under_pressure_without_policy_and_exit(v1_stock, v1_noop, path):
+    """Model Runner V1's logits depend on who is preempted, and here that is as in stock."""
+    stock, noop = (runs(result, path, "pressure") for result in (v1_stock, v1_noop))
+    assert noop["preemptions"] == stock["preemptions"] != []
+    assert token_ids(noop) == token_ids(stock)
+    assert has_measured_nothing(noop)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -31,6 +62,7 @@ def test_answers_are_stock_under_pressure(v1_stock, v1_patched, path):
     assert patched["preemptions"]
     assert graded(patched, PRESSURE, "p") == graded(stock, PRESSURE, "p")
     assert sum(graded(stock, PRESSURE, "p")) > len(PRESSURE) / 2
+    assert has_probed(patched)
 
 
 def test_greedy_tokens_are_stock_on_model_runner_v2(v2_stock, v2_patched):
@@ -40,4 +72,8 @@ def test_greedy_tokens_are_stock_on_model_runner_v2(v2_stock, v2_patched):
     for name in ("ample", "pressure"):
         stock, patched = (runs(result, "async", name) for result in (v2_stock, v2_patched))
         assert token_ids(patched) == token_ids(stock)
+        assert has_probed(patched)
+    stock, patched = (runs(result, "async", "off") for result in (v2_stock, v2_patched))
+    assert token_ids(patched) == token_ids(stock)
+    assert has_measured_nothing(patched)
     assert preempted_phases(runs(v2_patched, "async", "pressure"))

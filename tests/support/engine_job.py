@@ -209,6 +209,8 @@ def _of_exits(exits) -> dict:
     return {
         "watched_left": exits.num_watched + len(exits.closings),
         "probes_left": len(exits.probes or ()),
+        # What waits to be told with a step that never comes.
+        "told_left": len(exits.drain_outcomes()),
     }
 
 

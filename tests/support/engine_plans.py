@@ -13,7 +13,16 @@ from meridian_patch.demo.problems import make_problems
 
 # A decision dropped because this machine was busy would make the result depend on the machine.
 PATIENT = {"MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000"}
-NOOP = {"MERIDIAN_PATCH_SET_POLICY__NAME": "noop"}
+# Nothing that decides, probes or measures.
+NOOP = {
+    "MERIDIAN_PATCH_SET_POLICY__NAME": "noop",
+    "MERIDIAN_PATCH_SET_EXIT__MODE": "off",
+}
+# In the default mode, observe: many probes, as the tiny reasoner's thoughts are short.
+PROBING = {
+    "MERIDIAN_PATCH_SET_EXIT__PROBE_MIN_GAP_TOKENS": "8",
+    "MERIDIAN_PATCH_SET_EXIT__PROBE_MAX_GAP_TOKENS": "12",
+}
 
 AMPLE = make_problems(3, seed=6, steps=4)
 # Room for the ample requests, and for about half of what the pressure requests grow to.
@@ -47,7 +56,9 @@ def v1_job(model: Path, env: dict[str, str], *, pressure_only: bool = False) -> 
                 [PRIORITY_RUN, STRUCTURED_RUN],
                 engine_arguments(model, **priority, reasoning_parser="deepseek_r1"),
             ),
-            _stage("ngram", [AMPLE_RUN], engine_arguments(model, speculative_config=ngram)),
+            _stage(
+                "ngram", [AMPLE_RUN, OFF_RUN], engine_arguments(model, speculative_config=ngram)
+            ),
         ]
     return Job(stages, env=env, allow_async=True)
 
@@ -66,8 +77,9 @@ def v2_job(model: Path, env: dict[str, str]) -> Job:
         "name": "pressure",
         "requests": ask_all("p", PRESSURE_V2, every_steps=10, max_tokens=260),
     }
+    off = _off_run(AMPLE[:1], max_tokens=40)
     turns = turns_run(question=SHORT_QUESTION, fillers=2, every_steps=215, max_tokens=210)
-    stages = [_stage("async", [ample, _abort_run(max_tokens=60), turns, pressure], engine)]
+    stages = [_stage("async", [ample, off, _abort_run(max_tokens=60), turns, pressure], engine)]
     return Job(stages, env=env, allow_async=True, model_runner_v2=True)
 
 
@@ -103,10 +115,22 @@ def _abort_run(max_tokens: int) -> dict:
     }
 
 
+def _off_run(problems: list, max_tokens: int) -> dict:
+    """Requests that want no early exit, after those that had what is configured."""
+    off = {"meridian_exit": "off"}
+    return {
+        "name": "off",
+        "requests": ask_all("a", problems, max_tokens=max_tokens, extra_args=off),
+        "events": [{"do": "reset_prefix_cache", "reset_running_requests": False}],
+    }
+
+
+OFF_RUN = _off_run(AMPLE, max_tokens=300)
 AMPLE_RUN = {"name": "ample", "requests": ask_all("a", AMPLE, max_tokens=300)}
 PRESSURE_RUN = {"name": "pressure", "requests": ask_all("p", PRESSURE, every_steps=12)}
 FEATURE_RUNS = [
     AMPLE_RUN,
+    OFF_RUN,
     {"name": "chunked", "requests": [ask("c", LONG_QUESTION, max_tokens=40)]},
     # The same prompt again, now from the prefix cache.
     {"name": "cached", "requests": [ask("c", LONG_QUESTION, max_tokens=40)]},

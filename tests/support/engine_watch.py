@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 PREFILL, THINK, ANSWER = "prefill", "think", "answer"
 # The class of the product's own requests, which no user sent.
 PROBE = "ProbeRequest"
+# The attribute by which the product asks for measuring in a step.
+PLAN = "meridian_plan"
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Watched:
         accepted: tokens produced beyond one per request and step.
         routed: request name -> the phases that the product's router put it in, in order; empty
             on a stock scheduler.
+        planned: steps in which something was to be measured.
         probes: tokens computed by each probe, in each step it was part of.
         misrouted: times the router disagreed with the phase read off the request's tokens.
     """
@@ -39,6 +42,7 @@ class Watched:
     accepted: int = 0
     routed: dict[str, list[str]] = field(default_factory=dict)
     misrouted: int = 0
+    planned: int = 0
     probes: list[int] = field(default_factory=list)
 
 
@@ -79,6 +83,7 @@ class SchedulerWatch:
         seen = self.seen
         seen.steps += 1
         seen.max_step_tokens = max(seen.max_step_tokens, output.total_num_scheduled_tokens)
+        seen.planned += hasattr(output, PLAN)
         seen.drafted += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             name = request_name(request_id)
