@@ -34,6 +34,12 @@ MODEL = ROOT / "meridian_patch" / "demo" / "tiny-reasoner"
 STOCK = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
 ARMS = {
     "observe": {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "observe"},
+    # Measures and follows, but probes nothing.
+    "no-probes": {
+        "MERIDIAN_PATCH": "1",
+        "MERIDIAN_PATCH_SET_EXIT__MODE": "observe",
+        "MERIDIAN_PATCH_SET_EXIT__EAT": "false",
+    },
     "off": {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "off"},
     "stock": STOCK,
 }
@@ -159,7 +165,7 @@ def _print(size: int, block_size: int, played: list[dict[str, Any]]) -> None:
     print(f"{size} requests, blocks of {block_size}, {len(played)} rounds; thinking {think:.0%} of")
     print(f"the tokens, {probes} probes per round")
     for name, values in speeds.items():
-        print(f"  {name:8} {statistics.median(values):8.0f} tokens/s")
+        print(f"  {name:9} {statistics.median(values):8.0f} tokens/s")
     for one, other in combinations(ARMS, 2):
         ratios = sorted(a / b for a, b in zip(speeds[one], speeds[other], strict=True))
         cuts = statistics.quantiles(ratios, n=5, method="inclusive")

@@ -248,10 +248,11 @@ class ExitConfig(StrictModel):
         description="EAT: most probes in one step.",
     )
     probe_every_steps: int = Field(
-        default=4,
+        default=1,
         ge=1,
-        description="EAT: one step in this many may have probes. They are prompts; a step that "
-        "only decodes is quicker, on GPUs by a graph of its own.",
+        description="EAT: one step in this many may have probes. Probes are prompts, and a step "
+        "that only decodes is quicker, on GPUs by a graph of its own; but a result that comes "
+        "later closes later, in the middle of the next line.",
     )
     rpdi: bool = Field(
         default=True,
