@@ -89,18 +89,14 @@ class Probes:
 
     def offer(self) -> None:
         """Before a step is scheduled: put probes where it will find them."""
-<<<<<<< HEAD
         self._steps += 1
         if self._steps % self._every_steps:
             return
-        room = self._most_in_flight - len(self._live)
-=======
         scheduler = self._scheduler
         # Load-bearing: with as many running as may run nobody gets a place; making a probe for
         # nothing takes longer than all else here.
         places = scheduler.max_num_running_reqs - len(scheduler.running)
         room = min(self._most_in_flight - len(self._live), places)
->>>>>>> c071a46031d1a5750aadef172f9e177a0f03d12d
         ready = (due for due in self._due.values() if self._is_ready(due))
         for due in list(islice(ready, max(room, 0))):
             name = next(self._names)

@@ -283,7 +283,6 @@ def test_tokens_that_are_only_kept_change_nothing(driver_for, is_async, monkeypa
     assert seen[0] == seen[1]
 
 
-<<<<<<< HEAD
 def test_probes_that_are_due_go_together(driver_for):
     """Most steps only decode."""
     driver = driver_for(EXIT__EAT_WARMUP_PROBES="1000", EXIT__PROBE_EVERY_STEPS="5")
@@ -296,7 +295,8 @@ def test_probes_that_are_due_go_together(driver_for):
     steps = [step for step, count in enumerate(probes) if count]
     assert sum(probes) > 100
     assert len({step % 5 for step in steps}) == 1
-=======
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_full_batch_makes_no_probes(driver_for, is_async, monkeypatch):
     """With no place among those that may run, none is made in vain, step after step."""
@@ -315,5 +315,4 @@ def test_a_full_batch_makes_no_probes(driver_for, is_async, monkeypatch):
         driver.step()
     assert made
     driver.drain()
->>>>>>> c071a46031d1a5750aadef172f9e177a0f03d12d
     assert is_empty(driver)
