@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meridian_patch.bench.arguments import read_positive, read_seeds, read_whole
+from meridian_patch.bench.exit.command import add_exit
 from meridian_patch.bench.lab.command import add_lab
 from meridian_patch.bench.lab.fit_command import add_fit_cost
 from meridian_patch.bench.lab.validate_command import add_validate
@@ -71,6 +72,7 @@ def add_bench(commands: Any) -> None:
     micro.add_argument("--out", type=Path, default=Path("out/bench/kv-micro"), help="folder")
     micro.set_defaults(run=_kv_micro)
     add_policy_micro(benches)
+    add_exit(benches)
 
 
 def _kv_micro(parsed: argparse.Namespace) -> int:
