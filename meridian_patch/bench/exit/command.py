@@ -146,6 +146,8 @@ def _play(
         def show(stage: str, arm: str, done: int, total: int) -> None:
             name = f"{stage}: {arm}"
             if name not in tasks:
+                for started in tasks.values():
+                    progress.update(started, completed=progress.tasks[started].total)
                 tasks[name] = progress.add_task(name, total=total)
             progress.update(tasks[name], completed=done)
 

@@ -79,20 +79,20 @@ def exit_data(
 def exit_table(figures: Sequence[Figures], title: str) -> Table:
     """One row per arm."""
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    table.add_column("engine: arm")
+    table.add_column("engine: arm", no_wrap=True)
     for name in (
-        "think tokens",
+        "tokens",
         "÷ natural",
-        "accuracy, %",
+        "right, %",
         "Δ, pp",
         "lost/won",
         "probes",
         "broken",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for each in figures:
         table.add_row(
-            f"{each.stage}: {each.arm}",
+            f"{each.stage}: {each.arm}\n",
             f"{each.think_tokens:.1f}",
             _with_interval(each.think_ratio, each.think_ratio_interval, "{:.3f}"),
             f"{100 * each.accuracy:.1f}",
@@ -151,4 +151,4 @@ def _with_interval(value: float | None, interval: tuple[float, float] | None, fo
     if value is None or interval is None:
         return "-"
     low, high = (form.format(bound) for bound in interval)
-    return f"{form.format(value)} ({low}..{high})"
+    return f"{form.format(value)}\n{low}..{high}"
