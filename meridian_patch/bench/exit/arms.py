@@ -105,7 +105,8 @@ def plan_stages(budgets: Sequence[int], rpdi_threshold: float, pool_blocks: int)
         Stage(
             "bounds",
             [*map(cap, budgets), *map(budget, budgets)],
-            settings={"eat": "false", "rpdi": "false"},
+            # A cap looks for a line's end before it; EAT's profile may close in mid-line.
+            settings={"eat": "false", "rpdi": "false", "grace_tokens": "64"},
             needs_budget=True,
         ),
         Stage(SECOND, [natural(), eat()], problems=SECOND),
