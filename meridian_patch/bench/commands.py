@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meridian_patch.bench.arguments import read_positive, read_seeds, read_whole
+from meridian_patch.bench.exit.command import add_exit
 from meridian_patch.bench.exit_trace import add_exit_trace
 from meridian_patch.bench.lab.command import add_lab
 from meridian_patch.bench.lab.fit_command import add_fit_cost
@@ -73,6 +74,7 @@ def add_bench(commands: Any) -> None:
     micro.set_defaults(run=_kv_micro)
     add_policy_micro(benches)
     add_exit_trace(benches)
+    add_exit(benches)
 
 
 def _kv_micro(parsed: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Ends thoughts early on a real engine, and measures what it saves and costs."""
