@@ -17,12 +17,13 @@ def has_probed(run: dict) -> bool:
     """Whether thoughts were measured in many steps and probed; nothing was closed."""
     counted = run["counted"]
     assert not counted.get("fallback:exception")
-    assert not [name for name in counted if name.startswith("exit:") and name != "exit:natural"]
+    ended = {name for name, n in counted.items() if n and name.startswith("exit:")}
+    assert ended <= {"exit:natural"}
     return run["planned"] > 20 and counted.get("probe:measured", 0) > 1 and len(run["probes"]) > 1
 
 
 def has_measured_nothing(run: dict) -> bool:
-    exits = [name for name in run["counted"] if name.startswith(("probe", "exit"))]
+    exits = [n for name, n in run["counted"].items() if n and name.startswith(("probe", "exit"))]
     return not (run["planned"] or run["probes"] or exits)
 
 
