@@ -42,6 +42,12 @@ def add_calibrate(commands: Any) -> None:
     calibrate.add_argument(
         "--max-answer-tokens", default="2048", help="behind an early close (default: 2048)"
     )
+    calibrate.add_argument(
+        "--lag",
+        default="2",
+        help="tokens that a thought goes on for behind EAT's place before its close is forced: 2 "
+        "with asynchronous scheduling, vLLM's default, 1 without (default: 2)",
+    )
     calibrate.add_argument("--reasoning-parser", help="as given to vLLM")
     calibrate.add_argument("--family", help="take this family file, whatever matches")
     calibrate.add_argument(

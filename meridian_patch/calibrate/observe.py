@@ -19,7 +19,14 @@ from meridian_patch.calibrate.engine_process import Ask, Engine, Reply
 from meridian_patch.calibrate.graders import Grader
 from meridian_patch.calibrate.journal import Journal
 from meridian_patch.calibrate.problems import Problem
-from meridian_patch.calibrate.stops import Place, eat_places, probe_places, reached, rpdi_places
+from meridian_patch.calibrate.stops import (
+    Place,
+    eat_places,
+    late,
+    probe_places,
+    reached,
+    rpdi_places,
+)
 from meridian_patch.calibrate.thresholds import EAT, RPDI, Kind
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import CalibrationError
@@ -45,6 +52,8 @@ class Subject:
         thresholds: to try, by strategy.
         max_tokens: of a natural output; None: as many as there is room for.
         max_answer_tokens: of an answer behind an early close.
+        lag_tokens: that a live thought goes on for behind EAT's place before it is closed. Behind
+            RPDI's it is one less, for there is no probe to wait for.
         decode: ids to text, without special tokens.
     """
 
@@ -54,6 +63,7 @@ class Subject:
     thresholds: Mapping[Kind, Sequence[float]]
     max_tokens: int | None
     max_answer_tokens: int
+    lag_tokens: int
     decode: Callable[[list[int]], str]
 
 
@@ -185,8 +195,14 @@ class Observer:
                 eat_places(natural.thought, of_problem, config, breaks)
                 for natural, of_problem in zip(naturals, probes, strict=True)
             ]
+            lag = self._subject.lag_tokens
         else:
             found = [rpdi_places(n.thought, n.entropies, config, breaks) for n in naturals]
+            lag = max(self._subject.lag_tokens - 1, 0)
+        found = [
+            late(places, lag, len(natural.thought))
+            for natural, places in zip(naturals, found, strict=True)
+        ]
         return [reached(each, thresholds, fires_below=kind.fires_below) for each in found]
 
     def _probe(self, naturals: Sequence[Natural]) -> list[list[tuple[int, float]]]:

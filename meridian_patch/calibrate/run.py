@@ -21,6 +21,7 @@ from meridian_patch.calibrate.profile import model_identity, render_profile
 from meridian_patch.calibrate.report import PAGE, PROFILE, RESULT, verdict, write_report
 from meridian_patch.calibrate.settings import Request
 from meridian_patch.calibrate.thresholds import EAT, RPDI
+from meridian_patch.config.families import exit_config
 from meridian_patch.engine.boundaries import describe_unknown
 from meridian_patch.engine.model_directory import ModelDirectory, read_model
 from meridian_patch.engine.token_entropies import MAX_MEASURED_VOCABULARY
@@ -104,10 +105,11 @@ def _subject(request: Request, found: ModelDirectory, console: Console) -> Subje
     return Subject(
         boundaries=boundaries,
         breaks=find_breaks(enumerate(texts)),
-        config=found.loaded.config.exit,
+        config=exit_config(found.loaded.config, boundaries.family),
         thresholds=thresholds,
         max_tokens=request.max_tokens,
         max_answer_tokens=request.max_answer_tokens,
+        lag_tokens=request.lag_tokens,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
     )
 
@@ -144,6 +146,7 @@ def _origin(
 ) -> dict[str, Any]:
     return {
         "model": identity,
+        "lag_tokens": request.lag_tokens,
         "data": request.data.path.name,
         "data_sha256": request.data.sha256,
         "problems": len(naturals),

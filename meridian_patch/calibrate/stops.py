@@ -73,6 +73,18 @@ def rpdi_places(
     return _closed(thought, ratios, config, breaks.line)
 
 
+def late(places: Sequence[Place], lag: int, think_tokens: int) -> list[Place]:
+    """Places as a live engine closes at them; none where a thought ends by itself before.
+
+    Args:
+        places: of a thought.
+        lag: tokens that it goes on for.
+        think_tokens: of the natural thought.
+    """
+    moved = (place._replace(close_at=place.close_at + lag) for place in places)
+    return [place for place in moved if place.close_at < think_tokens]
+
+
 def reached(
     places: Sequence[Place], thresholds: Sequence[float], *, fires_below: bool
 ) -> list[Place]:

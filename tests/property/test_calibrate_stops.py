@@ -4,7 +4,7 @@ from exit_streams import BREAKS, COMMA, DOT, LINE, NEWLINE, PARAGRAPH, PLAIN, co
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_patch.calibrate.stops import eat_places, probe_places, reached, rpdi_places
+from meridian_patch.calibrate.stops import eat_places, late, probe_places, reached, rpdi_places
 from meridian_patch.exit.controller import ExitController
 
 TOKENS = st.sampled_from([PLAIN] * 6 + [COMMA, DOT, LINE, PARAGRAPH, NEWLINE])
@@ -77,3 +77,14 @@ def test_no_ending_is_lost_by_leaving_places_out(thought):
     for threshold in LAMBDAS:
         alone = first(places, threshold, fires_below=False)
         assert first(kept, threshold, fires_below=False) == alone
+
+
+@given(thought=THOUGHTS, lag=st.integers(0, 3))
+def test_a_late_close_is_so_many_tokens_on_or_none(thought, lag):
+    """A thought that ends by itself before that has no place there."""
+    tokens, entropies = (list(column) for column in zip(*thought, strict=True))
+    places = rpdi_places(tokens, entropies, config_of(rpdi=True, rpdi_window_tokens=3), BREAKS)
+    moved = late(places, lag, len(tokens))
+    assert [p.close_at - lag for p in moved] == [
+        p.close_at for p in places if p.close_at + lag < len(tokens)
+    ]

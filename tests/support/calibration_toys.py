@@ -39,6 +39,7 @@ def toy_subject(thresholds=None, **changes):
             "thresholds": thresholds or {EAT: EAT.thresholds},
             "max_tokens": None,
             "max_answer_tokens": 4,
+            "lag_tokens": 0,
             "decode": lambda ids: "".join(map(chr, ids)),
         }
         | changes
