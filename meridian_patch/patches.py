@@ -50,6 +50,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "kv_cache_manager",
         "kv_holding_waiting",
         "max_num_active_reqs",
+        "max_num_running_reqs",
         "max_num_scheduled_tokens",
         "num_spec_tokens",
         "policy",

@@ -136,6 +136,16 @@ class Exits:
         if self.probes is not None and may_probe:
             self.probes.offer()
 
+    def user_seats(self, all_seats: int) -> int:
+        """How many requests may run, the probes that are offered among them.
+
+        Where thoughts are to be closed by what probes say, a full batch must not keep them out.
+        """
+        config, probes = self._config, self.probes
+        if probes is None or config.mode != "enforce" or not (config.eat and self._measured):
+            return all_seats
+        return all_seats - probes.kept_seats(all_seats) + len(probes.live)
+
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: say what is to be measured in it."""
         if self.probes is not None:

@@ -15,6 +15,9 @@ from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
+# Requests that may run for each seat that is kept for probes.
+_SEATS_PER_PROBE = 16
+
 
 class _Due(NamedTuple):
     parent: Any
@@ -69,6 +72,10 @@ class Probes:
     def live(self) -> tuple[str, ...]:
         """Ids of the probes under way."""
         return tuple(self._live)
+
+    def kept_seats(self, all_seats: int) -> int:
+        """Of the requests that may run at a time, how many seats to keep for probes."""
+        return min(self._most_in_flight, max(all_seats // _SEATS_PER_PROBE, 1))
 
     def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
         """A probe is due behind the parent's first ``prefix_tokens`` tokens."""

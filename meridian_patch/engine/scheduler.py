@@ -182,6 +182,7 @@ class PhaseScheduling(UpstreamScheduler):
         if self.exits:
             with self._phase_guard.protect("early exit"):
                 self.exits.arrange(self.current_step, may_probe=not self._waiting_answers)
+                limits = limits.with_seats(self.exits.user_seats(self.max_num_running_reqs))
         try:
             with limited(self, limits):
                 output = super().schedule(*args, **kwargs)

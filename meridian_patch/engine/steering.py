@@ -27,6 +27,11 @@ class StepLimits(NamedTuple):
     token_budget: int | None = None
     max_active: int | None = None
 
+    def with_seats(self, seats: int) -> "StepLimits":
+        """The same, and no more than so many requests running."""
+        active = seats if self.max_active is None else min(seats, self.max_active)
+        return self._replace(max_active=active)
+
 
 class Steering:
     """Works out and applies the limits of each step.

@@ -316,3 +316,23 @@ def test_a_full_batch_makes_no_probes(driver_for, is_async, monkeypatch):
     assert made
     driver.drain()
     assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_enforcing_keeps_a_seat_for_probes(driver_for, is_async):
+    """With more thinkers than seats they are still probed, and closed."""
+    driver = driver_for(is_async=is_async)
+    scheduler = driver.scheduler
+    for number in range(2 * scheduler.max_num_running_reqs):
+        driver.add(thinker(f"r{number}"))
+    users = 0
+    while scheduler.has_unfinished_requests():
+        output = driver.step()
+        names = output.num_scheduled_tokens
+        users = max(users, sum("probe" not in name for name in names))
+        assert len(names) <= scheduler.max_num_running_reqs
+    assert users == scheduler.max_num_running_reqs - 1
+    assert scheduler.phase_counters.totals["exit:eat"] == 2 * scheduler.max_num_running_reqs
+    while driver._in_flight:
+        driver._deliver()
+    assert is_empty(driver)
