@@ -189,8 +189,11 @@ def test_each_sample_has_its_own():
     assert reasons == ["eat", "natural"]
 
 
-def test_nothing_is_sent_where_nobody_takes_it_out():
+def test_nothing_is_sent_where_nobody_takes_it_out(monkeypatch):
     """With `--scheduler-cls` alone the API server is stock: `kv_transfer_params` stay empty."""
+    # Another test may have patched this process.
+    stock = SimpleNamespace(RequestState=object)
+    monkeypatch.setattr(wire, "output_processor", stock)
     assert output(outcome=EAT).kv_transfer_params is None
     frontend = Frontend(RequestOutputKind.FINAL_ONLY)
     frontend.take(output(finished=True, outcome=EAT))

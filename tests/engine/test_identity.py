@@ -77,3 +77,11 @@ def test_greedy_tokens_are_stock_on_model_runner_v2(v2_stock, v2_patched):
     assert token_ids(patched) == token_ids(stock)
     assert has_measured_nothing(patched)
     assert preempted_phases(runs(v2_patched, "async", "pressure"))
+
+
+def test_stock_is_stock(v1_stock, v2_stock):
+    """What is compared with has none of our classes."""
+    for result in (v1_stock, v2_stock):
+        for stage in result["stages"].values():
+            assert stage["status"] == []
+            assert not any("Phase" in name for name in stage["scheduler"])

@@ -5,7 +5,8 @@ from collections import defaultdict
 import numpy as np
 from engine_watch import request_name
 
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+# Named here: importing the package before vLLM has loaded its plug-ins would patch stock engines.
+PLAN_FIELD, SIGNALS_FIELD = "meridian_plan", "meridian_signals"
 
 
 class SignalWatch:
@@ -27,6 +28,8 @@ class SignalWatch:
         def schedule_and_plan(*args, **kwargs):
             output = schedule(*args, **kwargs)
             if self.is_on:
+                from meridian_patch.engine.signals import MeasurePlan
+
                 wanted = (*output.num_scheduled_tokens, "nobody")
                 setattr(output, PLAN_FIELD, MeasurePlan(wanted, boundary_id))
             return output
