@@ -75,7 +75,7 @@ class Probes:
 
     def kept_seats(self, all_seats: int) -> int:
         """Of the requests that may run at a time, how many seats to keep for probes."""
-        return min(self._most_in_flight, max(all_seats // _SEATS_PER_PROBE, 1))
+        return min(self._most_in_flight, all_seats // _SEATS_PER_PROBE)
 
     def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
         """A probe is due behind the parent's first ``prefix_tokens`` tokens."""

@@ -88,7 +88,7 @@ class StepCut:
             now_s: of a steady clock.
         """
         settings = self._settings
-        if self._model.wants_decode_only:
+        if self._model.wants_decode_only(shape):
             return shape.decode_rows
         most = int(settings.full_tokens / settings.think_batch_multiplier)
         room = None

@@ -71,11 +71,14 @@ class StepTimeModel:
         # The most prefill tokens that did not make a step longer.
         self._most_hidden_tokens = 0
         self._since_decode_only = _DECODE_EVERY
+        # Wishes for such a step since the last step that came back.
+        self._unanswered = 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long; nonsense (not above 0, not finite) is left out."""
         if not 0 < seconds < float("inf"):
             return
+        self._unanswered = 0
         if not shape.prefill_tokens:
             self._decode.add(_decode_features(shape), seconds)
             self._since_decode_only = 0 if self._decode.coefficients else _DECODE_EVERY
@@ -95,11 +98,18 @@ class StepTimeModel:
         if predicted_s is not None and predicted_s > seconds:
             self._prefill.add(features, seconds)
 
-    @property
-    def wants_decode_only(self) -> bool:
-        """Whether a step without prefill would teach something; not for many steps in a row."""
+    def wants_decode_only(self, shape: StepShape) -> bool:
+        """Whether this step should have no prefill, for what that teaches.
+
+        Not for many steps in a row, and not while steps that were asked for do not come back: with
+        nothing but prefill to do, a step without it would do nothing.
+        """
         since = self._since_decode_only
-        return since >= _DECODE_EVERY and since % _DECODE_EVERY < _MOST_IN_A_ROW
+        is_due = since >= _DECODE_EVERY and since % _DECODE_EVERY < _MOST_IN_A_ROW
+        if not is_due or not shape.decode_rows or self._unanswered >= _MOST_IN_A_ROW:
+            return False
+        self._unanswered += 1
+        return True
 
     def decode_seconds(self, shape: StepShape) -> float | None:
         """Without its prefill; None before there is data."""

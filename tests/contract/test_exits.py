@@ -336,3 +336,14 @@ def test_enforcing_keeps_a_seat_for_probes(driver_for, is_async):
     while driver._in_flight:
         driver._deliver()
     assert is_empty(driver)
+
+
+def test_a_single_seat_is_the_users(driver_for):
+    """With too few seats none is kept: the thought runs, and is not probed."""
+    driver = driver_for()
+    driver.scheduler.max_num_running_reqs = driver.scheduler.max_num_active_reqs = 1
+    driver.add(thinker("r"))
+    driver.add(thinker("s"))
+    driver.drain(5_000)
+    assert driver.scheduler.phase_counters.totals["exit:natural"] == 2
+    assert is_empty(driver)

@@ -57,10 +57,18 @@ def test_a_step_that_cannot_be_without_prefill_is_not_asked_for_for_long():
     model = StepTimeModel()
     wished = []
     for _ in range(300):
-        wished.append(model.wants_decode_only)
+        wished.append(model.wants_decode_only(SHAPE))
         model.observe(prefilling(100), 0.01)
     assert wished[:9] == [True] * 8 + [False]
     assert sum(wished) == 3 * 8
+
+
+def test_a_step_without_prefill_is_never_all_that_is_allowed():
+    """Nobody decodes, or nothing comes back: prefill goes on."""
+    assert cut().token_budget(StepShape(0, 0, 0), 0, None, 0.0) == 64
+    one = cut()
+    cuts = [one.token_budget(SHAPE, 0, None, 0.0) - 30 for _ in range(12)]
+    assert cuts == [0] * 8 + [64] * 4
 
 
 def test_with_data_the_step_keeps_the_target():
