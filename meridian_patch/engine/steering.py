@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.forecasts import Forecasts
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.readers import Readers
 from meridian_patch.engine.room import Room, place_by_priority
 from meridian_patch.engine.step_timer import StepTimer
@@ -170,11 +171,16 @@ class Steering:
         total = output.total_num_scheduled_tokens
         if not total:
             return
+        begun = list(self._begun(scheduler, output))
+        if any(isinstance(request, ProbeRequest) for request in begun):
+            # A few tokens at a step's whole price: the fit would take all prefill to be as dear.
+            self._prefilling += [each for each in begun if not isinstance(each, ProbeRequest)]
+            return
         now_s = self.clock()
         is_used_up = self._budget is not None and total >= self._budget
         self._cut.ran(is_used_up=is_used_up, now_s=now_s)
         prefill = attended = 0
-        self._prefilling += self._begun(scheduler, output)
+        self._prefilling += begun
         for request in self._prefilling:
             tokens = output.num_scheduled_tokens.get(request.request_id, 0)
             prefill += tokens
