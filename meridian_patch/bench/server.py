@@ -1,7 +1,6 @@
 """A real vLLM API server as a child process, from start to clean end."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from meridian_patch.bench.child import end_group, log_tail
 from meridian_patch.errors import BenchError
 
 HOST = "127.0.0.1"
 MODEL_NAME = "tiny-reasoner"
-LOG_TAIL_LINES = 20
 _TERMINATE_S = 20.0
 _POLL_S = 0.25
 
@@ -209,7 +208,8 @@ class ServerProcess:
         """Raise BenchError with the last log lines when the server has ended."""
         code = self._started.poll()
         if code is not None:
-            raise BenchError(f"the vLLM server ended with exit code {code}. {self._log_tail()}")
+            tail = log_tail(self._log_path)
+            raise BenchError(f"the vLLM server ended with exit code {code}. {tail}")
 
     @property
     def _started(self) -> subprocess.Popen[bytes]:
@@ -228,7 +228,7 @@ class ServerProcess:
             if waited > self._start_limit_s:
                 raise BenchError(
                     f"the vLLM server was not healthy after {self._start_limit_s:.0f} s. "
-                    f"{self._log_tail()}"
+                    f"{log_tail(self._log_path)}"
                 )
             time.sleep(_POLL_S)
 
@@ -239,28 +239,6 @@ class ServerProcess:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _log_tail(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join([f"Its log is {self._log_path}; the last lines:", *lines])
-
     def _stop(self) -> None:
-        """End the group: ask, wait, force."""
-        process = self._process
-        if process is None:
-            return
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            # The API server's children may outlive it.
-            _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
+        if self._process is not None:
+            end_group(self._process, _TERMINATE_S)

@@ -37,8 +37,10 @@ class _Watched:
     # them that it has not: nearly every token is only kept.
     seen: int
     kept: list[Row] = field(default_factory=list)
-    # Known tokens at which it is told in any case; 0: of every token.
+    # Known tokens at which it is told in any case; 0: of every token. And from which on it is told
+    # at the end of each line.
     quiet_until: float = 0
+    lines_from: float = 0
     # A close that waits for the end of what may become a marker.
     due: Close | None = None
     # Of thoughts that have ended, all together.
@@ -178,7 +180,7 @@ class Exits:
                 num_known < watched.quiet_until
                 and num_known - watched.seen - len(watched.kept) == 1
                 and state.phase is _THINK
-                and known[-1] not in line_ends
+                and (num_known < watched.lines_from or known[-1] not in line_ends)
             ):
                 rows = signals.get(name)
                 watched.kept.append(rows[0] if rows else NO_SIGNALS)
@@ -269,9 +271,10 @@ class Exits:
 
     def _act(self, watched: _Watched, action: Action | None) -> None:
         self._do(watched, action)
-        watched.quiet_until = 0
+        watched.quiet_until = watched.lines_from = 0
         if watched.due is None and watched.request.request_id not in self.closings:
             watched.quiet_until = watched.seen + watched.controller.quiet_tokens
+            watched.lines_from = watched.seen + watched.controller.quiet_lines_tokens
 
     def _do(self, watched: _Watched, action: Action | None) -> None:
         name = watched.request.request_id

@@ -1,6 +1,6 @@
 """Measures rows of logits and brings the numbers to the host without stopping the GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,32 +16,30 @@ class Spans:
     """Which rows of a step's logits belong to whom.
 
     Attributes:
-        owners: request ids, each with its number of rows.
-        rows: the rows, those of a request side by side, in the order of ``owners``.
-        has_one_each: every request of the batch has one row, as nearly always.
+        names: request ids that have rows, in the order of the batch.
+        counts: how many each has; None: one each, as nearly always.
+        rows: the rows, those of a request side by side.
     """
 
-    def __init__(self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int]) -> None:
+    def __init__(
+        self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int] | None
+    ) -> None:
         """Pick the planned requests' rows.
 
         Args:
             plan: whose rows.
             req_ids: the requests of the batch, in its order.
-            starts: the first row of each, and after them the number of rows.
+            starts: the first row of each, and after them the number of rows; None: one each.
         """
         wanted = set(plan.request_ids)
-        self.owners: list[tuple[str, int]]
-        self.rows: list[int]
-        self.has_one_each = list(starts) == list(range(len(req_ids) + 1))
-        if self.has_one_each:
-            self.rows = [row for row, name in enumerate(req_ids) if name in wanted]
-            self.owners = [(req_ids[row], 1) for row in self.rows]
-            return
-        self.owners, self.rows = [], []
-        for request_id, start, end in zip(req_ids, starts[:-1], starts[1:], strict=True):
-            if request_id in wanted:
-                self.owners.append((request_id, end - start))
-                self.rows.extend(range(start, end))
+        self.counts: list[int] | None = None
+        picked = [index for index, name in enumerate(req_ids) if name in wanted]
+        self.names = [req_ids[index] for index in picked]
+        self.rows = picked
+        if starts is not None:
+            spans = [(starts[index], starts[index + 1]) for index in picked]
+            self.counts = [end - start for start, end in spans]
+            self.rows = [row for start, end in spans for row in range(start, end)]
 
 
 class Measured:
@@ -71,11 +69,12 @@ class Measured:
         """Wait for the numbers, on this thread alone, and sort them by request."""
         if self._copied is not None:
             self._copied.synchronize()
-        values, owners = self._values.tolist(), self._spans.owners
-        if self._spans.has_one_each:
-            return {name: [row] for (name, _), row in zip(owners, values, strict=True)}
-        rows = iter(values)
-        return {name: [next(rows) for _ in range(n_rows)] for name, n_rows in owners}
+        names, counts = self._spans.names, self._spans.counts
+        if counts is None:
+            return dict(zip(names, self._values[:, None].tolist(), strict=True))
+        rows = iter(self._values.tolist())
+        pairs = zip(names, counts, strict=True)
+        return {name: [next(rows) for _ in range(count)] for name, count in pairs}
 
 
 class Meter:
@@ -88,6 +87,8 @@ class Meter:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._copy_stream: torch.cuda.Stream | None = None
+        # In place of ``row_signals``.
+        self._on_host: Callable[[torch.Tensor, list[int], int], np.ndarray] | None = None
 
     def measure(self, logits: torch.Tensor, spans: Spans, boundary_id: int) -> Measured:
         """Start measuring.
@@ -102,11 +103,10 @@ class Meter:
         """
         device = logits.device
         logits = logits[:, : self._vocab_size]
-        backend = usable_backend(device)
-        if device.type == "cpu" and backend == "torch":
-            return Measured(spans, row_signals_on_host(logits, spans.rows, boundary_id))
+        if self._on_host is not None:
+            return Measured(spans, self._on_host(logits, spans.rows, boundary_id))
         rows = self._on_device(spans.rows, device)
-        values = row_signals(logits, rows, boundary_id, backend=backend)
+        values = row_signals(logits, rows, boundary_id, backend=usable_backend(device))
         if device.type != "cuda":
             return Measured(spans, values)
         stream, copied = self._stream(device), torch.cuda.Event(blocking=True)
@@ -118,13 +118,20 @@ class Meter:
 
     def warm_up(self, device: torch.device, dtypes: set[torch.dtype]) -> None:
         """Compile what :meth:`measure` will run, for logits of these types, padded or not."""
-        if device.type == "cpu" or usable_backend(device) != "triton":
+        if usable_backend(device) != "triton":
+            if device.type == "cpu":
+                # Compiles, which nobody else needs.
+                from meridian_patch.engine.host_signals import row_signals_on_host
+
+                self._on_host = row_signals_on_host
+            return
+        if device.type == "cpu":
             return
         padded = -(-self._vocab_size // VOCAB_PADDING) * VOCAB_PADDING
         for dtype in dtypes:
             for width in {self._vocab_size, padded}:
                 logits = torch.zeros(1, width, dtype=dtype, device=device)
-                spans = Spans(MeasurePlan(("",), 0), [""], [0, 1])
+                spans = Spans(MeasurePlan(("",), 0), [""], None)
                 self.measure(logits, spans, 0).read()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -139,33 +146,3 @@ class Meter:
         # From pinned memory, or the copy would wait for the GPU to come to it.
         pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
         return pinned.to(device, non_blocking=True)
-
-
-# Stands for -inf times a probability of zero, which is no number.
-_LEAST = np.float32(-1e30)
-
-
-def row_signals_on_host(logits: torch.Tensor, rows: list[int], boundary_id: int) -> np.ndarray:
-    """``row_signals`` of logits in main memory, where there is no Triton; [n_rows, 4] float32.
-
-    NumPy takes a quarter of torch's time for the few small rows of a step. Same rules: -inf has
-    probability zero, a row with NaN or +inf in it or nothing but -inf gives four NaN.
-
-    Raises:
-        ValueError: ``boundary_id`` is outside of the vocabulary.
-    """
-    n_rows, n_cols = logits.shape
-    if not 0 <= boundary_id < n_cols:
-        raise ValueError(f"boundary_id is {boundary_id}, expected 0 to {n_cols - 1}")
-    x = logits.float().numpy()
-    if len(rows) < n_rows:
-        x = x[rows]
-    with np.errstate(invalid="ignore"):
-        m = x.max(axis=1)
-        x = x - m[:, None]
-        np.maximum(x, _LEAST, out=x)
-        e = np.exp(x)
-        s = e.sum(axis=1)
-        log_s = np.log(s)
-        entropy = log_s - np.einsum("ij,ij->i", e, x) / s
-        return np.stack([entropy, m + log_s, 1 / s, e[:, boundary_id] / s], axis=1)

@@ -11,8 +11,8 @@ A runner that is never asked is left as it is. What fails here is logged once, a
 result goes without signals.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -30,6 +30,22 @@ from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 logger = init_logger("vllm.meridian_patch")
 
 
+def _guarded(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: an exception ends a method of the tap, is reported, and goes no further."""
+
+    def decorate(method: Callable[..., None]) -> Callable[..., None]:
+        @wraps(method)
+        def call(self: "Tap", *args: Any, **kwargs: Any) -> None:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:
+                self.report(what, error)
+
+        return call
+
+    return decorate
+
+
 class Tap:
     """The tap of one model runner, of either generation."""
 
@@ -43,9 +59,9 @@ class Tap:
         self._is_closed = False
         self._is_reported = False
 
+    @_guarded("compiling its kernel")
     def warm_up(self, device: torch.device, dtypes: set[torch.dtype]) -> None:
-        with self._protected("compiling its kernel"):
-            self._meter.warm_up(device, dtypes)
+        self._meter.warm_up(device, dtypes)
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: take its plan, if it has one."""
@@ -55,39 +71,37 @@ class Tap:
         if self._plan is None or self._is_fitted:
             return
         self._is_fitted = True
-        with self._protected("fitting it to the model runner"):
-            self._fit()
+        self._fit()
 
     def end(self, result: Any) -> Any:
         """A step ends: let the signals go with what the runner returns."""
         measured, self._measured, self._plan = self._measured, None, None
-        if measured is None:
-            return result
-        with self._protected("handing on its numbers"):
-            if isinstance(result, AsyncModelRunnerOutput):
-                self._attach_later(result, measured)
-            else:
-                self._attach(result, measured)
+        if measured is not None:
+            self._hand_on(result, measured)
         return result
 
-    def see(self, logits: torch.Tensor, req_ids: Sequence[str], starts: Sequence[int]) -> None:
+    def see(
+        self, logits: torch.Tensor, req_ids: Sequence[str], starts: Sequence[int] | None
+    ) -> None:
         """A sampler is given logits; see ``Spans`` for the layout."""
         plan = self._plan
         if plan is None or self._is_closed:
             return
-        if starts[-1] != len(logits):
-            self._close(f"its samplers get {len(logits)} rows, expected {starts[-1]}")
+        expected = len(req_ids) if starts is None else starts[-1]
+        if expected != len(logits):
+            self._close(f"its samplers get {len(logits)} rows, expected {expected}")
             return
         spans = Spans(plan, req_ids, starts)
         if spans.rows:
             self._measured = self._meter.measure(logits, spans, plan.boundary_id)
 
+    @_guarded("fitting it to the model runner")
     def _fit(self) -> None:
         runner = self._runner
         # Load-bearing: V1 samples in _sample and calls its samplers nowhere else but in dummy
         # runs; under speculation the rejection sampler calls the plain one on part of the rows.
         if hasattr(runner, "_sample"):
-            runner._sample = _before(runner._sample, self._guarded(self._see_v1))
+            runner._sample = _before(runner._sample, self._see_v1)
         elif getattr(runner, "batch_sharder", None) is not None:
             # Each rank samples some of the requests, and only one rank answers the scheduler.
             self._close("its ranks share the sampling")
@@ -95,30 +109,36 @@ class Tap:
             # Load-bearing: V2 computes the logits and calls one of these two in one method.
             for sampler in (runner.sampler, runner.rejection_sampler):
                 if sampler is not None:
-                    _call_before(sampler, self._guarded(self._see_v2))
+                    _call_before(sampler, self._see_v2)
 
+    @_guarded("measuring")
     def _see_v1(self, logits: torch.Tensor, spec_decode_metadata: Any) -> None:
         if self._plan is None:
             return
-        req_ids = self._runner.input_batch.req_ids
         # Load-bearing: row i is the batch's request i; with drafts each has one row more than it
         # has drafts, the bonus token's last.
-        drafts = getattr(spec_decode_metadata, "num_draft_tokens", None)
-        counts = [1] * len(req_ids) if drafts is None else [1 + n for n in drafts]
-        self.see(logits, req_ids, list(accumulate(counts, initial=0)))
+        drafts, starts = getattr(spec_decode_metadata, "num_draft_tokens", None), None
+        if drafts is not None:
+            starts = list(accumulate((1 + number for number in drafts), initial=0))
+        self.see(logits, self._runner.input_batch.req_ids, starts)
 
+    @_guarded("measuring")
     def _see_v2(self, logits: torch.Tensor, input_batch: Any, *_: Any, **__: Any) -> None:
-        if self._plan is not None:
-            # Load-bearing: what V2 has on the host; adaptive verification moves rows on the
-            # device alone, and then there are fewer of them.
-            self.see(logits, input_batch.req_ids, input_batch.cu_num_logits_np.tolist())
+        if self._plan is None:
+            return
+        # Load-bearing: what V2 has on the host; adaptive verification moves rows on the device
+        # alone, and then there are fewer of them.
+        starts: list[int] | None = input_batch.cu_num_logits_np.tolist()
+        if starts == list(range(len(input_batch.req_ids) + 1)):
+            starts = None
+        self.see(logits, input_batch.req_ids, starts)
 
-    def _guarded(self, look: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            with self._protected("measuring"):
-                look(*args, **kwargs)
-
-        return call
+    @_guarded("handing on its numbers")
+    def _hand_on(self, result: Any, measured: Measured) -> None:
+        if isinstance(result, AsyncModelRunnerOutput):
+            self._attach_later(result, measured)
+        else:
+            self._attach(result, measured)
 
     def _attach_later(self, result: Any, measured: Measured) -> None:
         """Load-bearing: whoever wants the output calls ``get_output`` on this object, once."""
@@ -133,11 +153,11 @@ class Tap:
 
         result.get_output = get_output
 
+    @_guarded("reading its numbers")
     def _attach(self, output: Any, measured: Measured) -> None:
         # Load-bearing: the empty output is one object for all steps.
         if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-            with self._protected("reading its numbers"):
-                setattr(output, SIGNALS_FIELD, measured.read())
+            setattr(output, SIGNALS_FIELD, measured.read())
 
     def _close(self, why: str) -> None:
         self._is_closed = True
@@ -145,19 +165,15 @@ class Tap:
             "meridian_patch: %s measures no signals: %s", type(self._runner).__name__, why
         )
 
-    @contextmanager
-    def _protected(self, what: str) -> Iterator[None]:
-        """Run a block of ours; an exception ends the block and nothing else."""
-        try:
-            yield
-        except Exception as error:
-            if not self._is_reported:
-                self._is_reported = True
-                logger.error(
-                    "meridian_patch: the tap failed at %s; steps go without signals",
-                    what,
-                    exc_info=error,
-                )
+    def report(self, what: str, error: Exception) -> None:
+        """Something of ours failed, and nothing else may."""
+        if not self._is_reported:
+            self._is_reported = True
+            logger.error(
+                "meridian_patch: the tap failed at %s; steps go without signals",
+                what,
+                exc_info=error,
+            )
 
 
 def _before(inner: Callable[..., Any], look: Callable[..., None]) -> Callable[..., Any]:

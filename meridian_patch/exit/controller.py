@@ -48,9 +48,14 @@ class ExitController:
     def quiet_tokens(self) -> float:
         """Think tokens that may come at once and nothing is due before the last; 0: unknown.
 
-        A token that ends a line is not among them.
+        Ends of lines are not among them, but for the first ``quiet_lines_tokens``.
         """
         return 0 if self._watch is None else self._watch.quiet_tokens
+
+    @property
+    def quiet_lines_tokens(self) -> float:
+        """As ``quiet_tokens``, ends of lines included."""
+        return 0 if self._watch is None else self._watch.quiet_lines_tokens
 
     @property
     def num_thoughts(self) -> int:

@@ -31,6 +31,11 @@ class ProbeSchedule:
         """Think tokens at which a probe is due in any case."""
         return self._last + self._max_gap_tokens
 
+    @property
+    def due_from(self) -> int:
+        """Think tokens at which a probe may be due, at a paragraph's end."""
+        return min(self._last + self._min_gap_tokens, self.due_by)
+
     def accept(self, token_ids: Sequence[int]) -> int | None:
         """Take in the thought's next tokens.
 

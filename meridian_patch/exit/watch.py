@@ -26,8 +26,8 @@ class ThoughtWatch:
     Invariant: the verdict depends on the tokens, their signals and the place of probe results
     among them, not on how many tokens came at once.
 
-    Nearly every token is only kept. They are looked at together at the end of each line, where
-    something is due, and at least once per grace, so that no close is late for it.
+    Nearly every token is only kept. They are looked at together at the ends of lines, once
+    something may be due there, and at least once per grace, so that no close is late for it.
 
     Args:
         number: of the thought in its request, from 1.
@@ -89,6 +89,13 @@ class ThoughtWatch:
         return self._look_at - self.think_tokens
 
     @property
+    def quiet_lines_tokens(self) -> float:
+        """Tokens up to the first line's end at which something may be due; at most 0: the next."""
+        if self.verdict is not None:
+            return self._grace_tokens
+        return self._lines_from - self.think_tokens
+
+    @property
     def eat_variance(self) -> float:
         """EAT's debiased variance in nats squared; infinite before the first probe's result."""
         return math.inf if self._eat is None else self._eat.variance
@@ -100,7 +107,8 @@ class ThoughtWatch:
             return None
         self._tokens += token_ids
         self._rows += rows
-        if self.think_tokens < self._look_at and self._line_ends.isdisjoint(token_ids):
+        are_quiet = self.think_tokens < self._lines_from or self._line_ends.isdisjoint(token_ids)
+        if self.think_tokens < self._look_at and are_quiet:
             return None
         return self._look()
 
@@ -142,6 +150,14 @@ class ThoughtWatch:
         due = self._schedule.accept(tokens) if self._schedule else None
         self._look_at = self._next_look()
         return None if due is None else Action(probe=Probe(self._number, due))
+
+    @property
+    def _lines_from(self) -> float:
+        """Think tokens from which on something may be due at the end of a line."""
+        if self._fired is not None:
+            return 0
+        probe_from = self._schedule.due_from if self._schedule else math.inf
+        return min(probe_from, self._floor_tokens)
 
     def _next_look(self) -> float:
         latest = self.think_tokens + max(self._grace_tokens, 1)

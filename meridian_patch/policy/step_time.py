@@ -17,7 +17,7 @@ _OUTLIER_DEVIATIONS: Final = 4.0
 _MIN_STEPS: Final = 4
 # Each step counts at first; later ones change little.
 _EARLY_STEPS: Final = 64
-_REFIT_EVERY: Final = 8
+_REFIT_EVERY: Final = 32
 # Weight of the coefficients so far against new data, in steps; keeps what new data cannot tell.
 _MEMORY: Final = 1e-3
 # A step that took this much longer than decoding alone was made longer by its prefill.

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from meridian_patch.engine.measuring import Meter, Spans, row_signals_on_host
+from meridian_patch.engine.host_signals import row_signals_on_host
+from meridian_patch.engine.measuring import Meter, Spans
 from meridian_patch.engine.signals import MeasurePlan
 from meridian_patch.kernels.row_signals import row_signals_ref, usable_backend
 
@@ -13,7 +14,8 @@ INF = float("inf")
 def test_spans_keep_the_order_of_the_batch():
     """Rows of a request are contiguous; who is not in the batch is passed over."""
     spans = Spans(MeasurePlan(("c", "gone", "a"), 0), ["a", "b", "c"], [0, 2, 3, 6])
-    assert spans.owners == [("a", 2), ("c", 3)]
+    assert spans.names == ["a", "c"]
+    assert spans.counts == [2, 3]
     assert spans.rows == [0, 1, 3, 4, 5]
 
 
@@ -63,13 +65,28 @@ def test_meter_cuts_the_padding_off():
     """Columns beyond the vocabulary take no part; numbers come back by request."""
     logits = torch.zeros(2, 16)
     logits[:, 10:] = 50.0
-    spans = Spans(MeasurePlan(("b",), 0), ["a", "b"], [0, 1, 2])
+    spans = Spans(MeasurePlan(("b",), 0), ["a", "b"], None)
     [[entropy, lse, top, end]] = Meter(10).measure(logits, spans, 3).read()["b"]
     assert entropy == pytest.approx(lse) == pytest.approx(2.302585)
     assert top == pytest.approx(end) == pytest.approx(0.1)
 
 
-def test_nothing_is_warmed_up_on_a_cpu():
-    """There is no Triton to compile with, and no GPU to compile for."""
+def test_long_rows_keep_their_digits():
+    """A real vocabulary: one sum in float32 over all of it, to 1e-5 of float64."""
+    torch.manual_seed(2)
+    logits = 4 * torch.randn(2, 151_936)
+    got = torch.from_numpy(row_signals_on_host(logits, [1], 7)).double()
+    torch.testing.assert_close(
+        got, row_signals_ref(logits, torch.tensor([1]), 7), rtol=1e-5, atol=1e-9
+    )
+
+
+def test_a_warm_meter_measures_the_same_on_a_cpu(monkeypatch):
+    """From then on the compiled function does it: torch's way is not taken any more."""
     assert usable_backend(torch.device("cpu")) == "torch"
-    Meter(10).warm_up(torch.device("cpu"), {torch.float32})
+    spans, logits = Spans(MeasurePlan(("a",), 0), ["a"], None), torch.randn(1, 10)
+    meter = Meter(10)
+    cold = meter.measure(logits, spans, 3).read()["a"]
+    meter.warm_up(torch.device("cpu"), {torch.float32})
+    monkeypatch.delattr("meridian_patch.engine.measuring.row_signals")
+    assert meter.measure(logits, spans, 3).read()["a"] == [pytest.approx(cold[0])]

@@ -1,21 +1,16 @@
 """The patched engine that ends thoughts, as a child process."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from meridian_patch import envs
+from meridian_patch.bench.child import JsonChild
 from meridian_patch.errors import BenchError
 
 _MODULE = "meridian_patch.engine.exit_run"
-_LOG_TAIL_LINES = 20
-_END_S = 30.0
 _SET = f"{envs.OVERRIDE_PREFIX}EXIT__"
 
 
@@ -66,28 +61,15 @@ class ExitEngineProcess:
         profile: Path,
         log: Path,
     ) -> None:
-        self._log = log
         # By event, what the last arm did in the engine.
         self.totals: dict[str, int] = {}
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                # -P keeps the working directory off sys.path: vLLM would take a folder named
-                # triton_kernels there for the package it knows under that name.
-                [sys.executable, "-P", "-m", _MODULE],
-                env=_environment(settings, profile),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                text=True,
-                # Its own group: Ctrl-C reaches us alone, and we end the whole group.
-                process_group=0,
-            )
+        self._child = JsonChild(_MODULE, _environment(settings, profile), log, BenchError)
         try:
             job = {"engine": dict(arguments), "reasoning": reasoning, "concurrency": concurrency}
-            self._send(job)
-            self._receive()
+            self._child.send(job)
+            self._child.receive()
         except BaseException:
-            self._end(signal.SIGKILL)
+            self._child.end(signal.SIGKILL)
             raise
 
     def __enter__(self) -> Self:
@@ -99,7 +81,7 @@ class ExitEngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(signal.SIGTERM)
+        self._child.end()
 
     def run(self, asks: Sequence[Ask]) -> Iterator[Reply]:
         """Replies as they come; ``totals`` are those of this arm when it has ended.
@@ -107,42 +89,10 @@ class ExitEngineProcess:
         Raises:
             BenchError: the engine ended; the message holds its last lines.
         """
-        self._send({"requests": [ask._asdict() for ask in asks]})
+        self._child.send({"requests": [ask._asdict() for ask in asks]})
         for _ in asks:
-            yield Reply(**self._receive())
-        self.totals = self._receive()["totals"]
-
-    def _send(self, value: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(value) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._failure() from None
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._failure()
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _failure(self) -> BenchError:
-        tail = self._log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        what = f"the engine ended before it was done. Its log is {self._log}; the last lines:"
-        return BenchError("\n".join([what, *tail]))
-
-    def _end(self, number: signal.Signals) -> None:
-        process = self._process
-        _signal(process.pid, number)
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _signal(process.pid, signal.SIGKILL)
-            process.wait()
+            yield Reply(**self._child.receive())
+        self.totals = self._child.receive()["totals"]
 
 
 def _environment(settings: Mapping[str, str], profile: Path) -> dict[str, str]:
@@ -161,10 +111,3 @@ def _environment(settings: Mapping[str, str], profile: Path) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return

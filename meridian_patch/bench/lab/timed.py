@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
-from meridian_patch.bench.server import LOG_TAIL_LINES, server_environment
+from meridian_patch.bench.child import log_tail
+from meridian_patch.bench.server import server_environment
 from meridian_patch.engine.replay_types import EngineLimits, ReplayArm, StepWork
 from meridian_patch.errors import BenchError
 
@@ -115,10 +116,8 @@ def run_timed_engine(
         finally:
             _end(process)
     if process.returncode or not result.is_file():
-        lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         what = f"the engine of arm {arm.name} ended with exit code {process.returncode}"
-        where = f"before it was done. Its log is {log}; the last lines:"
-        raise BenchError("\n".join([f"{what} {where}", *lines]))
+        raise BenchError(f"{what} before it was done. {log_tail(log)}")
     return _read(json.loads(result.read_text()), arm)
 
 
