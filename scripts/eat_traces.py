@@ -26,10 +26,10 @@ from meridian_patch.envs import environment
 
 THINK_END = "</think>"
 TEXTS = "texts.json"
-# Of the thoughts that are drawn, at least.
-PASSES = 3
 # Thoughts below which a row says nothing.
 LEAST = 3
+# Rows for the ends of passes, in order; the last takes all that follow.
+PASS_NAMES = ("at the first pass's end", "at the second's", "at later ones'")
 # Steps of problems that are told apart.
 SIZES = ((2, 3), (4, 6), (7, 10))
 # Dense probes, and no verdict: EAT is never warm.
@@ -80,6 +80,7 @@ def table(
 ) -> str:
     """Entropies in nats before and after the last step is solved, as Markdown."""
     before, ended, within = [], [], []
+    by_pass: list[list[list[float]]] = [[] for _ in PASS_NAMES]
     for thought in thoughts:
         # The value itself and the line's end stand at the mark: neither before nor behind it.
         mark, over = marks[thought.name], ends[thought.name]
@@ -88,20 +89,36 @@ def table(
         after = [(place, nats) for place, nats in probes if place > mark + 1]
         ended.append([nats for place, nats in after if place in over])
         within.append([nats for place, nats in after if place not in over])
+        numbers = {place: number for number, place in enumerate(sorted(over))}
+        passes: list[list[float]] = [[] for _ in PASS_NAMES]
+        for place, nats in after:
+            if place in over:
+                passes[min(numbers[place], len(passes) - 1)].append(nats)
+        for groups, group in zip(by_pass, passes, strict=True):
+            groups.append(group)
     pairs = [(b, [*e, *w]) for b, e, w in zip(before, ended, within, strict=True) if b and (e or w)]
     fell = sum(statistics.fmean(b) > statistics.fmean(a) for b, a in pairs)
     moves = [[statistics.pstdev(each)] for each in ended if len(each) > 1]
+    later = [[statistics.pstdev(e)] for e in map(list.__add__, *by_pass[1:]) if len(e) > 1]
     rows = [
         "| entropy, nats | thoughts | probes | mean | median | SD over thoughts | p10..p90 |",
         "|---|---|---|---|---|---|---|",
         row("before the last step is solved", before),
         row("after it, at ends of passes", ended),
+        *(row(name, groups) for name, groups in zip(PASS_NAMES, by_pass, strict=True)),
         row("after it, within passes", within),
         row("SD within a thought, at ends of passes", moves),
+        row("the same, from the second pass on", later),
         "",
         f"Lower after than before, by the thought's mean: {fell} of {len(pairs)} thoughts.",
     ]
     return "\n".join(rows)
+
+
+def rank(thought: TracedThought, ends: AbstractSet[int]) -> tuple[int, float]:
+    """How many ends of passes were probed, and how densely the whole was."""
+    probed = sum(probe["think_tokens"] in ends for probe in thought.probes)
+    return probed, len(thought.probes) / max(ends)
 
 
 def think(problems: Sequence[Problem], folder: Path) -> None:
@@ -159,9 +176,9 @@ def main() -> None:
     for first, last in SIZES:
         group = [t for t in thoughts if first <= len(problems[int(t.name)].steps) <= last]
         print(f"\n{first} to {last} steps:\n\n{table(group, marks, ends)}")
-        # The most densely probed one that goes over its work at least twice, and ends by itself.
-        several = [t for t in group if len(ends[t.name]) >= PASSES and t.end and t.end["reason"]]
-        chosen.append(max(several, key=lambda t: len(t.probes) / max(ends[t.name])))
+        # Of those that end by themselves, the one with most ends of passes probed; densely, then.
+        whole = [t for t in group if t.end and t.end["reason"]]
+        chosen.append(max(whole, key=lambda t: rank(t, ends[t.name])))
     caption = f"tiny reasoner, temperature 1; panels are named by problem of seed {parsed.seed}"
     picture = plot_thoughts(chosen, caption, {"last step solved": marks}, {"end of a pass": ends})
     (parsed.out / "eat-traces.png").write_bytes(picture)

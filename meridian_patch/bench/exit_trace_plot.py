@@ -34,7 +34,7 @@ def plot_thoughts(
         thoughts: at least one.
         caption: how it was obtained.
         lines: further lines: by label, by the thought's name, think tokens.
-        dots: probes that are drawn large, the same way.
+        dots: probes that are drawn large and joined, the same way.
     """
     columns = min(_COLUMNS, len(thoughts))
     rows = math.ceil(len(thoughts) / columns)
@@ -81,7 +81,9 @@ def _draw_dots(axes: Axes, thought: TracedThought, places: AbstractSet[int], lab
     found = [probe for probe in thought.probes if probe["think_tokens"] in places]
     tokens = [probe["think_tokens"] for probe in found]
     entropies = [_or_nan(probe["entropy_nats"]) for probe in found]
-    axes.plot(tokens, entropies, "D", ms=6, mfc="none", mew=1.6, color="#000000", label=label)
+    axes.plot(
+        tokens, entropies, "D--", ms=6, mfc="none", mew=1.6, lw=1, color="#000000", label=label
+    )
 
 
 def _draw_variance(axes: Axes, thought: TracedThought) -> Axes:

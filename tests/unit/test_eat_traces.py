@@ -52,16 +52,20 @@ def test_probes_are_sorted_by_the_place(script):
     """Before it, and behind its line at ends of passes or within them."""
     thoughts = []
     for number in range(3):
-        places = (2, 4, 10, 11, 12, 14, 16)
+        places = (2, 4, 10, 11, 12, 14, 16, 18)
         probes = [{"think_tokens": n, "entropy_nats": float(n)} for n in places]
         thoughts.append(TracedThought(f"{number}-abc", 1, probes))
     names = ("0", "1", "2")
-    table = script.table(thoughts, dict.fromkeys(names, 10), {key: {12, 16} for key in names})
-    cells = [[cell.strip() for cell in line.split("|")[2:6]] for line in table.splitlines()[2:6]]
+    table = script.table(thoughts, dict.fromkeys(names, 10), {key: {12, 16, 18} for key in names})
+    cells = [[cell.strip() for cell in line.split("|")[2:6]] for line in table.splitlines()[2:10]]
     assert table.endswith("0 of 3 thoughts.")
     assert cells == [
         ["3", "6", "3.000", "3.000"],
-        ["3", "6", "14.000", "14.000"],
+        ["3", "9", "15.333", "15.333"],
+        ["3", "3", "12.000", "12.000"],
+        ["3", "3", "16.000", "16.000"],
+        ["3", "3", "18.000", "18.000"],
         ["3", "3", "14.000", "14.000"],
-        ["3", "3", "2.000", "2.000"],
+        ["3", "3", "2.494", "2.494"],
+        ["3", "3", "1.000", "1.000"],
     ]
