@@ -96,6 +96,11 @@ class Exits:
         """Requests that are followed."""
         return len(self._watched)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is followed, and nothing is left to be said of those who were."""
+        return not (self._watched or self._outcomes or self._ended)
+
     def added(self, request: Any) -> None:
         """A request came in, or went on as another; the router knows it.
 

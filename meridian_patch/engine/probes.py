@@ -97,7 +97,7 @@ class Probes:
     def offer(self) -> None:
         """Before a step is scheduled: put probes where it will find them."""
         self._steps += 1
-        if self._steps % self._every_steps:
+        if not self._due or self._steps % self._every_steps:
             return
         scheduler = self._scheduler
         # Load-bearing: with as many running as may run nobody gets a place; making a probe for
@@ -116,6 +116,8 @@ class Probes:
 
     def settle(self, output: Any) -> None:
         """After a step was scheduled: take back what found no place in it, or lost it."""
+        if not self._live:
+            return
         scheduler = self._scheduler
         requests = scheduler.requests
         for name in [n for n in self._live if requests[n].status == RequestStatus.WAITING]:

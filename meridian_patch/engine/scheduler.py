@@ -179,10 +179,11 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("the policy"):
                 limits = self._plan()
                 arrivals = self._arrange()
-        if self.exits:
+        exits = None if self.exits is None or self.exits.is_idle else self.exits
+        if exits:
             with self._phase_guard.protect("early exit"):
-                self.exits.arrange(self.current_step, may_probe=not self._waiting_answers)
-                limits = limits.with_seats(self.exits.user_seats(self.max_num_running_reqs))
+                exits.arrange(self.current_step, may_probe=not self._waiting_answers)
+                limits = limits.with_seats(exits.user_seats(self.max_num_running_reqs))
         try:
             with limited(self, limits):
                 output = super().schedule(*args, **kwargs)
@@ -192,9 +193,9 @@ class PhaseScheduling(UpstreamScheduler):
         if is_steered:
             with self._phase_guard.protect("the policy"):
                 self.steering.scheduled(self, output)
-        if self.exits:
+        if exits:
             with self._phase_guard.protect("early exit"):
-                self.exits.scheduled(output)
+                exits.scheduled(output)
         # Load-bearing: nobody gets a first token who is in neither of the two.
         for new in output.scheduled_new_reqs:
             self.phase_router.runs(new.req_id)
@@ -217,19 +218,20 @@ class PhaseScheduling(UpstreamScheduler):
             self._expected = self.phase_router.expects(
                 model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             )
-        if self.exits:
-            self.exits.returned(model_runner_output)
+        exits = None if self.exits is None or self.exits.is_idle else self.exits
+        if exits:
+            exits.returned(model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         while self._expected:
             self._observe(next(iter(self._expected)))
-        if self.exits:
+        if exits:
             with self._phase_guard.protect("early exit"):
-                self.exits.took_in(scheduler_output.num_scheduled_tokens)
-            ended = self.exits.take_ended()
+                exits.took_in(scheduler_output.num_scheduled_tokens)
+            ended = exits.take_ended()
             if ended:
                 strip(result, ended)
             with self._phase_guard.protect("early exit"):
-                wire.attach_all(result, self.exits.drain_outcomes())
+                wire.attach_all(result, exits.drain_outcomes())
         return result
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
