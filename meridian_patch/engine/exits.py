@@ -11,7 +11,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.probes import Probes
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
 from meridian_patch.exit.actions import Action, Close, Outcome
 from meridian_patch.exit.base import NO_SIGNALS, Reason, Row
 from meridian_patch.exit.breaks import Breaks
@@ -168,7 +168,8 @@ class Exits:
 
     def returned(self, model_output: Any) -> None:
         """A step's output is back; its tokens are not taken in yet."""
-        self._signals = getattr(model_output, SIGNALS_FIELD, None) or {}
+        signals: Signals | None = getattr(model_output, SIGNALS_FIELD, None)
+        self._signals = {} if signals is None else signals.by_request()
 
     def took_in(self, names: Sequence[str]) -> None:
         """The tokens of these requests were taken in, by the router too."""

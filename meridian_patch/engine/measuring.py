@@ -66,15 +66,13 @@ class Measured:
         self._source = source
 
     def read(self) -> Signals:
-        """Wait for the numbers, on this thread alone, and sort them by request."""
+        """Wait for the numbers, on this thread alone."""
         if self._copied is not None:
             self._copied.synchronize()
-        names, counts = self._spans.names, self._spans.counts
-        if counts is None:
-            return dict(zip(names, self._values[:, None].tolist(), strict=True))
-        rows = iter(self._values.tolist())
-        pairs = zip(names, counts, strict=True)
-        return {name: [next(rows) for _ in range(count)] for name, count in pairs}
+        values, spans = self._values, self._spans
+        if isinstance(values, torch.Tensor):
+            values = values.numpy()
+        return Signals(spans.names, spans.counts, values)
 
 
 class Meter:

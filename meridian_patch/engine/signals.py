@@ -4,19 +4,40 @@ The scheduler sets :data:`PLAN_FIELD` on a ``SchedulerOutput``; the worker answe
 :data:`SIGNALS_FIELD` on the ``ModelRunnerOutput`` of the same step.
 """
 
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 # Load-bearing: both classes are plain dataclasses, whose extra attributes survive pickling.
 PLAN_FIELD: Final = "meridian_plan"
 SIGNALS_FIELD: Final = "meridian_signals"
 
-Signals = dict[str, list[list[float]]]
-"""By request id, the rows sampled from in this step, in order: 1, or 1 + the draft tokens.
 
-Each row is ``[entropy in nats, log-sum-exp, max probability, probability of the boundary id]`` of
-softmax(raw logits), four NaN where the logits hold one. Under speculation the scheduler keeps as
-many rows as tokens were accepted; a request in the middle of its prompt has a row and no token.
-"""
+class Signals(NamedTuple):
+    """What was measured in one step, in a form that is quickly sent to another process.
+
+    Attributes:
+        names: request ids.
+        counts: rows of each, in order: 1, or 1 + the draft tokens; None: 1 each.
+        values: [n_rows, 4] float32, those of a request side by side:
+            ``[entropy in nats, log-sum-exp, max probability, probability of the boundary id]`` of
+            softmax(raw logits), four NaN where the logits hold one.
+    """
+
+    names: Sequence[str]
+    counts: Sequence[int] | None
+    values: Any
+
+    def by_request(self) -> dict[str, list[list[float]]]:
+        """The rows of each request.
+
+        Under speculation the scheduler keeps as many as tokens were accepted; a request in the
+        middle of its prompt has a row and no token.
+        """
+        if self.counts is None:
+            return dict(zip(self.names, self.values[:, None].tolist(), strict=True))
+        rows = iter(self.values.tolist())
+        pairs = zip(self.names, self.counts, strict=True)
+        return {name: [next(rows) for _ in range(count)] for name, count in pairs}
 
 
 class MeasurePlan(NamedTuple):

@@ -21,7 +21,7 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
 from meridian_patch.engine.worker import answers_scheduler, build_tapped_worker, put_tap
 from meridian_patch.kernels.row_signals import row_signals_ref
 
@@ -168,7 +168,7 @@ def test_planned_rows_are_measured_before_the_sampler(make_runner, dtype):
     runner = make_runner()
     made = step(MeasurePlan(("c", "a", "gone"), BOUNDARY), dtype=dtype)
     expected = reference(made.logits, [0, 2])
-    signals = getattr(run(runner, made), SIGNALS_FIELD)
+    signals = getattr(run(runner, made), SIGNALS_FIELD).by_request()
     assert set(signals) == {"a", "c"}
     assert made.logits.isnan().all()
     assert_close([*signals["a"], *signals["c"]], expected)
@@ -179,7 +179,7 @@ def test_drafts_have_rows(make_runner):
     runner = make_runner()
     made = step(MeasurePlan(("b", "c"), BOUNDARY), drafts=[1, 0, 2])
     expected = reference(made.logits, [2, 3, 4, 5])
-    signals = getattr(run(runner, made), SIGNALS_FIELD)
+    signals = getattr(run(runner, made), SIGNALS_FIELD).by_request()
     assert [len(signals[name]) for name in ("b", "c")] == [1, 3]
     assert_close([*signals["b"], *signals["c"]], expected)
 
@@ -216,7 +216,7 @@ def test_signals_wait_with_an_asynchronous_output(make_runner):
     assert type(result) is Later
     assert result.get_kv_connector_output() == "kv"
     assert not hasattr(result.output, SIGNALS_FIELD)
-    assert_close(getattr(result.get_output(), SIGNALS_FIELD)["b"], expected)
+    assert_close(getattr(result.get_output(), SIGNALS_FIELD).by_request()["b"], expected)
     assert result.get_output() is result.output
     gone = weakref.ref(result)
     gc.disable()
@@ -339,10 +339,11 @@ def test_extra_attributes_survive_the_way_between_processes():
     plan = MeasurePlan(("a",), BOUNDARY)
     scheduled, output = SchedulerOutput.make_empty(), ModelRunnerOutput(["a"], {"a": 0})
     setattr(scheduled, PLAN_FIELD, plan)
-    setattr(output, SIGNALS_FIELD, {"a": [[1.0, 2.0, 0.5, 0.1]]})
+    values = np.array([[1.0, 2.0, 0.5, 0.25]], np.float32)
+    setattr(output, SIGNALS_FIELD, Signals(["a"], None, values))
     assert getattr(pickle.loads(pickle.dumps(scheduled)), PLAN_FIELD) == plan
-    assert getattr(pickle.loads(pickle.dumps(output)), SIGNALS_FIELD) == {
-        "a": [[1.0, 2.0, 0.5, 0.1]]
+    assert getattr(pickle.loads(pickle.dumps(output)), SIGNALS_FIELD).by_request() == {
+        "a": [[1.0, 2.0, 0.5, 0.25]]
     }
 
 

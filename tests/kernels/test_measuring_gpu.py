@@ -33,7 +33,7 @@ def test_a_step_is_measured_without_waiting(dtype: torch.dtype, width: int) -> N
         logits.zero_()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    got = measured.read()
+    got = measured.read().by_request()
     assert compiled() == n_compiled
     assert [len(got["b"]), len(got["c"])] == [2, 1]
     rows = torch.tensor([*got["b"], *got["c"]], dtype=torch.float64)
@@ -48,5 +48,5 @@ def test_numbers_of_many_steps_do_not_mix() -> None:
     wanted = [row_signals_ref(each[:, :VOCAB].clone(), rows, 7)[:, 0].tolist() for each in steps]
     measured = [meter.measure(each, SPANS, 7) for each in steps]
     for step, want in reversed(list(zip(measured, wanted, strict=True))):
-        got = step.read()
+        got = step.read().by_request()
         assert [row[0] for row in (*got["b"], *got["c"])] == pytest.approx(want, rel=1e-4)

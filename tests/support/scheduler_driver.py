@@ -37,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
 
 BLOCK_SIZE = 32
 THINK_START, THINK_END, TURN_END = 256, 257, 259
@@ -250,8 +250,9 @@ class Driver:
         )
         plan = getattr(output, PLAN_FIELD, None)
         if plan is not None:
-            rows = {name: [[self.entropy_nats, 5.0, 0.5, 0.01]] for name in plan.request_ids}
-            setattr(result, SIGNALS_FIELD, rows)
+            row = [self.entropy_nats, 5.0, 0.5, 0.01]
+            values = np.array([row] * len(plan.request_ids), np.float32)
+            setattr(result, SIGNALS_FIELD, Signals(plan.request_ids, None, values))
         return self._force(output, result)
 
     def _force(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:

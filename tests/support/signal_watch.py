@@ -57,6 +57,7 @@ class SignalWatch:
         if signals is None:
             self.bare += 1
             return
+        signals = signals.by_request()
         for request_id, index in model_output.req_id_to_index.items():
             n_tokens = len(model_output.sampled_token_ids[index])
             rows = signals[request_id]

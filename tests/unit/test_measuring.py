@@ -66,7 +66,7 @@ def test_meter_cuts_the_padding_off():
     logits = torch.zeros(2, 16)
     logits[:, 10:] = 50.0
     spans = Spans(MeasurePlan(("b",), 0), ["a", "b"], None)
-    [[entropy, lse, top, end]] = Meter(10).measure(logits, spans, 3).read()["b"]
+    [[entropy, lse, top, end]] = Meter(10).measure(logits, spans, 3).read().by_request()["b"]
     assert entropy == pytest.approx(lse) == pytest.approx(2.302585)
     assert top == pytest.approx(end) == pytest.approx(0.1)
 
@@ -86,7 +86,7 @@ def test_a_warm_meter_measures_the_same_on_a_cpu(monkeypatch):
     assert usable_backend(torch.device("cpu")) == "torch"
     spans, logits = Spans(MeasurePlan(("a",), 0), ["a"], None), torch.randn(1, 10)
     meter = Meter(10)
-    cold = meter.measure(logits, spans, 3).read()["a"]
+    cold = meter.measure(logits, spans, 3).read().by_request()["a"]
     meter.warm_up(torch.device("cpu"), {torch.float32})
     monkeypatch.delattr("meridian_patch.engine.measuring.row_signals")
-    assert meter.measure(logits, spans, 3).read()["a"] == [pytest.approx(cold[0])]
+    assert meter.measure(logits, spans, 3).read().by_request()["a"] == [pytest.approx(cold[0])]
