@@ -103,6 +103,8 @@ class PhaseScheduling(UpstreamScheduler):
         )
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
+        # Requests by phase, as last told to the API server.
+        self._told_counts: dict[Phase, int] = {}
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
         self._waiting_answers: dict[str, Any] = {}
         facts = {
@@ -336,9 +338,12 @@ class PhaseScheduling(UpstreamScheduler):
             payload = self.phase_counters.drain()
             for phase, number in self.phase_router.drain_entered().items():
                 payload[f"{counters.PHASE_CHANGE}:{phase}"] = number
-            for phase, number in self.phase_router.counts.items():
-                payload[f"{counters.REQUESTS}:{phase}"] = number
-            setattr(stats, stats_field.FIELD, payload)
+            counts = dict(self.phase_router.counts)
+            if counts != self._told_counts:
+                self._told_counts = counts
+                for phase, number in counts.items():
+                    payload[f"{counters.REQUESTS}:{phase}"] = number
+            setattr(stats, stats_field.FIELD, payload or None)
         return stats
 
     def _watch(self, request: Any) -> None:
