@@ -15,6 +15,10 @@ from meridian_patch.calibrate.command import add_calibrate
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
 
+# Packages that some commands need and may lack: those of the engine, and of the extra `bench`.
+_OPTIONAL = frozenset(
+    ("aiohttp", "jinja2", "matplotlib", "numpy", "tokenizers", "torch", "transformers", "vllm")
+)
 # Entries of a list in a table's cell.
 _MOST_SHOWN = 8
 
@@ -33,6 +37,15 @@ def _exit_with(command: Callable[[], int]) -> None:
         sys.exit(command())
     except MeridianError as error:
         print(f"meridian: {error}", file=sys.stderr)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _OPTIONAL:
+            raise
+        print(
+            f"meridian: the package {error.name} is missing; benches and calibration need "
+            "'pip install meridian-patch[bench]' and an engine",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

@@ -14,7 +14,7 @@ from meridian_patch.bench.exit_trace import add_exit_trace
 from meridian_patch.bench.lab.command import add_lab
 from meridian_patch.bench.lab.fit_command import add_fit_cost
 from meridian_patch.bench.lab.validate_command import add_validate
-from meridian_patch.bench.policy_micro import add_policy_micro
+from meridian_patch.bench.policy_micro_command import add_policy_micro
 from meridian_patch.bench.serve_command import add_serve
 from meridian_patch.bench.served_command import add_served_turns
 from meridian_patch.errors import BenchError
@@ -84,24 +84,18 @@ def _kv_micro(parsed: argparse.Namespace) -> int:
 
 
 def _turns(parsed: argparse.Namespace) -> int:
-    try:
-        from meridian_patch.bench.turns_figures import summarise_turns
-        from meridian_patch.bench.turns_grid import run_grid
-        from meridian_patch.bench.turns_report import (
-            TABLE_NOTE,
-            TurnsOrigin,
-            turns_tables,
-            write_turns_report,
-        )
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"{error.name} is missing; install what benches need with "
-            "'pip install meridian-patch[bench]' and an engine"
-        ) from error
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from meridian_patch.bench.cost import load_cost
+    from meridian_patch.bench.turns_figures import summarise_turns
+    from meridian_patch.bench.turns_grid import run_grid
+    from meridian_patch.bench.turns_report import (
+        TABLE_NOTE,
+        TurnsOrigin,
+        turns_tables,
+        write_turns_report,
+    )
 
     grid = _grid(parsed)
     workers = read_whole("--workers", parsed.workers)

@@ -5,7 +5,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,20 +39,12 @@ Row = dict[str, Any]
 Seen = dict[str, list[dict[str, float]]]
 
 
-def add_policy_micro(benches: Any) -> None:
-    """Add ``policy-micro`` to the benches."""
-    micro = benches.add_parser(
-        "policy-micro", help="what the policy costs per step, by running and waiting requests"
-    )
-    micro.add_argument("--running", default="64,256,1024", help="requests that run")
-    micro.add_argument("--waiting", default="0,1000", help="requests that wait behind them")
-    micro.add_argument("--steps", default="400", help="measured steps per arm")
-    micro.add_argument("--seed", default="1", help="of the lengths")
-    micro.add_argument("--out", type=Path, default=Path("out/bench/policy-micro"), help="folder")
-    micro.set_defaults(run=_run)
+def run_policy_micro(parsed: argparse.Namespace) -> int:
+    """Measure and print; 130 on Ctrl-C, with what was measured written.
 
-
-def _run(parsed: argparse.Namespace) -> int:
+    Raises:
+        BenchError: a wrong argument, or a pool that was too small.
+    """
     running = [read_whole("--running", text) for text in parsed.running.split(",")]
     waiting = [
         0 if text == "0" else read_whole("--waiting", text) for text in parsed.waiting.split(",")

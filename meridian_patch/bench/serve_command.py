@@ -75,16 +75,11 @@ def run_serve(parsed: argparse.Namespace) -> int:
     """Run the comparison; 1 when an arm or a request failed, 130 on Ctrl-C.
 
     Raises:
-        BenchError: a wrong argument, or a package of the extra ``bench`` is missing.
+        BenchError: a wrong argument.
     """
-    try:
-        from meridian_patch.bench.serve_run import run_comparison
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"{error.name} is missing; install what benches need with "
-            "'pip install meridian-patch[bench]' and an engine"
-        ) from error
     from rich.console import Console
+
+    from meridian_patch.bench.serve_run import run_comparison
 
     end_like_ctrl_c()
     try:

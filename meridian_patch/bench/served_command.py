@@ -54,23 +54,18 @@ def run_served_turns(parsed: argparse.Namespace) -> int:
     """Run the comparison; 1 when a run failed, 130 on Ctrl-C; results are written in any case.
 
     Raises:
-        BenchError: a wrong argument, or a package of the extra ``bench`` is missing.
+        BenchError: a wrong argument.
     """
-    try:
-        from meridian_patch.bench.machine import describe_machine
-        from meridian_patch.bench.served_arms import Stage
-        from meridian_patch.bench.served_report import (
-            ServedOrigin,
-            served_tables,
-            write_served_report,
-        )
-        from meridian_patch.bench.served_script import ServedHistory, ServedLoad, draw_conversations
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"{error.name} is missing; install what benches need with "
-            "'pip install meridian-patch[bench]'"
-        ) from error
     from rich.console import Console
+
+    from meridian_patch.bench.machine import describe_machine
+    from meridian_patch.bench.served_arms import Stage
+    from meridian_patch.bench.served_report import (
+        ServedOrigin,
+        served_tables,
+        write_served_report,
+    )
+    from meridian_patch.bench.served_script import ServedHistory, ServedLoad, draw_conversations
 
     if parsed.history not in HISTORIES:
         raise BenchError(f"--history is {parsed.history!r}, known: {', '.join(HISTORIES)}")

@@ -4,8 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from meridian_patch.errors import CalibrationError
-
 EXIT_INTERRUPTED = 130
 
 
@@ -77,14 +75,9 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
     from meridian_patch.calibrate.settings import read_request
 
     request = read_request(parsed)
-    try:
-        from meridian_patch.bench.interrupts import end_like_ctrl_c
-        from meridian_patch.calibrate.run import calibrate_model
-    except ModuleNotFoundError as error:
-        raise CalibrationError(
-            f"{error.name} is missing; install what calibration needs with "
-            "'pip install meridian-patch[bench]' and an engine"
-        ) from error
+    from meridian_patch.bench.interrupts import end_like_ctrl_c
+    from meridian_patch.calibrate.run import calibrate_model
+
     end_like_ctrl_c()
     try:
         return calibrate_model(request)

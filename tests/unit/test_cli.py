@@ -1,8 +1,18 @@
 """The `meridian` command's own behaviour; what it starts is tested on the engine."""
 
+import subprocess
+import sys
+
 import pytest
 
 from meridian_patch import cli
+
+WITHOUT_OPTIONAL = """
+import sys
+sys.modules |= dict.fromkeys(["aiohttp", "jinja2", "matplotlib", "numpy", "torch", "vllm"])
+from meridian_patch import cli
+cli.main(sys.argv[1:])
+"""
 
 
 def run(arguments, capsys):
@@ -46,3 +56,32 @@ def test_a_wrong_value_is_one_sentence(monkeypatch, capsys):
     assert printed.err.startswith("meridian: ")
     assert "MERIDIAN_PATCH_SET_POLICY__NAME" in printed.err
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    (
+        ["calibrate", "--model", ".", "--data", "none.jsonl"],
+        ["bench", "exit"],
+        ["bench", "fit-cost", "--out", "cost.yaml"],
+        ["bench", "replay"],
+        ["bench", "serve"],
+        ["bench", "served-turns"],
+        ["bench", "turns"],
+        ["bench", "validate"],
+    ),
+)
+def test_a_missing_package_is_one_sentence(command, tmp_path):
+    """Whatever of the engine or of the extra is imported first: its name, and what to do."""
+    (tmp_path / "none.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT_OPTIONAL, *command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.startswith("meridian: the package ")
+    assert "pip install meridian-patch[bench]" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -54,20 +54,15 @@ def run_exit(parsed: argparse.Namespace) -> int:
     """Run the comparison; 1 when an output broke a rule that ours must keep, 130 on Ctrl-C.
 
     Raises:
-        BenchError: a wrong argument, a missing package, or an engine that ended.
+        BenchError: a wrong argument, or an engine that ended.
     """
-    try:
-        from meridian_patch.bench.exit.arms import plan_stages
-        from meridian_patch.bench.exit.figures import all_figures
-        from meridian_patch.bench.exit.report import ExitOrigin, exit_table, write_exit_report
-        from meridian_patch.bench.machine import describe_machine
-        from meridian_patch.config.load import load_config
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"{error.name} is missing; install what benches need with "
-            "'pip install meridian-patch[bench]' and an engine"
-        ) from error
     from rich.console import Console
+
+    from meridian_patch.bench.exit.arms import plan_stages
+    from meridian_patch.bench.exit.figures import all_figures
+    from meridian_patch.bench.exit.report import ExitOrigin, exit_table, write_exit_report
+    from meridian_patch.bench.machine import describe_machine
+    from meridian_patch.config.load import load_config
 
     count, few = read_whole("--problems", parsed.problems), read_whole("--few", parsed.few)
     seed = read_whole("--seed", parsed.seed)

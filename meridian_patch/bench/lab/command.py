@@ -54,19 +54,13 @@ def run_lab(parsed: argparse.Namespace) -> int:
     """Run the comparison; 1 when a replay failed, 130 on Ctrl-C; results are written in any case.
 
     Raises:
-        BenchError: a wrong argument, or a package of the extra ``bench`` is missing.
+        BenchError: a wrong argument.
     """
-    try:
-        from rich.console import Console
+    from rich.console import Console
 
-        from meridian_patch.bench.cost import load_cost
-        from meridian_patch.bench.lab.figures import Limits
-        from meridian_patch.bench.lab.session import Session
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"{error.name} is missing; install what benches need with "
-            "'pip install meridian-patch[bench]' and an engine"
-        ) from error
+    from meridian_patch.bench.cost import load_cost
+    from meridian_patch.bench.lab.figures import Limits
+    from meridian_patch.bench.lab.session import Session
 
     plan = read_plan(parsed)
     slowdown = read_positive("--max-slowdown", parsed.max_slowdown)
