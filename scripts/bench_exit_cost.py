@@ -43,6 +43,8 @@ ARMS = {
     "off": {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "off"},
     "stock": STOCK,
 }
+# Of a step, in order; the last is the model.
+CALLS = ("schedule", "update_from_output", "sample_tokens", "execute_model")
 THINK_END = 257
 # The longest problems, so that most tokens are thinking.
 STEPS = 10
@@ -166,6 +168,7 @@ def _print(size: int, block_size: int, played: list[dict[str, Any]]) -> None:
     print(f"the tokens, {probes} probes per round")
     for name, values in speeds.items():
         print(f"  {name:9} {statistics.median(values):8.0f} tokens/s")
+    _print_calls(played)
     for one, other in combinations(ARMS, 2):
         ratios = sorted(a / b for a, b in zip(speeds[one], speeds[other], strict=True))
         cuts = statistics.quantiles(ratios, n=5, method="inclusive")
@@ -176,11 +179,47 @@ def _print(size: int, block_size: int, played: list[dict[str, Any]]) -> None:
     sys.stdout.flush()
 
 
+def _print_calls(played: Sequence[Mapping[str, Any]]) -> None:
+    """What a step's calls take, which other work on the machine blurs less than a whole play."""
+    median = statistics.median
+    for name in ARMS:
+        calls = {call: median(each[name]["p50_us"][call] for each in played) for call in CALLS}
+        beside = [sum(each[name]["p50_us"][call] for call in CALLS[:-1]) for each in played]
+        before = [sum(each["off"]["p50_us"][call] for call in CALLS[:-1]) for each in played]
+        step = [sum(each["off"]["p50_us"].values()) for each in played]
+        more = median((a - b) / c for a, b, c in zip(beside, before, step, strict=True))
+        said = ", ".join(f"{call} {value:.0f}" for call, value in calls.items())
+        print(f"  {name:9} p50 of a step's calls, us: {said}; beside the model {more:+.1%} of off")
+
+
+class Timed:
+    """Times every call of one method of an object."""
+
+    def __init__(self, target: Any, method: str) -> None:
+        self.seconds: list[float] = []
+        inner = getattr(target, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(*args, **kwargs)
+            self.seconds.append(time.perf_counter() - begin)
+            return result
+
+        setattr(target, method, call)
+
+    def drain_p50_us(self) -> float:
+        seconds, self.seconds = self.seconds, []
+        return statistics.median(seconds) * 1e6
+
+
 def _child(answers: Path, arguments: dict[str, Any]) -> None:
     """Play what comes on standard input and write what it took, a line each."""
     _leave_the_workers_core()
     engine = TimedEngine(arguments)
     scheduler = engine._core.scheduler
+    executor = engine._core.model_executor
+    owners = (scheduler, scheduler, executor, executor)
+    timed = {call: Timed(owner, call) for owner, call in zip(owners, CALLS, strict=True)}
     counted: dict[str, int] = {}
     with answers.open("a") as sink:
         print(json.dumps(engine.facts), file=sink, flush=True)
@@ -197,6 +236,7 @@ def _child(answers: Path, arguments: dict[str, Any]) -> None:
                 "tokens_per_s": tokens / seconds,
                 "tokens": tokens,
                 "cpu_s": cpu,
+                "p50_us": {call: each.drain_p50_us() for call, each in timed.items()},
                 "steps": len(played["steps"]),
                 "preemptions": played["preemptions"],
                 "think_share": sum(map(_think_tokens, outputs)) / tokens,

@@ -1,11 +1,10 @@
 """Measures rows of logits and brings the numbers to the host without stopping the GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from meridian_patch.engine.host_signals import HostMeter
 from meridian_patch.engine.signals import MeasurePlan, Signals
 from meridian_patch.kernels.row_signals import row_signals, usable_backend
 
@@ -87,7 +86,7 @@ class Meter:
         self._vocab_size = vocab_size
         self._copy_stream: torch.cuda.Stream | None = None
         # In place of ``row_signals``.
-        self._on_host: HostMeter | None = None
+        self._on_host: Callable[[torch.Tensor, list[int], int], np.ndarray] | None = None
 
     def measure(self, logits: torch.Tensor, spans: Spans, boundary_id: int) -> Measured:
         """Start measuring.
@@ -119,7 +118,10 @@ class Meter:
         """Compile what :meth:`measure` will run, for logits of these types, padded or not."""
         if usable_backend(device) != "triton":
             if device.type == "cpu":
-                self._on_host = HostMeter()
+                # Compiles, which nobody else needs.
+                from meridian_patch.engine.host_signals import row_signals_on_host
+
+                self._on_host = row_signals_on_host
             return
         if device.type == "cpu":
             return

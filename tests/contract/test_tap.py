@@ -376,3 +376,12 @@ def test_workers_derive_from_the_patched_base():
     cpu, gpu = seen["bases"]
     assert gpu == ["Worker", "TappedWorkerBase", "WorkerBase", "object"]
     assert cpu == ["CPUWorker", *gpu]
+
+
+def test_a_second_engine_may_look_through_every_module():
+    """On a CPU vLLM reads every global's `__dict__` when an engine starts, LLVM's library's too."""
+    from vllm.triton_utils.dispatcher import _rebind_kernels
+
+    import meridian_patch.engine.host_signals  # noqa: F401 - what the first engine has imported
+
+    _rebind_kernels([])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meridian_patch.engine.host_signals import HostMeter
+from meridian_patch.engine.host_signals import row_signals_on_host
 from meridian_patch.engine.measuring import Meter, Spans
 from meridian_patch.engine.signals import MeasurePlan
 from meridian_patch.kernels.row_signals import row_signals_ref, usable_backend
@@ -27,7 +27,7 @@ def test_host_signals_are_those_of_the_reference(dtype, rows):
     logits = (5 * torch.randn(5, 128)).to(dtype)[:, :100]
     logits[4, 10:90] = -INF
     before = logits.clone()
-    got = torch.from_numpy(HostMeter()(logits, rows, 20)).double()
+    got = torch.from_numpy(row_signals_on_host(logits, rows, 20)).double()
     torch.testing.assert_close(
         got, row_signals_ref(logits, torch.tensor(rows), 20), rtol=1e-5, atol=1e-6
     )
@@ -38,7 +38,7 @@ def test_certain_row_has_no_entropy():
     """One token that may be said: entropy 0, probability 1."""
     logits = torch.full((1, 9), -INF)
     logits[0, 4] = 2.5
-    assert HostMeter()(logits, [0], 4).tolist() == [[0.0, 2.5, 1.0, 1.0]]
+    assert row_signals_on_host(logits, [0], 4).tolist() == [[0.0, 2.5, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize("bad", (float("nan"), INF, None))
@@ -49,7 +49,7 @@ def test_row_without_a_distribution_is_nan(bad):
         logits[0] = -INF
     else:
         logits[0, 3] = bad
-    got = torch.from_numpy(HostMeter()(logits, [0, 1], 4))
+    got = torch.from_numpy(row_signals_on_host(logits, [0, 1], 4))
     assert got[0].isnan().all()
     assert got[1].isfinite().all()
 
@@ -58,7 +58,7 @@ def test_row_without_a_distribution_is_nan(bad):
 def test_boundary_outside_of_the_vocabulary_is_refused(boundary_id):
     """A negative index would silently count from the end."""
     with pytest.raises(ValueError, match=f"boundary_id is {boundary_id}, expected 0 to 8"):
-        HostMeter()(torch.zeros(1, 9), [0], boundary_id)
+        row_signals_on_host(torch.zeros(1, 9), [0], boundary_id)
 
 
 def test_meter_cuts_the_padding_off():
@@ -75,7 +75,7 @@ def test_long_rows_keep_their_digits():
     """A real vocabulary: one sum in float32 over all of it, to 1e-5 of float64."""
     torch.manual_seed(2)
     logits = 4 * torch.randn(2, 151_936)
-    got = torch.from_numpy(HostMeter()(logits, [1], 7)).double()
+    got = torch.from_numpy(row_signals_on_host(logits, [1], 7)).double()
     torch.testing.assert_close(
         got, row_signals_ref(logits, torch.tensor([1]), 7), rtol=1e-5, atol=1e-9
     )
@@ -86,22 +86,13 @@ def test_a_nearly_certain_row_keeps_its_digits():
     torch.manual_seed(3)
     logits = torch.randn(1, 264)
     logits[0, 4] = 14.0
-    got = torch.from_numpy(HostMeter()(logits, [0], 4)).double()
+    got = torch.from_numpy(row_signals_on_host(logits, [0], 4)).double()
     expected = row_signals_ref(logits, torch.tensor([0]), 4)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
 
 
-def test_steps_of_different_shapes_do_not_mix():
-    """The work space is that of the shape."""
-    meter, logits = HostMeter(), torch.randn(3, 12)
-    for rows in ([0], [0, 1, 2], [2], [1, 0]):
-        expected = row_signals_ref(logits, torch.tensor(rows), 5)
-        got = torch.from_numpy(meter(logits, rows, 5)).double()
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_warm_meter_measures_the_same_on_a_cpu(monkeypatch):
-    """From then on NumPy does it, which is quicker: torch's way is not taken any more."""
+    """From then on the compiled function does it: torch's way is not taken any more."""
     assert usable_backend(torch.device("cpu")) == "torch"
     spans, logits = Spans(MeasurePlan(("a",), 0), ["a"], None), torch.randn(1, 10)
     meter = Meter(10)
