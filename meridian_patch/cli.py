@@ -42,8 +42,8 @@ def _exit_with(command: Callable[[], int]) -> None:
         if (error.name or "").partition(".")[0] not in _OPTIONAL:
             raise
         print(
-            f"meridian: the package {error.name} is missing; benches and calibration need "
-            "'pip install meridian-patch[bench]' and an engine",
+            f"meridian: the package {error.name} is missing; this command needs vLLM beside it, "
+            "and a bench or calibration also 'pip install meridian-patch[bench]'",
             file=sys.stderr,
         )
         sys.exit(1)

@@ -48,11 +48,6 @@ class JsonChild:
                 process_group=0,
             )
 
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of its group."""
-        return self._process.pid
-
     def send(self, value: Mapping[str, Any]) -> None:
         """Raises what ``failure`` makes when nobody is there to read it."""
         assert self._process.stdin is not None

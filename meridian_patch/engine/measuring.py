@@ -31,6 +31,7 @@ class Spans:
             req_ids: the requests of the batch, in its order.
             starts: the first row of each, and after them the number of rows; None: one each.
         """
+        self._asked = plan.request_ids, list(req_ids), starts
         wanted = set(plan.request_ids)
         self.counts: list[int] | None = None
         picked = [index for index, name in enumerate(req_ids) if name in wanted]
@@ -40,6 +41,12 @@ class Spans:
             spans = [(starts[index], starts[index + 1]) for index in picked]
             self.counts = [end - start for start, end in spans]
             self.rows = [row for start, end in spans for row in range(start, end)]
+
+    def are_of(
+        self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int] | None
+    ) -> bool:
+        """Whether these arguments would make the same again."""
+        return self._asked == (plan.request_ids, req_ids, starts)
 
 
 class Measured:

@@ -1,5 +1,6 @@
 """Carries a policy's decisions out on the scheduler's own queues, and puts them back."""
 
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -8,11 +9,23 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.base import OrderPolicy, RequestView
 
 # Requests per step whose rank is looked at although nothing is known to have changed it.
 AUDITED_PER_STEP = 2
+
+# A probe is made again at the next place: nobody else's work is worth less.
+_PROBE = RequestView(
+    Phase.PREFILL,
+    tokens_in_phase=0,
+    is_handed_off=False,
+    is_prefilling=True,
+    num_computed_tokens=0,
+    num_preemptions=0,
+    priority=sys.maxsize,
+)
 
 # Rank without its drift, and the place in the stock order: no two requests have the same.
 Key = tuple[tuple[int, ...], int]
@@ -158,6 +171,8 @@ class RunningOrder:
         return (*rank[:-1], rank[-1] - drift * self._clock)
 
     def _view(self, request: Any) -> RequestView:
+        if isinstance(request, ProbeRequest):
+            return _PROBE
         state = self._router.get(request.request_id)
         if state is None:
             phase, tokens_in_phase, is_handed_off = Phase.ANSWER, 0, False

@@ -17,6 +17,7 @@ from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status, wire
 from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.exit_binding import bind_exits
+from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.guard import StepGuard
 from meridian_patch.engine.kv_binding import bind_kv_phases
 from meridian_patch.engine.offloaded import find_offloaded
@@ -181,7 +182,7 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("the policy"):
                 limits = self._plan()
                 arrivals = self._arrange()
-        exits = None if self.exits is None or self.exits.is_idle else self.exits
+        exits = self._busy_exits
         if exits:
             with self._phase_guard.protect("early exit"):
                 exits.arrange(self.current_step, may_probe=not self._waiting_answers)
@@ -220,7 +221,7 @@ class PhaseScheduling(UpstreamScheduler):
             self._expected = self.phase_router.expects(
                 model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             )
-        exits = None if self.exits is None or self.exits.is_idle else self.exits
+        exits = self._busy_exits
         if exits:
             exits.returned(model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
@@ -254,6 +255,10 @@ class PhaseScheduling(UpstreamScheduler):
                 for request_id in request_ids:
                     probes.cancel(request_id)
         return super().finish_requests(request_ids, *args, **kwargs)
+
+    @property
+    def _busy_exits(self) -> Exits | None:
+        return None if self.exits is None or self.exits.is_idle else self.exits
 
     def _observe(self, request_id: str) -> None:
         """Take in the tokens that a request was expected to accept, if it was."""

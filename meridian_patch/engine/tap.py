@@ -54,10 +54,8 @@ class Tap:
         self._meter = Meter(vocab_size)
         self._plan: MeasurePlan | None = None
         self._measured: Measured | None = None
-        # Spans of a step without drafts, and what they are of.
+        # The last step's: those of the next are the same nearly always.
         self._spans: Spans | None = None
-        self._spanned: MeasurePlan | None = None
-        self._spanned_ids: list[str] = []
         self._is_fitted = False
         # Set for good where signals cannot be had.
         self._is_closed = False
@@ -95,21 +93,10 @@ class Tap:
         if expected != len(logits):
             self._close(f"its samplers get {len(logits)} rows, expected {expected}")
             return
-        spans = self._spans_of(plan, req_ids, starts)
-        if spans.rows:
-            self._measured = self._meter.measure(logits, spans, plan.boundary_id)
-
-    def _spans_of(
-        self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int] | None
-    ) -> Spans:
-        """The last step's where nothing has changed, as in nearly every step."""
-        if starts is not None:
-            return Spans(plan, req_ids, starts)
-        if self._spans is None or plan != self._spanned or req_ids != self._spanned_ids:
-            self._spans = Spans(plan, req_ids, None)
-            # Load-bearing: the runner goes on with the same list.
-            self._spanned, self._spanned_ids = plan, list(req_ids)
-        return self._spans
+        if self._spans is None or not self._spans.are_of(plan, req_ids, starts):
+            self._spans = Spans(plan, req_ids, starts)
+        if self._spans.rows:
+            self._measured = self._meter.measure(logits, self._spans, plan.boundary_id)
 
     @_guarded("fitting it to the model runner")
     def _fit(self) -> None:

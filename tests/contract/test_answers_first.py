@@ -10,6 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
 from meridian_patch.phase.router import Phase
 
@@ -115,6 +116,29 @@ def test_an_answer_is_preempted_only_when_nobody_else_is_left(demo_model, is_asy
         load(driver, seed, longest_answer=300)
     assert len(company) > 3
     assert set().union(*company) <= {Phase.ANSWER}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_probes_make_room_before_anybody(demo_model, monkeypatch, is_async):
+    """A probe under way is preempted before a thinker, and long before an answer."""
+    settings = {"MODE": "observe", "PROBE_MIN_GAP_TOKENS": "1", "PROBE_MAX_GAP_TOKENS": "2"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_EXIT__{name}", value)
+    driver = driver_for(demo_model, is_async=is_async)
+    scheduler, preempt = driver.scheduler, driver.scheduler._preempt_request
+    behind = []
+
+    def watch(request, *args, **kwargs):
+        if not isinstance(request, ProbeRequest):
+            behind.append(sum(isinstance(each, ProbeRequest) for each in scheduler.running))
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = watch
+    for seed in (1, 2, 3):
+        load(driver, seed, longest_answer=300)
+    assert scheduler.exits.probes.num_probes > 100
+    assert len(behind) > 20
+    assert not any(behind)
 
 
 def test_last_resort_preempts_an_answer_and_resumes_it_first(demo_model):

@@ -19,6 +19,17 @@ def test_spans_keep_the_order_of_the_batch():
     assert spans.rows == [0, 1, 3, 4, 5]
 
 
+def test_spans_know_when_the_batch_has_changed():
+    """The runner goes on with the same list; a new plan for the same requests is the same."""
+    batch, plan = ["a", "b"], MeasurePlan(("a",), 0)
+    spans = Spans(plan, batch, None)
+    assert spans.are_of(MeasurePlan(("a",), 1), batch, None)
+    assert not spans.are_of(plan, batch, [0, 1, 2])
+    assert not spans.are_of(MeasurePlan(("b",), 0), batch, None)
+    batch.reverse()
+    assert not spans.are_of(plan, batch, None)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("rows", ([0], [1, 4], [0, 1, 2, 3, 4]))
 def test_host_signals_are_those_of_the_reference(dtype, rows):
@@ -72,7 +83,7 @@ def test_meter_cuts_the_padding_off():
 
 
 def test_long_rows_keep_their_digits():
-    """A real vocabulary: one sum in float32 over all of it, to 1e-5 of float64."""
+    """A real vocabulary, to 1e-5 of float64."""
     torch.manual_seed(2)
     logits = 4 * torch.randn(2, 151_936)
     got = torch.from_numpy(row_signals_on_host(logits, [1], 7)).double()
