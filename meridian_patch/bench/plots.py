@@ -1,7 +1,6 @@
 """Plots of a served comparison, as PNG."""
 
 import io
-import logging
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, pairwise
@@ -16,9 +15,6 @@ from matplotlib.ticker import FuncFormatter
 
 from meridian_patch.bench.arms import SeedRun
 from meridian_patch.bench.metrics import STALL_S, RequestTimes, request_times
-
-# It says which of the fonts it might use are not there, and draws with the one it brings.
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 _STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}
