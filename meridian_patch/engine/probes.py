@@ -35,7 +35,9 @@ class Probes:
     2. It computes at most a block and the trial boundary: without its parent's blocks in the cache
        it is not made.
     3. Of a parent, one probe is under way and one is due; a newer one takes the place of the due.
-    4. Whatever becomes of the parent, its probes end with its thought.
+    4. One that is preempted while its sample is on the way is waited for; any other is not worth
+       a second try.
+    5. Whatever becomes of the parent, its probes end with its thought.
 
     Args:
         scheduler: the phase-aware scheduler.
@@ -59,7 +61,7 @@ class Probes:
         # By the probe's own id; and the same by parent's.
         self._live: dict[str, _Due] = {}
         self._live_of: dict[str, str] = {}
-        # Preempted in the step that is being scheduled.
+        # Preempted since the last step was settled.
         self._displaced: list[str] = []
         # Tokens computed by all probes so far, and the most by one.
         self.num_probes = 0
@@ -128,14 +130,21 @@ class Probes:
             due = self._forget(name)
             self._due.setdefault(due.parent.request_id, due)
         for name in self._displaced:
-            self._abort(name)
+            request = requests[name]
+            # Load-bearing: what was on the way at a preemption is delivered all the same, unless
+            # it is to be dropped.
+            is_sampled = request.num_stale_output_tokens and not request.is_prefill_chunk
+            if is_sampled and not request.drop_stale_output:
+                scheduler.waiting.remove_request(request)
+            else:
+                self._abort(name)
         self._displaced.clear()
         for name in self._live:
             computed = output.num_scheduled_tokens.get(name, 0)
             self.most_computed_tokens = max(self.most_computed_tokens, computed)
 
     def displaced(self, request_id: str) -> None:
-        """A probe was preempted; it is not worth a second try."""
+        """A probe was preempted."""
         self._displaced.append(request_id)
 
     def freed(self, request_id: str) -> _Due:

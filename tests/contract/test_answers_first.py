@@ -120,25 +120,43 @@ def test_an_answer_is_preempted_only_when_nobody_else_is_left(demo_model, is_asy
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_probes_make_room_before_anybody(demo_model, monkeypatch, is_async):
-    """A probe under way is preempted before a thinker, and long before an answer."""
+    """A probe under way is preempted before a thinker, and long before an answer.
+
+    With its sample on the way that takes nothing from it.
+    """
     settings = {"MODE": "observe", "PROBE_MIN_GAP_TOKENS": "1", "PROBE_MAX_GAP_TOKENS": "2"}
     for name, value in settings.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_EXIT__{name}", value)
     driver = driver_for(demo_model, is_async=is_async)
     scheduler, preempt = driver.scheduler, driver.scheduler._preempt_request
-    behind = []
+    behind, displaced, ends = [], set(), {}
 
     def watch(request, *args, **kwargs):
-        if not isinstance(request, ProbeRequest):
+        if isinstance(request, ProbeRequest):
+            displaced.add(request.request_id)
+        else:
             behind.append(sum(isinstance(each, ProbeRequest) for each in scheduler.running))
         preempt(request, *args, **kwargs)
 
+    ended = scheduler.exits.probe_ended
+
+    def watch_end(request, *, is_aborted):
+        ends[request.request_id] = request.status
+        ended(request, is_aborted=is_aborted)
+
     scheduler._preempt_request = watch
+    scheduler.exits.probe_ended = watch_end
     for seed in (1, 2, 3):
         load(driver, seed, longest_answer=300)
     assert scheduler.exits.probes.num_probes > 100
     assert len(behind) > 20
     assert not any(behind)
+    # Without async scheduling a sample is not on the way between steps.
+    if is_async:
+        assert len(displaced) > 100
+        measured = [ends[name] is RequestStatus.FINISHED_LENGTH_CAPPED for name in displaced]
+        # The others' parents ended their thoughts with the same step.
+        assert sum(measured) >= 0.9 * len(measured)
 
 
 def test_last_resort_preempts_an_answer_and_resumes_it_first(demo_model):

@@ -151,16 +151,26 @@ def test_every_probe_is_what_transformers_says(observed, reference):
     for request, probes in probes_of(observed).items():
         output = job.runs[name]["outputs"][request]
         assert output["prompt_tokens"] == len(prompts[request])
-        assert probes, request
+        # Under pressure a thought may end before a probe of it finds a place.
+        assert probes or name == "pressed", request
         [sample] = output["samples"]
         lengths = [probe["think_tokens"] for probe in probes]
         assert lengths == sorted(set(lengths))
-        assert lengths[-1] <= len(sample["ids"])
+        assert all(length <= len(sample["ids"]) for length in lengths)
         prefixes = [prompts[request] + sample["ids"][:length] for length in lengths]
         for probe, wanted in zip(probes, reference.entropies_nats(prefixes), strict=True):
             if probe["entropy_nats"] != pytest.approx(wanted, rel=1e-3, abs=1e-4):
                 wrong.append((request, probe["think_tokens"], probe["entropy_nats"], wanted))
     assert not wrong
+
+
+def test_thoughts_are_probed_under_pressure(v1):
+    """All long ones, and nearly all short ones."""
+    outputs = v1.runs["pressed"]["outputs"]
+    lengths = {name: len(each["samples"][0]["ids"]) for name, each in outputs.items()}
+    unprobed = [name for name, probes in probes_of(("pressed", v1)).items() if not probes]
+    assert len(unprobed) <= len(lengths) // 6
+    assert all(lengths[name] < 100 for name in unprobed)
 
 
 def test_entropies_are_worth_comparing(observed):
