@@ -35,6 +35,7 @@ SIZES = ((2, 3), (4, 6), (7, 10))
 # Dense probes, and no verdict: EAT is never warm.
 SETTINGS = {
     "MODE": "observe",
+    "OBSERVED_AT_A_TIME": "1000",
     "EAT_WARMUP_PROBES": "1000000",
     "RPDI": "false",
     "PROBE_MIN_GAP_TOKENS": "1",

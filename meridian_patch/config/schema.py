@@ -178,6 +178,13 @@ class ExitConfig(StrictModel):
         description="`observe` decides and reports when thinking would be closed, and closes "
         "nothing; `enforce` closes it; `off` measures nothing.",
     )
+    observed_at_a_time: int = Field(
+        default=8,
+        ge=1,
+        description="Mode `observe`: a request that begins while so many thoughts are being "
+        "measured is not; of its thinking only end and length are known. A request that asks for "
+        "anything of early exit is always measured, and so are all in mode `enforce`.",
+    )
     min_think_tokens: int = Field(
         default=512,
         ge=0,

@@ -3,7 +3,7 @@
 Runs in the EngineCore process, behind the phase router.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.probes import Probes
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.unmeasured import Unmeasured
 from meridian_patch.exit.actions import Action, Close, Outcome
 from meridian_patch.exit.base import NO_SIGNALS, Reason, Row
 from meridian_patch.exit.breaks import Breaks
@@ -33,6 +34,7 @@ class _Watched:
     request: Any
     controller: ExitController
     state: RequestPhase
+    mode: str
     # Known tokens that the controller has been told of, and the signals of think tokens behind
     # them that it has not: nearly every token is only kept.
     seen: int
@@ -48,7 +50,11 @@ class _Watched:
 
 
 class Exits:
-    """Follows every request that may think, by its tokens and their signals.
+    """Follows the requests that may think, by their tokens and their signals.
+
+    In mode ``observe`` at most ``observed_at_a_time`` of those that ask for nothing: which, turns
+    out when they are first scheduled. It is a fair sample, for how long a request will think is
+    not known then. Of the others only the ends of thoughts are seen.
 
     Args:
         config: the engine's; a request may have its own.
@@ -80,7 +86,10 @@ class Exits:
         self._counters = phase_counters
         self._trace = trace
         self._watched: dict[str, _Watched] = {}
-        # Those of them that do not answer.
+        # Those that wait for their first step, and perhaps are not followed then.
+        self._undecided: dict[str, _Watched] = {}
+        self._unmeasured = Unmeasured()
+        # Those that are followed and do not answer.
         self._measured: dict[str, None] = {}
         self._signals: Mapping[str, Sequence[Row]] = {}
         # Probes that ended since the last ``take_ended``.
@@ -94,12 +103,12 @@ class Exits:
     @property
     def num_watched(self) -> int:
         """Requests that are followed."""
-        return len(self._watched)
+        return len(self._watched) + len(self._undecided) + len(self._unmeasured)
 
     @property
     def is_idle(self) -> bool:
         """Nobody is followed, and nothing is left to be said of those who were."""
-        return not (self._watched or self._outcomes or self._ended)
+        return not (self.num_watched or self._outcomes or self._ended)
 
     def added(self, request: Any) -> None:
         """A request came in, or went on as another; the router knows it.
@@ -122,6 +131,8 @@ class Exits:
     def freed(self, request: Any) -> None:
         """A request is gone; its last tokens are taken in."""
         name = request.request_id
+        self._undecided.pop(name, None)
+        self._unmeasured.remove(name)
         watched = self._watched.get(name)
         if watched is None:
             return
@@ -157,6 +168,8 @@ class Exits:
         """A step was scheduled: say what is to be measured in it."""
         if self.probes is not None:
             self.probes.settle(output)
+        if self._undecided:
+            self._decide(output.num_scheduled_tokens)
         measured = self._measured
         names = [name for name in output.num_scheduled_tokens if name in measured]
         if self.probes is not None:
@@ -165,6 +178,13 @@ class Exits:
             plan = MeasurePlan(tuple(names), self._boundary_id)
             # Load-bearing: an attribute more reaches the workers with the step.
             setattr(output, PLAN_FIELD, plan)
+
+    def changed(self, name: str) -> None:
+        """The phase of a request did."""
+        told = self._unmeasured.ended(name)
+        if told is not None:
+            self._outcomes[name] = told
+            self._count(told[0])
 
     def returned(self, model_output: Any) -> None:
         """A step's output is back; its tokens are not taken in yet."""
@@ -234,8 +254,25 @@ class Exits:
         budget = None if budget is None or budget < 0 else budget
         controller = ExitController(config, self._breaks, budget)
         name = request.request_id
-        self._watched[name] = _Watched(request, controller, state, len(state.known))
-        self._measured[name] = None
+        watched = _Watched(request, controller, state, config.mode, len(state.known))
+        if config is self._config and config.mode == "observe":
+            self._undecided[name] = watched
+        else:
+            self._watched[name] = watched
+            self._measured[name] = None
+
+    def _decide(self, names: Iterable[str]) -> None:
+        """These are in a step; whom of those that never were to measure."""
+        for name in names:
+            watched = self._undecided.pop(name, None)
+            if watched is None:
+                continue
+            if len(self._measured) < self._config.observed_at_a_time:
+                self._watched[name] = watched
+                self._measured[name] = None
+            else:
+                budget = watched.controller.budget_tokens
+                self._unmeasured.add(name, watched.state, budget)
 
     def _tell_kept(self, watched: _Watched) -> None:
         kept, seen = watched.kept, watched.seen
@@ -260,7 +297,9 @@ class Exits:
         action = follow(watched.controller, state, seen, rows)
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
-            self._count(watched, outcome)
+            watched.think_tokens += outcome.think_tokens
+            self._count(outcome)
+            self._counters.count(counters.MEASURED, watched.mode)
             self._outcomes[watched.request.request_id] = outcome, watched.think_tokens
             if self._trace is not None:
                 self._trace.ended(watched.request.request_id, outcome, watched.controller)
@@ -320,8 +359,7 @@ class Exits:
         if self.probes is not None:
             self.probes.cancel(name)
 
-    def _count(self, watched: _Watched, outcome: Outcome) -> None:
-        watched.think_tokens += outcome.think_tokens
+    def _count(self, outcome: Outcome) -> None:
         self._counters.count(counters.EXIT, outcome.reason)
         self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
         if outcome.verdict is not None:

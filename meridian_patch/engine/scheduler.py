@@ -269,6 +269,8 @@ class PhaseScheduling(UpstreamScheduler):
             if self.phase_router.observe(request_id, seen):
                 request = self.requests[request_id]
                 self._phase_order.changed(request)
+                if self.exits:
+                    self.exits.changed(request_id)
                 # Its boundary was on the way when it was preempted.
                 if self._is_preempted_answer(request):
                     self._waiting_answers[request_id] = request

@@ -18,6 +18,7 @@ LABELS = {
     counters.EVICTION: _TIERS,
     counters.HIT_TOKENS: (*_TIERS, counters.IN_USE),
     counters.EXIT: tuple(Reason),
+    counters.MEASURED: ("observe", "enforce"),
     counters.EXIT_GIVEN_UP: ("sampling",),
     counters.THINK_TOKENS: tuple(Reason),
     counters.VERDICT: tuple(Reason),

@@ -48,9 +48,11 @@ class Outcome(NamedTuple):
         think_tokens: its accepted tokens, the boundary's included.
         verdict: when it was to be closed, or would have been in mode ``observe``; None: never.
         num_invalid: signals, of tokens and probes, that were no finite numbers.
+        is_measured: False where only the end was seen.
     """
 
     reason: Reason
     think_tokens: int
     verdict: Close | None
     num_invalid: int
+    is_measured: bool = True

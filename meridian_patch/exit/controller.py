@@ -31,7 +31,7 @@ class ExitController:
     ) -> None:
         self._config = config
         self._breaks = breaks
-        self._budget_tokens = budget_tokens
+        self.budget_tokens = budget_tokens
         # None behind the boundary, and before the first start.
         self._watch: ThoughtWatch | None = None
         self._num_thoughts = 0
@@ -88,7 +88,7 @@ class ExitController:
         self._num_thoughts += 1
         self._is_closing = False
         self._watch = ThoughtWatch(
-            self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
+            self._num_thoughts, self._config, self._breaks, self.budget_tokens, think_tokens
         )
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
@@ -134,7 +134,7 @@ class ExitController:
         reason = Reason.NATURAL
         if self._is_closing and watch.verdict:
             reason = watch.verdict.reason
-        elif self._budget_tokens is not None and think_tokens > self._budget_tokens:
+        elif self.budget_tokens is not None and think_tokens > self.budget_tokens:
             reason = Reason.BUDGET
         self.outcome = Outcome(reason, think_tokens, watch.verdict, watch.num_invalid)
         return self.outcome

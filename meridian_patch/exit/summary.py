@@ -10,7 +10,9 @@ Summary = dict[str, Any]
 * ``exit_reason``: what ended the last thought;
 * ``think_tokens``: accepted tokens of all thoughts, the boundaries' included;
 * ``would_exit``: only where the last thought ended otherwise than it was to be closed, as in mode
-  ``observe``: ``exit_reason`` and ``think_tokens`` of the close that was due.
+  ``observe``: ``exit_reason`` and ``think_tokens`` of the close that was due;
+* ``measured``: only where the last thought was not, and then False: whether it was to be closed is
+  not known.
 """
 
 
@@ -28,4 +30,6 @@ def summarize(last: Outcome, think_tokens: int) -> Summary:
             "exit_reason": str(due.reason),
             "think_tokens": think_tokens - last.think_tokens + due.close_at,
         }
+    if not last.is_measured:
+        summary["measured"] = False
     return summary

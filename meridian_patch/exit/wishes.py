@@ -14,7 +14,8 @@ def apply_wishes(config: ExitConfig, extra_args: Mapping[str, Any] | None) -> Ex
        (tokens), ``meridian_eat_delta`` (nats squared) and ``meridian_rpdi_lambda`` (a quotient)
        stand in for the configured values.
     2. A threshold switches its strategy on.
-    3. Where only one bound is the request's and the floor comes out above the maximum, the maximum
+    3. Without any of them it is the very configuration that was given.
+    4. Where only one bound is the request's and the floor comes out above the maximum, the maximum
        counts.
 
     Raises:
@@ -25,6 +26,8 @@ def apply_wishes(config: ExitConfig, extra_args: Mapping[str, Any] | None) -> Ex
     if fields is NO_FIELDS:
         return config
     wished = {name: value for name, value in _wishes(fields).items() if value is not None}
+    if not wished:
+        return config
     return config.model_copy(update=wished)
 
 

@@ -47,6 +47,8 @@ EXIT = "exit"
 THINK_TOKENS = "think_tokens"
 # Thoughts that a strategy would close, by strategy, closed or not.
 VERDICT = "exit_verdict"
+# Thoughts that ended and had been measured, by mode.
+MEASURED = "measured"
 PROBE = "probe"
 # Closes that could not be carried out.
 EXIT_GIVEN_UP = "exit_given_up"

@@ -73,6 +73,12 @@ class PhaseMetrics:
                 (*_LABELS, "reason"),
                 registry=registry,
             ),
+            counters.MEASURED: Counter(
+                "meridian_thoughts_measured",
+                "Thoughts that ended and had been measured, by mode.",
+                (*_LABELS, "mode"),
+                registry=registry,
+            ),
             counters.EXIT_GIVEN_UP: Counter(
                 "meridian_exits_given_up",
                 "Closes not carried out, because something would undo them.",

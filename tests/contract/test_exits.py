@@ -93,6 +93,45 @@ def test_nothing_is_forced_unless_asked_for(driver_for, is_async, mode):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_observing_takes_a_sample(driver_for, is_async):
+    """So many at a time, those that begin first; who asks is always measured; all ends are told."""
+    driver = driver_for(is_async=is_async, EXIT__MODE="observe", EXIT__OBSERVED_AT_A_TIME="2")
+    exits = driver.scheduler.exits
+    told, drain, measured = {}, exits.drain_outcomes, []
+
+    def drain_outcomes():
+        outcomes = drain()
+        told.update(outcomes)
+        return outcomes
+
+    exits.drain_outcomes = drain_outcomes
+    for number in range(6):
+        driver.add(thinker(f"r{number}", 200 + 10 * number))
+    driver.step()
+    driver.add(thinker("asks"), {"meridian_eat_delta": 0.5})
+    while driver.scheduler.requests:
+        driver.step()
+        measured.append(len(exits._measured))
+    driver.add(thinker("late"))
+    driver.drain()
+    assert max(measured) == 3
+    assert {name for name, (outcome, _) in told.items() if outcome.is_measured} == {
+        "r0",
+        "r1",
+        "asks",
+        "late",
+    }
+    for number in range(6):
+        outcome, think_tokens = told[f"r{number}"]
+        assert outcome.think_tokens == think_tokens == 201 + 10 * number
+    totals = driver.scheduler.phase_counters.totals
+    assert totals["exit:natural"] == 8
+    assert totals["measured:observe"] == totals["exit_verdict:eat"] == 4
+    assert "invalid_signals:think" not in totals
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_request_has_its_own_mode_and_bounds(driver_for, is_async):
     """A cap closes at its token, in the one request that asks for it."""
     driver = driver_for(is_async=is_async, EXIT__MODE="observe")

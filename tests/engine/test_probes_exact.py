@@ -25,6 +25,7 @@ BLOCK_SIZE = 32
 # ever converged, so thoughts are probed to their ends.
 DENSE = {
     "EXIT__MODE": "observe",
+    "EXIT__OBSERVED_AT_A_TIME": "1000",
     "EXIT__EAT_WARMUP_PROBES": "100000",
     "EXIT__RPDI": "false",
     "EXIT__PROBE_MIN_GAP_TOKENS": "1",
