@@ -1,6 +1,5 @@
 """A real vLLM API server as a child process, from start to clean end."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.engine import cores
 from meridian_patch.errors import BenchError
 
 HOST = "127.0.0.1"
@@ -103,10 +103,8 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server: ``base`` plus what a small CPU server needs."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # One OpenMP thread: the model is tiny, and the other cores feed the streams. Worker and
-        # EngineCore wait for each other by spinning: unbound, they may end up on one core, and
-        # steps then take up to twice as long, in some servers and not in others.
-        "VLLM_CPU_OMP_THREADS_BIND": _worker_core(),
+        # One OpenMP thread: the model is tiny, and the other cores feed the streams.
+        cores.VARIABLE: cores.worker_core(),
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         # The dev endpoints include the one that empties the prefix cache between seeds.
@@ -115,11 +113,6 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         **base,
     }
-
-
-def _worker_core() -> str:
-    cores = sorted(os.sched_getaffinity(0))
-    return str(cores[-1]) if len(cores) > 1 else "nobind"
 
 
 def pick_port(wanted: int = 0) -> int:
@@ -189,6 +182,7 @@ class ServerProcess:
         except BaseException:
             self._stop()
             raise
+        cores.clear_the_workers_core(self.pid, self._env)
         return self
 
     def __exit__(

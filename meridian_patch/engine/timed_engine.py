@@ -13,7 +13,6 @@ server does before and after is not part of it. Sampling is greedy.
 """
 
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from meridian_patch import envs
+from meridian_patch.engine.cores import leave_the_workers_core
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.engine.step_log import StepLog
 
@@ -124,18 +124,11 @@ class TimedEngine:
 
 def main() -> None:
     """Read the job, play it, write the result."""
-    _leave_the_workers_core()
+    leave_the_workers_core(envs.environment())
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = TimedEngine(job["engine"])
     plays = {name: engine.play(requests) for name, requests in job["plays"].items()}
     Path(sys.argv[2]).write_text(json.dumps({"engine": engine.facts, "plays": plays}))
-
-
-def _leave_the_workers_core() -> None:
-    """This process and its worker wait for each other by spinning: on one core both crawl."""
-    worker = envs.environment().get("VLLM_CPU_OMP_THREADS_BIND", "")
-    if worker.isdecimal() and (others := os.sched_getaffinity(0) - {int(worker)}):
-        os.sched_setaffinity(0, others)
 
 
 if __name__ == "__main__":

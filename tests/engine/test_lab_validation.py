@@ -56,7 +56,7 @@ def test_every_figure_says_how_it_was_obtained(report):
 
 def comparison(seed, number, engine, replay):
     values = [dict.fromkeys(FIGURES, value) for value in (engine, replay)]
-    return Comparison("stock", seed, number, *values, 1.0, 1.0)
+    return Comparison("stock", seed, number, *values, 1.0, 1.0, 1.0)
 
 
 def test_errors_are_of_medians_over_rounds_and_means_over_seeds():

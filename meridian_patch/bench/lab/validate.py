@@ -11,7 +11,13 @@ from meridian_patch.bench.lab.timed import TimedRequest, TimedRun
 from meridian_patch.bench.replay import Arrival, play
 from meridian_patch.engine.replay import ReplayEngine
 from meridian_patch.engine.replay_scheduler import read_markers
-from meridian_patch.engine.replay_types import Markers, ReplayArm, ReplayRecord, ReplayRequest
+from meridian_patch.engine.replay_types import (
+    Markers,
+    ReplayArm,
+    ReplayRecord,
+    ReplayRequest,
+    StepWork,
+)
 from meridian_patch.errors import BenchError
 
 PREEMPTIONS = "preemptions_per_100"
@@ -33,7 +39,8 @@ class Comparison:
         number: of the round: each has an engine of its own.
         engine, replay: figures by name.
         steps_s, predicted_steps_s: the engine's steps in all, and what the cost model says of
-            each of them.
+            each of them at the engine's pace.
+        pace: of the engine, see ``pace``.
     """
 
     arm: str
@@ -43,11 +50,22 @@ class Comparison:
     replay: dict[str, float]
     steps_s: float
     predicted_steps_s: float
+    pace: float
 
     @property
     def errors(self) -> dict[str, float]:
         """Replay against engine, relative; of preemptions the difference."""
         return {name: _error(name, self.engine[name], self.replay[name]) for name in FIGURES}
+
+
+def pace(run: TimedRun, name: str, cost: CostModel) -> float:
+    """Seconds that an engine took for a play, over what a cost model says of the same steps.
+
+    It holds what a cost model of other engines does not know: the time of an arm's own code, and
+    the machine's mood while this engine ran.
+    """
+    steps = run.plays[name].steps
+    return sum(seconds for _, seconds in steps) / sum(cost.step_seconds(work) for work, _ in steps)
 
 
 def compare(
@@ -56,26 +74,33 @@ def compare(
     """Replay what an engine played, and compare.
 
     All traces of an engine are replayed on one scheduler and in their order, for a policy learns
-    from what it has seen.
+    from what it has seen. The first trace is not compared: the engine's pace is taken from it.
 
     Args:
         run: the engine.
-        names: of the plays to compare, by the seed of their trace, in the order played.
+        names: of the plays, by the seed of their trace, in the order played.
         arm: that the engine ran.
-        cost: from steps of other plays.
+        cost: from steps of other plays, perhaps of other engines.
         number: of the round.
     """
     markers = read_markers()
+    own_pace = pace(run, next(iter(names.values())), cost)
+
+    def step_seconds(work: StepWork) -> float:
+        return own_pace * cost.step_seconds(work)
+
     engine = ReplayEngine(
-        arm, run.blocks, cost.step_seconds, markers, is_async=run.is_async, limits=run.limits
+        arm, run.blocks, step_seconds, markers, is_async=run.is_async, limits=run.limits
     )
     comparisons = []
-    for seed, name in names.items():
+    for place, (seed, name) in enumerate(names.items()):
         timed = run.plays[name]
         records = [_record(request, markers) for request in timed.requests]
         engine.reset_prefix_cache()
         before = engine.totals.preemptions
         replayed = play(engine, _Recorded(records, engine.now))
+        if not place:
+            continue
         comparisons.append(
             Comparison(
                 arm.name,
@@ -84,7 +109,8 @@ def compare(
                 figures(records, timed.preemptions),
                 figures(replayed, engine.totals.preemptions - before),
                 sum(seconds for _, seconds in timed.steps),
-                sum(cost.step_seconds(work) for work, _ in timed.steps),
+                sum(step_seconds(work) for work, _ in timed.steps),
+                own_pace,
             )
         )
     return comparisons
@@ -125,6 +151,20 @@ def mean_errors(comparisons: Sequence[Comparison]) -> dict[str, float]:
     """The replay's error by figure, of ``mean_figures``."""
     engine, replay = mean_figures(comparisons)
     return {name: _error(name, engine[name], replay[name]) for name in FIGURES}
+
+
+def ratios(
+    comparisons: Sequence[Comparison], base: Sequence[Comparison]
+) -> dict[str, tuple[float, float]]:
+    """An arm over another by figure: on the engine, and in replay; of preemptions differences."""
+    own, others = mean_figures(comparisons), mean_figures(base)
+    return {
+        name: (
+            _over(name, own[0][name], others[0][name]),
+            _over(name, own[1][name], others[1][name]),
+        )
+        for name in FIGURES
+    }
 
 
 def repeat_spread(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
@@ -168,6 +208,10 @@ def _record(request: TimedRequest, markers: Markers) -> ReplayRecord:
         request.arrival_s,
         token_s=request.token_s,
     )
+
+
+def _over(name: str, figure: float, base: float) -> float:
+    return figure - base if name == PREEMPTIONS else figure / base
 
 
 def _error(name: str, engine: float, replay: float) -> float:

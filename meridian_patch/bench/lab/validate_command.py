@@ -74,6 +74,7 @@ def run_validate(parsed: argparse.Namespace) -> int:
     from meridian_patch.bench.lab.timed import run_timed_engine
     from meridian_patch.bench.lab.validate_report import (
         Load,
+        ratio_table,
         validation_report,
         validation_table,
     )
@@ -132,6 +133,9 @@ def run_validate(parsed: argparse.Namespace) -> int:
     console.print(
         validation_table(comparisons), f"cost: {cost.provenance}. {cost.derivation}", sep="\n"
     )
+    over_stock = ratio_table(comparisons, STOCK)
+    if over_stock is not None:
+        console.print(over_stock)
     path = parsed.out / "validation.json"
     path.write_text(
         json.dumps(validation_report(comparisons, cost, load, arguments), indent=1) + "\n"
@@ -191,5 +195,4 @@ def _compare(
     from meridian_patch.bench.lab.validate import compare
 
     names = {seed: _trace_name(seed) for seed in (_WARM_UP_SEED, *seeds)}
-    compared = [c for number, arm, run in runs for c in compare(run, names, arm, cost, number)]
-    return [comparison for comparison in compared if comparison.seed != _WARM_UP_SEED]
+    return [c for number, arm, run in runs for c in compare(run, names, arm, cost, number)]

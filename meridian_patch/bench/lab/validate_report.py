@@ -16,6 +16,7 @@ from meridian_patch.bench.lab.validate import (
     Comparison,
     mean_errors,
     mean_figures,
+    ratios,
     repeat_spread,
 )
 from meridian_patch.bench.machine import describe_machine
@@ -51,6 +52,22 @@ def validation_table(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
+def ratio_table(comparisons: Sequence[Comparison], base: str) -> Table | None:
+    """Each arm over one of them, on the engine and in replay; None without that one."""
+    by_arm = _by_arm(comparisons)
+    if base not in by_arm or len(by_arm) == 1:
+        return None
+    table = Table("arm", f"over {base}", "engine", "replay")
+    for name, of_arm in by_arm.items():
+        if name == base:
+            continue
+        for figure, (engine, replay) in ratios(of_arm, by_arm[base]).items():
+            form = "{:+.1f}" if figure == PREEMPTIONS else "{:.3f}"
+            label = FIGURES[figure].removesuffix(", ms")
+            table.add_row(name, label, form.format(engine), form.format(replay))
+    return table
+
+
 def validation_report(
     comparisons: Sequence[Comparison], cost: CostModel, load: Load, arguments: dict[str, Any]
 ) -> dict[str, Any]:
@@ -71,6 +88,7 @@ def validation_report(
             "replay": replay,
             "errors": mean_errors(of_arm),
             "repeats_apart": repeat_spread(of_arm),
+            "pace": [comparison.pace for comparison in of_arm],
             "predicted_over_timed_steps": sum(c.predicted_steps_s for c in of_arm) / steps_s,
         }
     return {
