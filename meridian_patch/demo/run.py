@@ -9,6 +9,7 @@ from each, prints one table and writes ``report.html`` and ``report.json``.
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.console import Console
 from meridian_patch.bench.arms import ARM_ENVIRONMENTS, Arm
 from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.report import DATA_NAME
+from meridian_patch.bench.serve_capacity import measure_capacity
 from meridian_patch.bench.serve_load import Load
 from meridian_patch.bench.serve_plan import find_model, plan_traces, tiny_settings
 from meridian_patch.bench.serve_run import Comparison, run_comparison
@@ -23,6 +25,8 @@ from meridian_patch.bench.workload import Mix
 from meridian_patch.errors import MeridianError
 
 FIRST_SEED = 1
+# Of what stock completes when it is never idle: bursts fill the KV pool, and queues end.
+CAPACITY_SHARE = 0.75
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MODULE = "meridian_patch.demo.run"
@@ -45,28 +49,36 @@ def main(argv: list[str] | None = None) -> None:
 def _run(args: argparse.Namespace, command: str) -> int:
     settings = tiny_settings(find_model(args.model), args.blocks)
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
-    mix = Mix(requests=args.requests, rate_per_s=args.rate)
+    console, load = Console(), Load()
+    mix = Mix(requests=args.requests, rate_per_s=args.rate or 1.0)
+    why = ""
+    if args.rate is None and args.trace is None:
+        capacity = measure_capacity(settings, load, mix, args.out, console)
+        mix = replace(mix, rate_per_s=round(CAPACITY_SHARE * capacity, 2))
+        why = f" Stock completes {capacity:.2f} per second here when all come at once."
     traces, workload = plan_traces(args.trace, mix, list(seeds))
     comparison = Comparison(
         arms=[Arm(name, ARM_ENVIRONMENTS[name]) for name in args.arms],
         settings=settings,
         traces=traces,
-        workload=workload,
-        load=Load(),
+        workload=workload + why,
+        load=load,
         port=args.port,
         folder=args.out,
         data_name=DATA_NAME,
         command=command,
     )
-    return run_comparison(comparison, Console())
+    return run_comparison(comparison, console)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -P -m {_MODULE}", description=__doc__)
     whole = "a whole number above 0"
+    share = f"{CAPACITY_SHARE:.0%}".replace("%", " %%")
+    by_default = f"mean arrivals per second (default: {share} of what stock completes here)"
     parser.add_argument("--seeds", type=_count, default=1, help=f"traces per arm, {whole}")
     parser.add_argument("--requests", type=_count, default=160, help=f"per trace, {whole}")
-    parser.add_argument("--rate", type=_rate, default=8.0, help="mean arrivals per second")
+    parser.add_argument("--rate", type=_rate, help=by_default)
     parser.add_argument("--blocks", type=_count, default=96, help="KV pool of each server")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the report")
     parser.add_argument("--model", type=Path, help="model directory (default: the packaged one)")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meridian_patch.demo.run import CAPACITY_SHARE
 from meridian_patch.envs import environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -109,6 +111,19 @@ def test_table_and_report_are_shown(demo_run):
     page = (folder / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
     assert "measured-cpu" in page
+
+
+def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
+    """Without --rate, three quarters of what stock completes here, and the report says so."""
+    demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "20")
+    output, _ = demo.communicate(timeout=480)
+    assert demo.returncode == 0, output
+    said = json.loads((tmp_path / "report.json").read_text())["workload"]
+    rate = float(re.search(r"([\d.]+) per second in bursts", said)[1])
+    capacity = float(re.search(r"Stock completes ([\d.]+) per second here", said)[1])
+    assert rate == pytest.approx(CAPACITY_SHARE * capacity, rel=0.01)
+    arrivals = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace-1.jsonl").open()]
+    assert 0.2 < len(arrivals) / rate / arrivals[-1] < 5
 
 
 def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
