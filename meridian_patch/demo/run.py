@@ -25,8 +25,8 @@ from meridian_patch.bench.workload import Mix
 from meridian_patch.errors import MeridianError
 
 FIRST_SEED = 1
-# Of what stock completes when it is never idle: bursts fill the KV pool, and queues end.
-CAPACITY_SHARE = 0.75
+# Of what stock completes when it is never idle: bursts fill the KV pool, and their queues end.
+CAPACITY_SHARE = 0.5
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MODULE = "meridian_patch.demo.run"
