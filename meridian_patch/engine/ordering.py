@@ -84,6 +84,15 @@ class RunningOrder:
         if request in self._key_of:
             self._changed[request] = None
 
+    @property
+    def has_prefilling(self) -> bool:
+        """Whether any of the requests that were ranked was prefilling then."""
+        return bool(self._prefilling)
+
+    def pass_over(self) -> None:
+        """A step needs no order; everybody advances in it."""
+        self._clock += 1
+
     def forget(self, request: Any) -> None:
         """A request runs no more; should it run again it is a new one."""
         key = self._key_of.pop(request, None)

@@ -71,6 +71,11 @@ class Probes:
         return len(self._due) + len(self._live)
 
     @property
+    def num_due(self) -> int:
+        """Probes that wait for a step."""
+        return len(self._due)
+
+    @property
     def live(self) -> tuple[str, ...]:
         """Ids of the probes under way."""
         return tuple(self._live)

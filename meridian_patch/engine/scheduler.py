@@ -72,6 +72,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._phase_guard = StepGuard(self.phase_counters)
         self._phase_rules = rules
         self._is_stock = rules.are_all_off
+        self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
         self._time_budget_s = policy_config.time_budget_us * 1e-6
         kept = find_offloaded(self, is_reasoning=boundaries is not None)
         order = LatencyPolicy(
@@ -180,8 +181,11 @@ class PhaseScheduling(UpstreamScheduler):
         is_steered = self.phase_router.num_reasoning and not self._is_stock
         if is_steered:
             with self._phase_guard.protect("the policy"):
-                limits = self._plan()
-                arrivals = self._arrange()
+                if self._is_quiet():
+                    self._pass_over()
+                else:
+                    limits = self._plan()
+                    arrivals = self._arrange()
         exits = self._busy_exits
         if exits:
             with self._phase_guard.protect("early exit"):
@@ -288,6 +292,22 @@ class PhaseScheduling(UpstreamScheduler):
             self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
             return StepLimits()
         return limits
+
+    def _is_quiet(self) -> bool:
+        """The next step has a token for everybody, and nobody to make room: any order will do."""
+        if self.waiting or self.steering.num_prefilling() or self._phase_order.has_prefilling:
+            return False
+        if self.exits and self.exits.probes and self.exits.probes.num_due:
+            return False
+        # Load-bearing: a decode takes its drafts' tokens too, and no more blocks than these.
+        rows, drafts = len(self.running), self.num_spec_tokens
+        blocks = rows * self._num_kv_groups * (2 + 2 * drafts // self.block_size)
+        is_roomy = blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return is_roomy and rows * (1 + drafts) <= self.max_num_scheduled_tokens
+
+    def _pass_over(self) -> None:
+        self.steering.decodes(self, len(self.running))
+        self._phase_order.pass_over()
 
     def _pool_tokens(self) -> int | None:
         groups = self.kv_cache_config.kv_cache_groups

@@ -140,16 +140,8 @@ class Steering:
         """Limits of the next step; may displace a running request."""
         now_s = self.clock()
         max_active = self._room.max_active(scheduler, now_s) if self._room else None
-        # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
-        self._prefilling = [
-            request
-            for request in self._prefilling
-            if request.is_prefill_chunk and request.status == RequestStatus.RUNNING
-        ]
-        decode_rows = len(scheduler.running) - len(self._prefilling)
-        held = int(scheduler.kv_cache_manager.usage * (self._pool_tokens or 0))
-        self._shape = StepShape(0, decode_rows, held)
-        self._budget = None
+        decode_rows = len(scheduler.running) - self.num_prefilling()
+        self.decodes(scheduler, decode_rows)
         if self._rules.step_cut and self._readers and not self._unchunkable:
             before = self._tokens_before(scheduler)
             target_s = self._target_s(now_s)
@@ -157,6 +149,23 @@ class Steering:
             # Load-bearing: a step's drafts count as its tokens.
             self._budget = budget + decode_rows * scheduler.num_spec_tokens
         return StepLimits(self._budget, max_active)
+
+    def num_prefilling(self) -> int:
+        """Running requests of whose known tokens some are to be computed."""
+        if self._prefilling:
+            # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
+            self._prefilling = [
+                request
+                for request in self._prefilling
+                if request.is_prefill_chunk and request.status == RequestStatus.RUNNING
+            ]
+        return len(self._prefilling)
+
+    def decodes(self, scheduler: Any, rows: int) -> None:
+        """So many requests decode in the next step; nothing else is decided of it yet."""
+        held = int(scheduler.kv_cache_manager.usage * (self._pool_tokens or 0))
+        self._shape = StepShape(0, rows, held)
+        self._budget = None
 
     def _tokens_before(self, scheduler: Any) -> int:
         """What stands before the next chunk, or may at most."""

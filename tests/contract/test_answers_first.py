@@ -119,6 +119,30 @@ def test_an_answer_is_preempted_only_when_nobody_else_is_left(demo_model, is_asy
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_async, seed):
+    """With every step planned and ordered, each token comes in the same step."""
+    # Its cuts depend on what steps take here.
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "false")
+    busy = driver_for(demo_model, is_async=is_async)
+    busy.scheduler._is_quiet = lambda: False
+    totals = load(busy, seed)
+    driver = driver_for(demo_model, is_async=is_async)
+    scheduler, pass_over, quiet = driver.scheduler, driver.scheduler._pass_over, []
+
+    def note():
+        quiet.append(len(scheduler.running))
+        pass_over()
+
+    scheduler._pass_over = note
+    assert load(driver, seed) == totals
+    assert driver.deliveries == busy.deliveries
+    assert totals["preemption:think"] > 5
+    assert len(quiet) > 100
+    assert max(quiet) > 3
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_probes_make_room_before_anybody(demo_model, monkeypatch, is_async):
     """A probe under way is preempted before a thinker, and long before an answer.
 

@@ -56,6 +56,7 @@ def traffic():
                 at_step=at_step,
                 # Some are cut off, in thought or behind it.
                 max_tokens=rng.choice([12, 30, 60]),
+                temperature=1.0,
                 n=rng.choice([1] * 9 + [2]),
                 **({"extra_args": wish} if wish else {}),
             )
@@ -94,7 +95,7 @@ def test_the_traffic_is_worth_the_name(soak):
     counted = soak["counted"]
     assert counted["probe:measured"] > 1000
     assert min(counted[f"exit:{reason}"] for reason in ("eat", "hard_cap", "natural")) > 50
-    assert soak["probed_preemptions"] > 20
+    assert soak["probed_preemptions"] > 5
 
 
 def test_nobody_is_closed_twice(soak):
