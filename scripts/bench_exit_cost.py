@@ -35,11 +35,11 @@ MODEL = ROOT / "meridian_patch" / "demo" / "tiny-reasoner"
 STOCK = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
 ARMS = {
     "observe": {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "observe"},
-    # Measures and follows, but probes nothing.
-    "no-probes": {
+    # Every thought, not a sample.
+    "all": {
         "MERIDIAN_PATCH": "1",
         "MERIDIAN_PATCH_SET_EXIT__MODE": "observe",
-        "MERIDIAN_PATCH_SET_EXIT__EAT": "false",
+        "MERIDIAN_PATCH_SET_EXIT__OBSERVED_AT_A_TIME": "1000",
     },
     "off": {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "off"},
     "stock": STOCK,
