@@ -114,7 +114,7 @@ def test_table_and_report_are_shown(demo_run):
 
 
 def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
-    """Without --rate, half of what stock completes here, and the report says so."""
+    """Without --rate, a share of what stock completes here, and the report says so."""
     demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "20")
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
