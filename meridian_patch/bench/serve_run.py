@@ -75,7 +75,7 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     Raises:
         BenchError: the comparison cannot begin.
     """
-    ports = _ports(comparison)
+    ports = check_ports(comparison.port, len(comparison.arms))
     _check_lengths(comparison)
     folder = comparison.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +101,15 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     page = write_report(folder, played, origin, comparison.data_name)
     console.print(f"report: {page}", highlight=False)
     return code
+
+
+def check_ports(first: int, arms: int) -> list[int]:
+    """A port per arm from ``first`` on; 0: any free ones.
+
+    Raises:
+        BenchError: one of them is taken.
+    """
+    return [pick_port(first + number) if first else 0 for number in range(arms)]
 
 
 def abba(arms: Sequence[RunningArm], pair: int) -> Sequence[RunningArm]:
@@ -190,13 +199,6 @@ def _tell_failed_requests(runs: Sequence[ArmRun], console: Console) -> bool:
 
 def _complete(run: ArmRun) -> Iterator[SeedRun]:
     return (seed for seed in run.seeds if seed.is_complete)
-
-
-def _ports(comparison: Comparison) -> list[int]:
-    """A port per arm, the wanted ones checked."""
-    if comparison.port == 0:
-        return [0] * len(comparison.arms)
-    return [pick_port(comparison.port + number) for number in range(len(comparison.arms))]
 
 
 def _check_lengths(comparison: Comparison) -> None:

@@ -20,7 +20,7 @@ from meridian_patch.bench.report import DATA_NAME
 from meridian_patch.bench.serve_capacity import measure_capacity
 from meridian_patch.bench.serve_load import Load
 from meridian_patch.bench.serve_plan import find_model, plan_traces, tiny_settings
-from meridian_patch.bench.serve_run import Comparison, run_comparison
+from meridian_patch.bench.serve_run import Comparison, check_ports, run_comparison
 from meridian_patch.bench.workload import Mix
 from meridian_patch.errors import MeridianError
 
@@ -53,6 +53,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
     mix = Mix(requests=args.requests, rate_per_s=args.rate or 1.0)
     why = ""
     if args.rate is None and args.trace is None:
+        check_ports(args.port, len(args.arms))
         capacity = measure_capacity(settings, load, mix, args.out, console)
         mix = replace(mix, rate_per_s=round(CAPACITY_SHARE * capacity, 2))
         why = f" Stock completes {capacity:.2f} per second here when all come at once and fit."

@@ -19,8 +19,22 @@ BOUNDS = dict.fromkeys(FIGURES, 0.35) | {"answer_itl_p99_s": 0.6, "ttfat_mean_s"
 FEW_PREEMPTIONS = 10
 
 
+# While a machine's speed changes by more than this from one trace to the next, nothing can be said.
+STEADY = (0.87, 1.15)
+MOST_TRIES = 3
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
+    for _ in range(MOST_TRIES):
+        written = validate(tmp_path_factory)
+        speeds = [arm["predicted_over_timed_steps"] for arm in written["arms"].values()]
+        if all(STEADY[0] <= speed <= STEADY[1] for speed in speeds):
+            break
+    return written
+
+
+def validate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("validation")
     options = "--seeds 1 --requests 50 --rounds 1 --bursts 1 --blocks 97".split()  # noqa: SIM905
     command = [sys.executable, "-P", "-m", "meridian_patch.cli", "bench", "validate", *options]
