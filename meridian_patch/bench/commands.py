@@ -85,9 +85,9 @@ def _kv_micro(parsed: argparse.Namespace) -> int:
 
 def _turns(parsed: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from meridian_patch.bench.cost import load_cost
+    from meridian_patch.bench.progress import progress_bars
     from meridian_patch.bench.turns_figures import summarise_turns
     from meridian_patch.bench.turns_grid import run_grid
     from meridian_patch.bench.turns_report import (
@@ -102,13 +102,7 @@ def _turns(parsed: argparse.Namespace) -> int:
     cost = load_cost(grid.cost)
     parsed.out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+    with progress_bars(console) as progress:
         task = progress.add_task("replays", total=sum(1 for _ in grid.jobs()))
         try:
             runs = run_grid(grid, workers, lambda _: progress.advance(task))

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meridian_patch import envs
 from meridian_patch.bench.arms import (
@@ -18,6 +17,7 @@ from meridian_patch.bench.arms import (
     play_seed,
     start_arm,
 )
+from meridian_patch.bench.progress import progress_bars
 from meridian_patch.bench.serve_load import Load
 from meridian_patch.bench.server import ServerSettings
 from meridian_patch.bench.workload import Mix, make_trace
@@ -54,13 +54,7 @@ def measure_capacity(
         settings = replace(settings, kv_blocks=_ROOMY_POOL * settings.kv_blocks)
     arm, run = Arm(STOCK, ARM_ENVIRONMENTS[STOCK]), ArmRun(STOCK)
     env = arm_environment(arm, dict(envs.environment()))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+    with progress_bars(console, transient=True) as progress:
         task = progress.add_task("what stock completes on this machine", total=len(trace))
         advance = partial(progress.advance, task)
         with start_arm(run, settings, env, folder / "server-capacity.log", load) as running:

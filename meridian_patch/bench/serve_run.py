@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meridian_patch import envs
 from meridian_patch.bench.arms import (
@@ -26,6 +25,7 @@ from meridian_patch.bench.arms import (
     start_arm,
 )
 from meridian_patch.bench.machine import describe_machine
+from meridian_patch.bench.progress import progress_bars
 from meridian_patch.bench.report import Origin, write_report
 from meridian_patch.bench.serve_load import Load
 from meridian_patch.bench.server import ServerSettings, pick_port
@@ -125,14 +125,7 @@ def _play(
     console: Console,
 ) -> int:
     """Start all servers, then play; what breaks an arm off is said, kept, and ends that arm."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Seldom redrawn: the clients share the machine.
-    with Progress(*columns, console=console, refresh_per_second=2) as progress, ExitStack() as up:
+    with progress_bars(console) as progress, ExitStack() as up:
         busy: ArmRun | None = None
         try:
             running = []

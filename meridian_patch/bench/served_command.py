@@ -119,19 +119,11 @@ def _play(
 
     Each seed begins with another arm.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from meridian_patch.bench.progress import progress_bars
     from meridian_patch.bench.served_arms import ServedRun, run_served, serve_arm
 
     code = 0
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Seldom redrawn: the clients share this process.
-    with Progress(*columns, console=console, refresh_per_second=2) as progress, ExitStack() as up:
+    with progress_bars(console) as progress, ExitStack() as up:
         starting = progress.add_task("starting servers", total=len(arms))
         served = []
         for name in arms:

@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meridian_patch import __version__
 from meridian_patch.bench.machine import describe_machine
+from meridian_patch.bench.progress import progress_bars
 from meridian_patch.calibrate.engine_process import EngineProcess
 from meridian_patch.calibrate.journal import Journal
 from meridian_patch.calibrate.observe import PASSES, Natural, Observer, OnProgress, Subject
@@ -163,13 +163,7 @@ def _origin(
 @contextmanager
 def _progress(console: Console) -> Iterator[OnProgress]:
     """A bar per pass; its total is known when the pass begins."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+    with progress_bars(console) as progress:
         tasks = {name: progress.add_task(name, start=False, total=None) for name in PASSES}
 
         def update(name: str, done: int, total: int) -> None:

@@ -87,7 +87,7 @@ class Exits:
         self._trace = trace
         self._watched: dict[str, _Watched] = {}
         # Those that wait for their first step, and perhaps are not followed then.
-        self._undecided: dict[str, _Watched] = {}
+        self._undecided: dict[str, tuple[Any, RequestPhase]] = {}
         self._unmeasured = Unmeasured()
         # Those that are followed and do not answer.
         self._measured: dict[str, None] = {}
@@ -249,30 +249,27 @@ class Exits:
     def _watch(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
         if config.mode == "off":
             return
-        budget = getattr(request.sampling_params, "thinking_token_budget", None)
-        # Load-bearing: vLLM takes -1 for no budget.
-        budget = None if budget is None or budget < 0 else budget
-        controller = ExitController(config, self._breaks, budget)
-        name = request.request_id
-        watched = _Watched(request, controller, state, config.mode, len(state.known))
         if config is self._config and config.mode == "observe":
-            self._undecided[name] = watched
+            self._undecided[request.request_id] = request, state
         else:
-            self._watched[name] = watched
-            self._measured[name] = None
+            self._measure(request, state, config)
+
+    def _measure(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
+        controller = ExitController(config, self._breaks, _budget_tokens(request))
+        watched = _Watched(request, controller, state, config.mode, len(state.known))
+        self._watched[request.request_id] = watched
+        self._measured[request.request_id] = None
 
     def _decide(self, names: Iterable[str]) -> None:
         """These are in a step; whom of those that never were to measure."""
         for name in names:
-            watched = self._undecided.pop(name, None)
-            if watched is None:
+            request, state = self._undecided.pop(name, (None, None))
+            if state is None:
                 continue
             if len(self._measured) < self._config.observed_at_a_time:
-                self._watched[name] = watched
-                self._measured[name] = None
+                self._measure(request, state, self._config)
             else:
-                budget = watched.controller.budget_tokens
-                self._unmeasured.add(name, watched.state, budget)
+                self._unmeasured.add(name, state, _budget_tokens(request))
 
     def _tell_kept(self, watched: _Watched) -> None:
         kept, seen = watched.kept, watched.seen
@@ -345,8 +342,8 @@ class Exits:
         is_forbidden = allowed is not None and not set(sequence) <= set(allowed)
         # Load-bearing: vLLM takes the last token of a bad word out of the choice.
         bad = {ids[-1] for ids in sampling.bad_words_token_ids or () if ids}
-        budget = getattr(sampling, "thinking_token_budget", None)
-        left = None if budget is None or budget < 0 else budget - watched.state.tokens_in_phase
+        budget = _budget_tokens(watched.request)
+        left = None if budget is None else budget - watched.state.tokens_in_phase
         # Load-bearing: vLLM forces its own close at its budget; two must not meet.
         is_late = left is not None and left <= len(sequence) + 2
         if is_forbidden or is_late or not bad.isdisjoint(sequence):
@@ -366,3 +363,10 @@ class Exits:
             self._counters.count(counters.VERDICT, outcome.verdict.reason)
         if outcome.num_invalid:
             self._counters.count(counters.INVALID, "think", outcome.num_invalid)
+
+
+def _budget_tokens(request: Any) -> int | None:
+    """The request's bound on its thinking that vLLM itself keeps; None: it has none."""
+    budget = getattr(request.sampling_params, "thinking_token_budget", None)
+    # Load-bearing: vLLM takes -1 for no budget.
+    return None if budget is None or budget < 0 else budget

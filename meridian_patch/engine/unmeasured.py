@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meridian_patch.exit.actions import Outcome
-from meridian_patch.exit.base import Reason
+from meridian_patch.exit.base import own_end
 from meridian_patch.phase.router import RequestPhase
 
 
@@ -50,7 +50,5 @@ class Unmeasured:
             return None
         all_tokens = thinker.state.think_tokens_before
         think_tokens, thinker.told_tokens = all_tokens - thinker.told_tokens, all_tokens
-        budget = thinker.budget_tokens
-        is_over = budget is not None and think_tokens > budget
-        reason = Reason.BUDGET if is_over else Reason.NATURAL
+        reason = own_end(think_tokens, thinker.budget_tokens)
         return Outcome(reason, think_tokens, None, 0, is_measured=False), all_tokens

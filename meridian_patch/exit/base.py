@@ -45,6 +45,15 @@ class Reason(StrEnum):
     END_PROBABILITY = "end_probability"
 
 
+def own_end(think_tokens: int, budget_tokens: int | None) -> Reason:
+    """What ended a thought that nobody here closed.
+
+    ``budget`` when it is longer than vLLM's budget: vLLM does not say when it closes one.
+    """
+    is_over = budget_tokens is not None and think_tokens > budget_tokens
+    return Reason.BUDGET if is_over else Reason.NATURAL
+
+
 class Firing(NamedTuple):
     """A strategy would close a thought.
 

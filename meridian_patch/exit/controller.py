@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import Action, Close, Outcome, Probe
-from meridian_patch.exit.base import Reason, Row
+from meridian_patch.exit.base import Row, own_end
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.watch import ThoughtWatch
 
@@ -31,7 +31,7 @@ class ExitController:
     ) -> None:
         self._config = config
         self._breaks = breaks
-        self.budget_tokens = budget_tokens
+        self._budget_tokens = budget_tokens
         # None behind the boundary, and before the first start.
         self._watch: ThoughtWatch | None = None
         self._num_thoughts = 0
@@ -88,7 +88,7 @@ class ExitController:
         self._num_thoughts += 1
         self._is_closing = False
         self._watch = ThoughtWatch(
-            self._num_thoughts, self._config, self._breaks, self.budget_tokens, think_tokens
+            self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
         )
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
@@ -120,9 +120,6 @@ class ExitController:
     def end(self, num_tokens: int) -> Outcome | None:
         """The boundary was accepted; None when no thought was under way.
 
-        The reason is ``budget`` when the thought is longer than vLLM's budget and nobody else
-        closed it: vLLM does not say when it did.
-
         Args:
             num_tokens: think tokens that came with it, its own included, and did not go through
                 ``accept``.
@@ -131,11 +128,10 @@ class ExitController:
         if watch is None:
             return None
         think_tokens = watch.think_tokens + num_tokens
-        reason = Reason.NATURAL
         if self._is_closing and watch.verdict:
             reason = watch.verdict.reason
-        elif self.budget_tokens is not None and think_tokens > self.budget_tokens:
-            reason = Reason.BUDGET
+        else:
+            reason = own_end(think_tokens, self._budget_tokens)
         self.outcome = Outcome(reason, think_tokens, watch.verdict, watch.num_invalid)
         return self.outcome
 

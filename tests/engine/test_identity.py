@@ -36,6 +36,18 @@ def test_greedy_tokens_are_stock_in_an_ample_pool(v1_stock, v1_patched, path):
     assert len(token_ids(stock)) == len(AMPLE)
     assert token_ids(patched) == token_ids(stock)
     assert has_probed(patched)
+    # Nearly all steps have a token and room for everybody, and no prompt.
+    assert patched["passed_over"] > patched["steps"] / 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_observing_measures_a_sample(v1_patched, path):
+    """All of few requests, some of many; the ends of the others are counted all the same."""
+    few = runs(v1_patched, path, "ample")["counted"]
+    many = runs(v1_patched, path, "pressure")["counted"]
+    assert few["measured:observe"] == few["exit:natural"] == len(AMPLE)
+    assert many["exit:natural"] == len(PRESSURE)
+    assert 8 <= many["measured:observe"] < len(PRESSURE)
 
 
 @pytest.mark.parametrize("path", [*PATHS, "ngram"])

@@ -27,6 +27,7 @@ class Watched:
         accepted: tokens produced beyond one per request and step.
         routed: request name -> the phases that the product's router put it in, in order; empty
             on a stock scheduler.
+        passed_over: steps that the product neither planned nor ordered.
         planned: steps in which something was to be measured.
         probes: tokens computed by each probe, in each step it was part of.
         misrouted: times the router disagreed with the phase read off the request's tokens.
@@ -42,6 +43,7 @@ class Watched:
     accepted: int = 0
     routed: dict[str, list[str]] = field(default_factory=dict)
     misrouted: int = 0
+    passed_over: int = 0
     planned: int = 0
     probes: list[int] = field(default_factory=list)
 
@@ -61,6 +63,8 @@ class SchedulerWatch:
         self._wrap("schedule", after=self._scheduled)
         self._wrap("update_from_output", after=self._updated)
         self._wrap("_preempt_request", before=self._preempting)
+        if hasattr(scheduler, "_pass_over"):
+            self._wrap("_pass_over", before=self._passing_over)
 
     def restart(self) -> Watched:
         self.seen = Watched()
@@ -123,6 +127,9 @@ class SchedulerWatch:
                 "step": self.seen.steps + 1,
             }
         )
+
+    def _passing_over(self) -> None:
+        self.seen.passed_over += 1
 
     def _is_probed(self, request_id: str) -> bool:
         probes = getattr(getattr(self.scheduler, "exits", None), "probes", None)

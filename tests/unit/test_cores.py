@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -60,5 +59,4 @@ def test_a_group_that_is_gone_is_no_error(served):
     for process in group:
         process.kill()
         process.wait()
-    time.sleep(0.05)
     cores.clear_the_workers_core(group[0].pid, {cores.VARIABLE: str(worker)})

@@ -122,20 +122,13 @@ def _play(
     folder: Path,
 ) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from meridian_patch.bench.exit.run import ExitBench
+    from meridian_patch.bench.progress import progress_bars
     from meridian_patch.demo.problems import make_problems
 
     model = Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner")))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Seldom redrawn: the engine shares the machine.
-    with Progress(*columns, console=Console(), refresh_per_second=2) as progress:
+    with progress_bars(Console()) as progress:
         tasks: dict[str, Any] = {}
 
         def show(stage: str, arm: str, done: int, total: int) -> None:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from meridian_patch.bench.cost import CostModel
 from meridian_patch.bench.lab.figures import Limits, summarise
@@ -27,6 +27,7 @@ from meridian_patch.bench.lab.run import HOW, LabRun
 from meridian_patch.bench.lab.tables import NOTE, by_place, place_table
 from meridian_patch.bench.lab.trace import write_trace
 from meridian_patch.bench.lab.workers import Workers
+from meridian_patch.bench.progress import progress_bars
 from meridian_patch.errors import BenchError
 
 
@@ -65,15 +66,9 @@ class Session:
         Raises:
             BenchError: a pool cannot hold the longest request, or saturated stock failed.
         """
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
         try:
             with (
-                Progress(*columns, console=console, refresh_per_second=2) as progress,
+                progress_bars(console) as progress,
                 Workers(processes) as workers,
             ):
                 self._play(workers, progress)
