@@ -54,7 +54,8 @@ class Engine(Protocol):
 class EngineProcess:
     """A stock vLLM engine in a process of its own, started when it is first asked something.
 
-    Stock, because thoughts are to come to their natural end whatever is configured here.
+    Stock, because thoughts are to come to their natural end whatever is configured here; its model
+    runners have the tap of a patched server.
 
     Args:
         arguments: of ``vllm.LLM``.
@@ -124,4 +125,9 @@ class EngineProcess:
 def _environment() -> dict[str, str]:
     env = envs.environment()
     kept = {name: value for name, value in env.items() if not name.startswith(envs.PREFIX)}
-    return kept | {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
+    return kept | {
+        "MERIDIAN_PATCH": "0",
+        "VLLM_PLUGINS": "",
+        # The scheduler is told from within the process what to measure.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }

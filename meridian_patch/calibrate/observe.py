@@ -197,6 +197,8 @@ class Observer:
             ]
             lag = self._subject.lag_tokens
         else:
+            of_tokens = (entropy for natural in naturals for entropy in natural.entropies)
+            _check_finite(f"the think tokens of {len(naturals)} problems", of_tokens)
             found = [rpdi_places(n.thought, n.entropies, config, breaks) for n in naturals]
             lag = max(self._subject.lag_tokens - 1, 0)
         found = [
@@ -222,11 +224,8 @@ class Observer:
             [(at, _entropy(replies[f"probe/{n.key}/{at}"])) for at in of_problem]
             for n, of_problem in zip(naturals, places, strict=True)
         ]
-        if pairs and not any(math.isfinite(x) for of_one in entropies for _, x in of_one):
-            raise CalibrationError(
-                f"none of {len(pairs)} probes has an entropy that is a finite number; expected "
-                "finite logits"
-            )
+        if pairs:
+            _check_finite(f"{len(pairs)} probes", (x for of_one in entropies for _, x in of_one))
         return entropies
 
     def _answer_early(
@@ -277,6 +276,14 @@ class Observer:
 
 def _digest(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:_DIGEST_LENGTH]
+
+
+def _check_finite(what: str, entropies: Iterable[float]) -> None:
+    if not any(map(math.isfinite, entropies)):
+        raise CalibrationError(
+            f"none of {what} has an entropy that is a finite number; expected finite logits, and a "
+            "model runner whose logits can be measured (engine.log says when it cannot)"
+        )
 
 
 def _entropy(reply: Reply) -> float:

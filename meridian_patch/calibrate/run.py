@@ -20,11 +20,10 @@ from meridian_patch.calibrate.problems import Problem
 from meridian_patch.calibrate.profile import model_identity, render_profile
 from meridian_patch.calibrate.report import PAGE, PROFILE, RESULT, verdict, write_report
 from meridian_patch.calibrate.settings import Request
-from meridian_patch.calibrate.thresholds import EAT, RPDI
+from meridian_patch.calibrate.thresholds import EAT
 from meridian_patch.config.families import exit_config
 from meridian_patch.engine.boundaries import describe_unknown
 from meridian_patch.engine.model_directory import ModelDirectory, read_model
-from meridian_patch.engine.token_entropies import MAX_MEASURED_VOCABULARY
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.breaks import find_breaks
 from meridian_patch.phase.boundaries import Boundaries
@@ -42,7 +41,7 @@ def calibrate_model(request: Request) -> int:
     """
     console = Console()
     found = read_model(str(request.model), request.reasoning_parser, request.family)
-    subject = _subject(request, found, console)
+    subject = _subject(request, found)
     goal = Goal(request.epsilon, request.confidence, subject.thresholds)
     goal.check_count(len(request.data.problems), f"data file {request.data.path}")
     prompts = [(problem, _prompt(request, found, problem)) for problem in request.data.problems]
@@ -74,7 +73,7 @@ def calibrate_model(request: Request) -> int:
     return 0
 
 
-def _subject(request: Request, found: ModelDirectory, console: Console) -> Subject:
+def _subject(request: Request, found: ModelDirectory) -> Subject:
     if found.resolution is None:
         reason = describe_unknown(str(request.model), found.identity)
         raise CalibrationError(
@@ -89,24 +88,13 @@ def _subject(request: Request, found: ModelDirectory, console: Console) -> Subje
             f"hold the end boundary when written in tokens, so that EAT cannot be measured; set "
             "probe in the family file, or calibrate --strategies rpdi"
         )
-    thresholds = dict(request.thresholds)
-    size = len(tokenizer)
-    if RPDI in thresholds and size > MAX_MEASURED_VOCABULARY:
-        reason = (
-            f"rpdi needs the entropy of every think token, which is measured for vocabularies of "
-            f"up to {MAX_MEASURED_VOCABULARY} entries; this one has {size}"
-        )
-        if request.is_chosen or len(thresholds) == 1:
-            raise CalibrationError(f"{reason}. Calibrate --strategies eat")
-        console.print(f"{reason}; it is left out, and off in the profile", highlight=False)
-        del thresholds[RPDI]
-    ids = [[token_id] for token_id in range(size)]
+    ids = [[token_id] for token_id in range(len(tokenizer))]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return Subject(
         boundaries=boundaries,
         breaks=find_breaks(enumerate(texts)),
         config=exit_config(found.loaded.config, boundaries.family),
-        thresholds=thresholds,
+        thresholds=request.thresholds,
         max_tokens=request.max_tokens,
         max_answer_tokens=request.max_answer_tokens,
         lag_tokens=request.lag_tokens,

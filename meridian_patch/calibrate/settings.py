@@ -26,7 +26,6 @@ class Request:
 
     Attributes:
         thresholds: to try, by strategy.
-        is_chosen: the strategies were named, and are not those of the configuration.
         sampling: fields of ``SamplingParams`` in place of the model's own.
         max_tokens: of a natural output; None: as many as there is room for.
         template: variables of the chat template.
@@ -41,7 +40,6 @@ class Request:
     epsilon: float
     confidence: float
     thresholds: dict[Kind, Sequence[float]]
-    is_chosen: bool
     sampling: dict[str, Any]
     max_tokens: int | None
     max_answer_tokens: int
@@ -83,7 +81,6 @@ def read_request(parsed: argparse.Namespace) -> Request:
         epsilon=epsilon,
         confidence=confidence,
         thresholds=thresholds,
-        is_chosen=parsed.strategies is not None,
         sampling=sampling,
         max_tokens=None if max_tokens is None else _whole("--max-tokens", max_tokens),
         max_answer_tokens=_whole("--max-answer-tokens", parsed.max_answer_tokens),

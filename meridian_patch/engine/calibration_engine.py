@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from meridian_patch.engine.token_entropies import TokenEntropies
+from meridian_patch.engine.sampled_entropies import SampledEntropies
 
 if TYPE_CHECKING:
     import queue
@@ -20,19 +20,16 @@ class CalibrationEngine:
 
     Args:
         job: ``engine`` and ``sampling``, see ``calibration_run``.
-        entropies: where they come from.
         channel: takes the replies.
     """
 
-    def __init__(self, job: dict[str, Any], entropies: TokenEntropies, channel: TextIO) -> None:
-        self._entropies = entropies
+    def __init__(self, job: dict[str, Any], channel: TextIO) -> None:
         self._channel = channel
-        self._llm = LLM(**(job["engine"] | dict(entropies.engine_arguments)))
+        self._llm = LLM(**job["engine"])
         self._engine = self._llm.llm_engine
         # As a server has it: what the model's generation_config.json says, where nothing is asked.
         self._sampling = self._llm.model_config.get_diff_sampling_param() | job["sampling"]
-        # Keys of unfinished requests whose tokens are measured.
-        self._measured: set[str] = set()
+        self._entropies = SampledEntropies(self._llm)
         config = self._engine.vllm_config
         self._max_model_len = config.model_config.max_model_len
         self._send({"max_num_seqs": config.scheduler_config.max_num_seqs})
@@ -63,8 +60,7 @@ class CalibrationEngine:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         if request["is_measured"]:
-            changes |= self._entropies.sampling
-            self._measured.add(request["key"])
+            self._entropies.measure(request["key"])
         self._engine.add_request(
             request["key"],
             {"prompt_token_ids": request["prompt"]},
@@ -72,11 +68,8 @@ class CalibrationEngine:
         )
 
     def _finish(self, output: Any) -> None:
-        completion = output.outputs[0]
-        is_measured = output.request_id in self._measured
-        self._measured.discard(output.request_id)
-        entropies = self._entropies.read(completion) if is_measured else None
-        ids = list(completion.token_ids)
+        ids = list(output.outputs[0].token_ids)
+        entropies = self._entropies.take(output.request_id, len(ids))
         self._send({"key": output.request_id, "ids": ids, "entropies": entropies})
 
     def _send(self, reply: dict[str, Any]) -> None:

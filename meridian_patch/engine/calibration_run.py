@@ -21,8 +21,6 @@ import queue
 import sys
 import threading
 
-from meridian_patch.engine.token_entropies import LogprobEntropies
-
 
 def main() -> None:
     """Start the engine, answer, end with the input."""
@@ -31,7 +29,7 @@ def main() -> None:
     # Late: vLLM may print as soon as it is imported.
     from meridian_patch.engine.calibration_engine import END, CalibrationEngine
 
-    engine = CalibrationEngine(json.loads(sys.stdin.readline()), LogprobEntropies(), channel)
+    engine = CalibrationEngine(json.loads(sys.stdin.readline()), channel)
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:

@@ -9,6 +9,7 @@ from vllm.config import ReasoningConfig
 from vllm.sampling_params import RequestOutputKind
 
 from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.errors import BenchError
 
 
@@ -82,7 +83,7 @@ class ExitWatch:
             # Load-bearing: tokens on the way count from this step on, its own among them.
             on_the_way = max(request.num_output_placeholders - 1, 0)
             index = request.num_output_tokens + on_the_way
-            self._forced.setdefault(_key_of(name), []).append(index)
+            self._forced.setdefault(caller_id(name), []).append(index)
         return result
 
 
@@ -143,8 +144,3 @@ class ExitEngine:
     def _send(self, reply: dict[str, Any]) -> None:
         self._channel.write(json.dumps(reply) + "\n")
         self._channel.flush()
-
-
-def _key_of(request_id: str) -> str:
-    # Load-bearing: vLLM puts a random suffix behind the caller's id.
-    return request_id.rsplit("-", 1)[0]

@@ -107,24 +107,24 @@ def test_entropies_are_those_of_the_model(done, demo_model):
             logits = network(torch.tensor([ids])).logits[0].double()
         return torch.distributions.Categorical(logits=logits).entropy().tolist()
 
-    name = "1"
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROBLEMS[0].question}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    prompt = tokenizer.encode(prompt, add_special_tokens=False)
-    (thought,) = (line for key, line in by_key.items() if key.startswith(f"measured/{name}/"))
-    known = entropies([*prompt, *thought["ids"]])[len(prompt) - 1 : -1]
-    assert thought["entropies"] == pytest.approx(known, **CLOSE)
-    probes = [(key, line) for key, line in by_key.items() if key.startswith(f"probe/{name}/")]
-    assert len(probes) >= 5
-    for key, line in probes:
-        at = int(key.rpartition("/")[2])
-        after = entropies(
-            [*prompt, *thought["ids"][:at], tokenizer.convert_tokens_to_ids("</think>")]
+    for number, problem in enumerate(PROBLEMS, 1):
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}],
+            tokenize=False,
+            add_generation_prompt=True,
         )
-        assert line["entropies"] == pytest.approx(after[-1:], **CLOSE)
+        prompt = tokenizer.encode(prompt, add_special_tokens=False)
+        (thought,) = (line for key, line in by_key.items() if key.startswith(f"measured/{number}/"))
+        known = entropies([*prompt, *thought["ids"]])[len(prompt) - 1 : -1]
+        assert thought["entropies"] == pytest.approx(known, **CLOSE)
+        probes = [(key, line) for key, line in by_key.items() if key.startswith(f"probe/{number}/")]
+        assert probes
+        for key, line in probes[:5]:
+            at = int(key.rpartition("/")[2])
+            after = entropies(
+                [*prompt, *thought["ids"][:at], tokenizer.convert_tokens_to_ids("</think>")]
+            )
+            assert line["entropies"] == pytest.approx(after[-1:], **CLOSE)
 
 
 def test_an_all_wrong_model_is_refused(done, demo_model, tmp_path):

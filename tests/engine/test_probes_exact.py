@@ -1,21 +1,19 @@
 """What a probe measures on the real engine is what transformers says of the same tokens.
 
-Out of reach here: LoRA and images, which the tiny reasoner has not. Probes carry both on, and no
-engine test shows it.
+Out of reach here: images, which the tiny reasoner does not see. Probes carry them on, and no engine
+test shows it. For LoRA see ``test_probes_lora.py``.
 """
 
 import json
 from collections import defaultdict
 
 import pytest
-import torch
 from engine_plans import AMPLE, PATIENT, PRESSURE, SMALL_POOL
 from engine_watch import request_name
+from probe_reference import Reference
 from run_engine import PATCHED, Job, run_job
-from transformers import AutoTokenizer, Qwen3ForCausalLM
 from workloads import ask, ask_all, engine_arguments
 
-from meridian_patch.config.families import load_families
 from meridian_patch.demo.problems import make_problems
 
 pytestmark = pytest.mark.engine
@@ -45,8 +43,6 @@ V1 = {
     "uncached": {"async_scheduling": True, "enable_prefix_caching": False},
 }
 V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": True}
-# Prefixes that transformers computes at a time.
-BATCH = 16
 NOTICE = "EAT is off, thoughts are not probed: prefix caching is off"
 
 
@@ -87,40 +83,6 @@ def v1(demo_model, tmp_path_factory):
 def v2(demo_model, tmp_path_factory):
     stages = [stage("v2", engine_arguments(demo_model, **V2), 100)]
     return Observed(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True)
-
-
-class Reference:
-    """The tiny reasoner in transformers, float32."""
-
-    def __init__(self, model):
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self.suffix = self._ids(load_families()["tiny_reasoner"].family.probe_text)
-
-    def prompt(self, problem):
-        messages = [{"role": "user", "content": problem.question}]
-        return self._ids(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
-
-    def entropies_nats(self, prefixes):
-        """Of the tokens behind each prefix and the trial boundary, in float64."""
-        entropies = []
-        for first in range(0, len(prefixes), BATCH):
-            rows = [torch.tensor(prefix + self.suffix) for prefix in prefixes[first:][:BATCH]]
-            # What is padded stands behind the last token, which does not see it.
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            last = torch.tensor([len(row) - 1 for row in rows])
-            with torch.inference_mode():
-                logits = self._network(padded).logits[torch.arange(len(rows)), last].double()
-            log_p = torch.log_softmax(logits, dim=-1)
-            entropies += (-(log_p.exp() * log_p).sum(dim=-1)).tolist()
-        return entropies
-
-    def _ids(self, text):
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.fixture(scope="module")

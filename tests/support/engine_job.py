@@ -45,8 +45,13 @@ def run_stage(stage: dict) -> dict:
 
     llm = LLM(**stage["engine"])
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    watch = signals = None
+    watch = signals = entropies = None
     report = {"runs": {}}
+    if stage.get("samples_entropies"):
+        # Only in a job that is told not to be patched by this.
+        from meridian_patch.engine.sampled_entropies import SampledEntropies
+
+        entropies = SampledEntropies(llm)
     if core is not None and hasattr(core, "scheduler"):
         tokenizer = llm.get_tokenizer()
         ids = tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
@@ -58,13 +63,13 @@ def run_stage(stage: dict) -> dict:
     for run in stage["runs"]:
         if signals is not None:
             signals.restart(is_on=run["measures"])
-        report["runs"][run["name"]] = outcome = Run(llm, watch, run).drive()
+        report["runs"][run["name"]] = outcome = Run(llm, watch, run, entropies).drive()
         if signals is not None:
             [names] = llm.collective_rpc(tapped)
             outcome["signals"] = signals.report() | {"tapped": names}
     report["status"] = read_status()
     llm.llm_engine.engine_core.shutdown()
-    del llm, core, watch, signals
+    del llm, core, watch, signals, entropies
     cleanup_dist_env_and_memory()
     gc.collect()
     return report
@@ -83,8 +88,9 @@ def read_status() -> list[dict]:
 class Run:
     """Adds requests and fires events at given engine steps, and steps until all is done."""
 
-    def __init__(self, llm, watch: SchedulerWatch | None, run: dict) -> None:
+    def __init__(self, llm, watch: SchedulerWatch | None, run: dict, entropies=None) -> None:
         self._engine = llm.llm_engine
+        self._entropies = entropies
         self._tokenizer = llm.get_tokenizer()
         self._watch = watch
         self._requests = list(run["requests"])
@@ -124,10 +130,13 @@ class Run:
         prompt = self._tokenizer.apply_chat_template(
             request["messages"], tokenize=False, add_generation_prompt=True
         )
+        if self._entropies is not None:
+            self._entropies.measure(request["name"])
         self._engine.add_request(
             request["name"],
             prompt,
             SamplingParams(**params),
+            lora_request=_lora(request.get("lora")),
             priority=request.get("priority", 0),
         )
 
@@ -147,6 +156,9 @@ class Run:
                 boundary_id = self._tokenizer.convert_tokens_to_ids(THINK_END)
                 rows = [signals_of(logits, boundary_id) for logits in sample.logprobs]
                 kept["samples"][sample.index]["signals"] = rows
+        if output.finished and self._entropies is not None:
+            number = len(kept["samples"][0]["ids"])
+            kept["samples"][0]["entropies"] = self._entropies.take(output.request_id, number)
 
     def _fire(self, event: dict) -> None:
         engine = self._engine
@@ -165,6 +177,12 @@ class Run:
         samples = [s for output in self._outputs.values() for s in output["samples"].values()]
         produced = sum(len(sample["ids"]) for sample in samples)
         self._fired.append(event | {"result": result, "produced": produced})
+
+
+def _lora(folder: str | None):
+    from vllm.lora.request import LoRARequest
+
+    return None if folder is None else LoRARequest("adapter", 1, folder)
 
 
 def _take_due(entries: list[dict], step: int) -> list[dict]:

@@ -14,6 +14,7 @@ from calibration_toys import (
 )
 
 from meridian_patch.calibrate.chains import answer_begin, find_chain
+from meridian_patch.calibrate.engine_process import Reply
 from meridian_patch.calibrate.journal import Journal
 from meridian_patch.calibrate.outcome import Goal, check_naturals, decide
 from meridian_patch.calibrate.profile import render_profile
@@ -119,6 +120,22 @@ def test_rpdi_needs_measured_thoughts(tmp_path):
     again = ToyEngine()
     observe(tmp_path / "j", again, KNOWN[:3])
     assert again.asked == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(EAT, "none of 1000 probes"), (RPDI, "none of the think tokens")]
+)
+def test_a_model_that_cannot_be_measured_is_refused(tmp_path, kind, what):
+    """NaN logits, or a runner that the tap does not fit: no threshold would ever be reached."""
+
+    class Unmeasured(ToyEngine):
+        def run(self, asks):
+            for key, reply in super().run(asks):
+                measured = reply.entropies and [float("nan")] * len(reply.entropies)
+                yield key, Reply(reply.ids, measured)
+
+    with pytest.raises(CalibrationError, match=what):
+        observe(tmp_path / "j", Unmeasured(), thresholds={kind: kind.thresholds})
 
 
 def test_an_all_wrong_model_is_refused_before_anything_is_probed(tmp_path):
