@@ -27,7 +27,7 @@ from typing import Any
 from meridian_patch import envs
 from meridian_patch.bench.server import server_environment
 from meridian_patch.demo.problems import make_problems
-from meridian_patch.engine.cores import leave_the_workers_core
+from meridian_patch.engine.cores import keep_to_the_engines_core
 from meridian_patch.engine.timed_engine import TimedEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,7 +215,7 @@ class Timed:
 
 def _child(answers: Path, arguments: dict[str, Any]) -> None:
     """Play what comes on standard input and write what it took, a line each."""
-    leave_the_workers_core(envs.environment())
+    keep_to_the_engines_core(envs.environment())
     engine = TimedEngine(arguments)
     scheduler = engine._core.scheduler
     executor = engine._core.model_executor

@@ -104,7 +104,7 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # One OpenMP thread: the model is tiny, and the other cores feed the streams.
-        cores.VARIABLE: cores.worker_core(),
+        **cores.environment(),
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         # The dev endpoints include the one that empties the prefix cache between seeds.
@@ -182,7 +182,7 @@ class ServerProcess:
         except BaseException:
             self._stop()
             raise
-        cores.clear_the_workers_core(self.pid, self._env)
+        cores.separate(self.pid, self._env)
         return self
 
     def __exit__(

@@ -1,8 +1,8 @@
 """Who runs on which core when vLLM serves on a small CPU machine.
 
-Worker and EngineCore wait for each other by spinning. On one core both crawl: steps take up to
-twice as long, in some processes and not in others. So the worker gets a core that nobody else of
-its server uses.
+The model runs within EngineCore there, as on a single GPU, and EngineCore's thread has a core that
+nobody else of its server uses. API server and clients read each token of a step while the next
+one is computed: on EngineCore's core, the more it has to do the longer it would wait for them.
 """
 
 import os
@@ -10,56 +10,81 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+# With more cores than these nobody is in anybody's way.
+_MOST_CORES = 4
+# Load-bearing: vLLM names its processes, and Linux keeps 15 characters.
+_ENGINE_CORE = "VLLM::EngineCor"
 
 
-def worker_core() -> str:
-    """Value of ``VLLM_CPU_OMP_THREADS_BIND``: the last core, where there are several."""
-    cores = sorted(os.sched_getaffinity(0))
-    return str(cores[-1]) if len(cores) > 1 else "nobind"
+def environment() -> dict[str, str]:
+    """Variables of a server on a CPU: no worker process, and the core of the engine.
+
+    As a process of its own the worker would wait for EngineCore by spinning, and EngineCore for it.
+    """
+    # Load-bearing: the CPU platform keeps the worker within EngineCore under the first of these,
+    # and then binds no thread by the second.
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", VARIABLE: _engine_core()}
 
 
-def leave_the_workers_core(environment: Mapping[str, str]) -> None:
-    """This process, and what it starts from here on, keep off the core of the worker."""
-    others = _others(environment)
-    if others:
-        os.sched_setaffinity(0, others)
+def keep_to_the_engines_core(environment: Mapping[str, str]) -> None:
+    """This process, an engine without a server, stays on the core of the engine."""
+    own = os.sched_getaffinity(0) - _others(environment)
+    if own:
+        os.sched_setaffinity(0, own)
 
 
-def clear_the_workers_core(group: int, environment: Mapping[str, str]) -> None:
-    """All of a process group keep off the core of its worker, but for the worker.
+def separate(group: int, environment: Mapping[str, str]) -> None:
+    """The engine of a process group gets its core, and everybody else of the group leaves it.
 
-    Load-bearing: the worker's threads are those that vLLM has bound to that very core.
+    The engine is what vLLM has bound to that core already, as it does with a worker process; else
+    EngineCore's first thread.
 
     Args:
         group: of a server that is up.
         environment: of the server.
     """
     others = _others(environment)
-    if not others:
-        return
     own = os.sched_getaffinity(0) - others
-    for tasks in _processes(group):
-        bound = {task: _cores(task) for task in tasks}
-        if own in bound.values():
+    if not own:
+        return
+    processes = dict(_processes(group))
+    bound = [process for process, tasks in processes.items() if own in map(_cores, tasks)]
+    for process, tasks in processes.items():
+        if process in bound:
             continue
-        for task, cores in bound.items():
-            if cores:
-                _bind(task, others)
+        is_engine = not bound and _name(process) == _ENGINE_CORE
+        for task in tasks:
+            _bind(task, own if is_engine and task == process else others)
+
+
+def _engine_core() -> str:
+    """The last core of a small machine."""
+    cores = sorted(os.sched_getaffinity(0))
+    return str(cores[-1]) if 1 < len(cores) <= _MOST_CORES else "nobind"
 
 
 def _others(environment: Mapping[str, str]) -> set[int]:
-    worker = environment.get(VARIABLE, "")
-    return os.sched_getaffinity(0) - {int(worker)} if worker.isdecimal() else set()
+    """All cores but the engine's; all of them where it has none of its own."""
+    engine = environment.get(VARIABLE, "")
+    own = {int(engine)} if engine.isdecimal() else set()
+    return os.sched_getaffinity(0) - own
 
 
-def _processes(group: int) -> Iterator[list[int]]:
-    """The threads of each process of a group."""
+def _processes(group: int) -> Iterator[tuple[int, list[int]]]:
+    """The processes of a group, and the threads of each."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(folder.name)) == group:
-                yield [int(task.name) for task in (folder / "task").iterdir()]
+                yield int(folder.name), [int(task.name) for task in (folder / "task").iterdir()]
         except OSError:
             continue
+
+
+def _name(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _cores(task: int) -> set[int]:

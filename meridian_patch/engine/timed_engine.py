@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from meridian_patch import envs
-from meridian_patch.engine.cores import leave_the_workers_core
+from meridian_patch.engine.cores import keep_to_the_engines_core
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.engine.step_log import StepLog
 
@@ -124,7 +124,7 @@ class TimedEngine:
 
 def main() -> None:
     """Read the job, play it, write the result."""
-    leave_the_workers_core(envs.environment())
+    keep_to_the_engines_core(envs.environment())
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = TimedEngine(job["engine"])
     plays = {name: engine.play(requests) for name, requests in job["plays"].items()}

@@ -136,12 +136,13 @@ def test_users_environment_wins_over_defaults():
     assert env["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_worker_has_a_core_of_its_own(monkeypatch):
-    """Beside EngineCore, which waits for it by spinning; with one core there is no choice."""
+def test_the_engine_has_a_core_of_its_own(monkeypatch):
+    """The last one; with one core there is no choice, and with many no need."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
     assert server_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "5"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {5})
-    assert server_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    for cores in ({5}, set(range(16))):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, cores=cores: cores)
+        assert server_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 @pytest.mark.parametrize("arm", ARM_ENVIRONMENTS)
