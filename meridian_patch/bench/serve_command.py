@@ -49,6 +49,12 @@ def add_serve(benches: Any) -> None:
     serve.add_argument(
         "--seeds", help=f"one drawn trace per pair (default: {FIRST_SEED} and what follows)"
     )
+    serve.add_argument(
+        "--restart",
+        action="store_true",
+        help="new servers for every pair, another arm's first: servers of the same settings differ "
+        "for as long as they live",
+    )
     serve.add_argument("--clients", default="2", help="client processes (default: 2)")
     serve.add_argument(
         "--request-limit", default="180", help="seconds after which a request counts as failed"
@@ -119,6 +125,7 @@ def _comparison(parsed: argparse.Namespace) -> "Comparison":
         folder=parsed.out,
         data_name="results.json",
         command=shlex.join(["meridian", *sys.argv[1:]]),
+        restarts=parsed.restart,
     )
 
 

@@ -2,7 +2,9 @@
 
 The servers of all arms are up at once, and one at a time is under load; an idle one sleeps. Every
 seed is played on all arms before the next one, in the order ABBA, so that whatever changes on the
-machine in the meantime meets all arms alike.
+machine in the meantime meets all arms alike. Servers of the same settings differ by a tenth for as
+long as they live, the first to start being the fastest as a rule: they can be started anew for
+each seed, another one first each time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress
 
 from meridian_patch import envs
 from meridian_patch.bench.arms import (
@@ -53,6 +56,7 @@ class Comparison:
         folder: takes logs, traces and reports.
         data_name: file name of the results as JSON.
         command: as typed.
+        restarts: each seed has servers of its own.
     """
 
     arms: Sequence[Arm]
@@ -64,6 +68,7 @@ class Comparison:
     folder: Path
     data_name: str
     command: str
+    restarts: bool = False
 
 
 def run_comparison(comparison: Comparison, console: Console) -> int:
@@ -117,6 +122,12 @@ def abba(arms: Sequence[RunningArm], pair: int) -> Sequence[RunningArm]:
     return arms if pair % 2 == 0 else arms[::-1]
 
 
+def rotated(numbers: Sequence[int], pair: int) -> list[int]:
+    """Another one first for each pair."""
+    first = pair % len(numbers)
+    return [*numbers[first:], *numbers[:first]]
+
+
 def _play(
     comparison: Comparison,
     runs: Sequence[ArmRun],
@@ -124,36 +135,82 @@ def _play(
     base_env: Mapping[str, str],
     console: Console,
 ) -> int:
-    """Start all servers, then play; what breaks an arm off is said, kept, and ends that arm."""
-    with progress_bars(console) as progress, ExitStack() as up:
-        busy: ArmRun | None = None
+    """Start servers and play; what breaks an arm off is said, kept, and ends that arm."""
+    state = _State(comparison, runs, ports, base_env)
+    seeds = list(comparison.traces)
+    lives = [[seed] for seed in seeds] if comparison.restarts else [seeds]
+    with progress_bars(console) as progress:
         try:
-            running = []
-            for arm, run, port in zip(comparison.arms, runs, ports, strict=True):
-                busy = run
-                task = progress.add_task(f"{run.name}: starting the server", total=None)
-                try:
-                    running.append(up.enter_context(_start(comparison, arm, run, port, base_env)))
-                except BenchError as error:
-                    _end_arm(run, error, progress.console)
-                progress.remove_task(task)
-            for number, (seed, trace) in enumerate(comparison.traces.items()):
-                for served in abba(running, number):
-                    busy = served.run
-                    task = progress.add_task(f"seed {seed}, {busy.name}", total=len(trace))
-                    advance = partial(progress.advance, task)
-                    try:
-                        play_seed(served, seed, trace, comparison.load.processes, advance)
-                    except BenchError as error:
-                        _end_arm(busy, error, progress.console)
-                running = [served for served in running if served.run.error is None]
-            busy = None
+            for life in lives:
+                with ExitStack() as up:
+                    running = state.start(up, seeds.index(life[0]), progress)
+                    for seed in life:
+                        running = state.play(running, seed, seeds.index(seed), progress)
         except KeyboardInterrupt:
-            if busy is not None:
-                busy.error = "interrupted"
-                progress.console.print(f"{busy.name}: interrupted", style="red")
+            state.interrupted(progress.console)
             return EXIT_INTERRUPTED
     return EXIT_FAILED if any(run.error for run in runs) else 0
+
+
+class _State:
+    """A comparison under way."""
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        runs: Sequence[ArmRun],
+        ports: Sequence[int],
+        base_env: Mapping[str, str],
+    ) -> None:
+        self._comparison = comparison
+        self._runs = runs
+        self._ports = ports
+        self._base_env = base_env
+        # What an interruption would interrupt.
+        self._busy: ArmRun | None = None
+
+    def start(self, up: ExitStack, pair: int, progress: Progress) -> list[RunningArm]:
+        """Servers of all arms that have not failed, in the order of the arms."""
+        arms = self._comparison.arms
+        started: dict[int, RunningArm] = {}
+        for number in rotated(range(len(arms)), pair):
+            run = self._runs[number]
+            if run.error is not None:
+                continue
+            self._busy = run
+            task = progress.add_task(f"{run.name}: starting the server", total=None)
+            try:
+                server = _start(
+                    self._comparison, arms[number], run, self._ports[number], self._base_env
+                )
+                started[number] = up.enter_context(server)
+            except BenchError as error:
+                _end_arm(run, error, progress.console)
+            progress.remove_task(task)
+        self._busy = None
+        return [started[number] for number in sorted(started)]
+
+    def play(
+        self, running: Sequence[RunningArm], seed: int, pair: int, progress: Progress
+    ) -> list[RunningArm]:
+        """One seed on each arm; those that are left."""
+        trace = self._comparison.traces[seed]
+        for served in abba(running, pair):
+            self._busy = served.run
+            task = progress.add_task(f"seed {seed}, {served.run.name}", total=len(trace))
+            advance = partial(progress.advance, task)
+            try:
+                play_seed(served, seed, trace, self._comparison.load.processes, advance)
+            except BenchError as error:
+                _end_arm(served.run, error, progress.console)
+        self._busy = None
+        return [served for served in running if served.run.error is None]
+
+    def interrupted(self, console: Console) -> None:
+        """Ctrl-C came."""
+        if self._busy is not None:
+            self._busy.error = "interrupted"
+            console.print(f"{self._busy.name}: interrupted", style="red")
 
 
 def _start(

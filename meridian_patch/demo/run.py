@@ -68,6 +68,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
         folder=args.out,
         data_name=DATA_NAME,
         command=command,
+        restarts=True,
     )
     return run_comparison(comparison, console)
 

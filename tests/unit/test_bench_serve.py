@@ -15,7 +15,7 @@ from meridian_patch.bench.client import Client, RequestRecord
 from meridian_patch.bench.serve_arms import known_arms, policy_profiles, read_arms
 from meridian_patch.bench.serve_load import deal, play_in_processes
 from meridian_patch.bench.serve_plan import any_settings, find_model_or_name, packaged_model
-from meridian_patch.bench.serve_run import abba
+from meridian_patch.bench.serve_run import abba, rotated
 from meridian_patch.bench.summary import (
     compared_arms,
     harm_over_stock,
@@ -120,6 +120,12 @@ def test_other_models_are_served_as_vllm_would(tmp_path):
 def test_pairs_run_forth_and_back():
     """Neither arm is always the first."""
     assert [abba("sl", pair) for pair in range(4)] == ["sl", "ls", "sl", "ls"]
+
+
+def test_another_server_starts_first_each_time():
+    """The first to start is the fastest as a rule, whatever it runs."""
+    orders = [rotated(range(3), pair) for pair in range(4)]
+    assert orders == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
 def test_trace_is_dealt_in_turn():
