@@ -285,6 +285,36 @@ REQUEST_STATE: Final = Patch(
     remove_when="vLLM carries a scheduler's data per request to `CompletionOutput`",
 )
 
+OUTPUT_PROCESSOR: Final = Patch(
+    name="output_processor",
+    sites=(
+        Site("vllm.v1.engine.output_processor", "OutputProcessor"),
+        # Where the engines of servers and of `vllm.LLM` look it up.
+        Site("vllm.v1.engine.async_llm", "OutputProcessor"),
+        Site("vllm.v1.engine.llm_engine", "OutputProcessor"),
+    ),
+    build="meridian_patch.engine.spans:build_output_processor",
+    versions=SUPPORTED,
+    contract=Contract(
+        calls=("do_tracing",),
+        behaviour=("do_tracing", "process_outputs"),
+        reads=(),
+        lookups=(
+            "vllm.v1.engine.async_llm:AsyncLLM.__init__",
+            "vllm.v1.engine.llm_engine:LLMEngine.__init__",
+        ),
+        collaborators=(),
+    ),
+    process="api_server",
+    why=(
+        "A trace of a slow request should say how long it thought and what ended it. The subclass "
+        "adds that to the span which stock exports for the request; without "
+        "`--otlp-traces-endpoint` it is never called."
+    ),
+    upstream="none: spans have no attribute for a plug-in's data",
+    remove_when="vLLM lets a plug-in add attributes to a request's span",
+)
+
 
 def _serving(
     name: str, endpoint: str, cls: str, calls: tuple[str, ...], relied: tuple[str, ...]
@@ -350,6 +380,7 @@ PATCHES: Final = (
     WORKER,
     INPUT_PROCESSOR,
     REQUEST_STATE,
+    OUTPUT_PROCESSOR,
     *SERVING,
 )
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meridian_patch import envs
 from meridian_patch.bench.client import Client, RequestRecord
 from meridian_patch.bench.counters import difference, read_counters
 from meridian_patch.bench.metrics import Figures, run_figures
@@ -23,6 +24,7 @@ from meridian_patch.bench.workload import Mix, TraceRequest, make_trace
 from meridian_patch.errors import BenchError
 
 STOCK, NOOP = "stock", "noop"
+STOCK_AGAIN = "stock-again"
 ARM_ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
     # An empty list of plugins: not even our entry point is loaded.
     STOCK: {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""},
@@ -138,7 +140,7 @@ def start_arm(
         client = Client(server.url, settings.served_name, load.request_limit_s)
         end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
         client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
-        _check_is_patched(run.name, client.metrics_text())
+        _check_is_patched(run.name, envs.activation(env), client.metrics_text())
         yield RunningArm(run, server, client, end_marker)
 
 
@@ -173,10 +175,10 @@ def play_seed(
     seed_run.is_complete = True
 
 
-def _check_is_patched(arm: str, page: str) -> None:
+def _check_is_patched(arm: str, should_be: bool | None, page: str) -> None:
     """A stock server among the arms that should be ours would make the comparison a lie."""
     is_ours = "meridian_" in page
-    if is_ours == (arm == STOCK):
+    if is_ours != should_be:
         state = "exports" if is_ours else "does not export"
         raise BenchError(
             f"the server of arm {arm} {state} meridian_ metrics: it runs "

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from meridian_patch.bench.arms import ARM_ENVIRONMENTS, STOCK, Arm
+from meridian_patch.bench.arms import ARM_ENVIRONMENTS, STOCK, STOCK_AGAIN, Arm
 from meridian_patch.config.load import load_config
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.envs import OVERRIDE_PREFIX
@@ -19,10 +19,13 @@ def policy_profiles() -> tuple[str, ...]:
 
 
 def known_arms() -> dict[str, Mapping[str, str]]:
-    """Arms by name: stock, patched as the environment configures it, and the policy profiles."""
+    """Arms by name: stock, patched as the environment configures it, and the policy profiles.
+
+    A second stock server says by how much servers differ that should not.
+    """
     name_variable = _variable("policy.name")
     profiles = {name: {"MERIDIAN_PATCH": "1", name_variable: name} for name in policy_profiles()}
-    return {**ARM_ENVIRONMENTS, **profiles}
+    return {**ARM_ENVIRONMENTS, STOCK_AGAIN: ARM_ENVIRONMENTS[STOCK], **profiles}
 
 
 def read_arms(names: str, described: Sequence[str], base: Mapping[str, str]) -> list[Arm]:
@@ -61,8 +64,8 @@ def _described_arm(text: str) -> Arm:
             f"--arm is {text!r}, expected NAME:section.key=value, such as "
             "patient:policy.max_preemptions=5"
         )
-    if name == STOCK:
-        raise BenchError(f"--arm is {text!r}: stock has no settings of ours; use another name")
+    if name in {STOCK, STOCK_AGAIN}:
+        raise BenchError(f"--arm is {text!r}: {name} has no settings of ours; use another name")
     environment = {"MERIDIAN_PATCH": "1"}
     for setting in settings.split(","):
         key, equals, value = setting.partition("=")

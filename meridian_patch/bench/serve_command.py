@@ -32,7 +32,9 @@ def add_serve(benches: Any) -> None:
         "with --serve-args.",
     )
     serve.add_argument("--model", help="directory, or owner/name (default: the tiny reasoner)")
-    serve.add_argument("--arms", default="stock,latency", help="stock, patched, or policy profiles")
+    serve.add_argument(
+        "--arms", default="stock,latency", help="stock, stock-again, patched, or policy profiles"
+    )
     serve.add_argument(
         "--arm",
         action="append",

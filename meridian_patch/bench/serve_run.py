@@ -2,13 +2,12 @@
 
 The servers of all arms are up at once, and one at a time is under load; an idle one sleeps. Every
 seed is played on all arms before the next one, in the order ABBA, so that whatever changes on the
-machine in the meantime meets all arms alike. Servers of the same settings differ by a tenth for as
-long as they live, the first to start being the fastest as a rule: they can be started anew for
-each seed, another one first each time.
+machine in the meantime meets all arms alike. Servers of the same settings differ for as long as
+they live: they can be started anew for each seed, another one first each time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -56,7 +55,7 @@ class Comparison:
         folder: takes logs, traces and reports.
         data_name: file name of the results as JSON.
         command: as typed.
-        restarts: each seed has servers of its own.
+        restarts: each seed has servers of its own, and logs.
     """
 
     arms: Sequence[Arm]
@@ -136,24 +135,25 @@ def _play(
     console: Console,
 ) -> int:
     """Start servers and play; what breaks an arm off is said, kept, and ends that arm."""
-    state = _State(comparison, runs, ports, base_env)
-    seeds = list(comparison.traces)
-    lives = [[seed] for seed in seeds] if comparison.restarts else [seeds]
+    runner = _Runner(comparison, runs, ports, base_env)
+    pairs = list(enumerate(comparison.traces))
+    # Those that meet the same servers.
+    rounds = [[pair] for pair in pairs] if comparison.restarts else [pairs]
     with progress_bars(console) as progress:
         try:
-            for life in lives:
+            for pairs_of_round in rounds:
                 with ExitStack() as up:
-                    running = state.start(up, seeds.index(life[0]), progress)
-                    for seed in life:
-                        running = state.play(running, seed, seeds.index(seed), progress)
+                    running = runner.start(up, *pairs_of_round[0], progress)
+                    for number, seed in pairs_of_round:
+                        running = runner.play(running, number, seed, progress)
         except KeyboardInterrupt:
-            state.interrupted(progress.console)
+            runner.interrupted(progress.console)
             return EXIT_INTERRUPTED
     return EXIT_FAILED if any(run.error for run in runs) else 0
 
 
-class _State:
-    """A comparison under way."""
+class _Runner:
+    """Starts the servers of a comparison and plays its traces on them."""
 
     def __init__(
         self,
@@ -169,8 +169,9 @@ class _State:
         # What an interruption would interrupt.
         self._busy: ArmRun | None = None
 
-    def start(self, up: ExitStack, pair: int, progress: Progress) -> list[RunningArm]:
+    def start(self, up: ExitStack, pair: int, seed: int, progress: Progress) -> list[RunningArm]:
         """Servers of all arms that have not failed, in the order of the arms."""
+        log = f"-{seed}.log" if self._comparison.restarts else ".log"
         arms = self._comparison.arms
         started: dict[int, RunningArm] = {}
         for number in rotated(range(len(arms)), pair):
@@ -180,8 +181,13 @@ class _State:
             self._busy = run
             task = progress.add_task(f"{run.name}: starting the server", total=None)
             try:
-                server = _start(
-                    self._comparison, arms[number], run, self._ports[number], self._base_env
+                server = start_arm(
+                    run,
+                    self._comparison.settings,
+                    arm_environment(arms[number], self._base_env),
+                    self._comparison.folder / f"server-{run.name}{log}",
+                    self._comparison.load,
+                    self._ports[number],
                 )
                 started[number] = up.enter_context(server)
             except BenchError as error:
@@ -191,7 +197,7 @@ class _State:
         return [started[number] for number in sorted(started)]
 
     def play(
-        self, running: Sequence[RunningArm], seed: int, pair: int, progress: Progress
+        self, running: Sequence[RunningArm], pair: int, seed: int, progress: Progress
     ) -> list[RunningArm]:
         """One seed on each arm; those that are left."""
         trace = self._comparison.traces[seed]
@@ -211,14 +217,6 @@ class _State:
         if self._busy is not None:
             self._busy.error = "interrupted"
             console.print(f"{self._busy.name}: interrupted", style="red")
-
-
-def _start(
-    comparison: Comparison, arm: Arm, run: ArmRun, port: int, base_env: Mapping[str, str]
-) -> AbstractContextManager[RunningArm]:
-    log = comparison.folder / f"server-{run.name}.log"
-    env = arm_environment(arm, base_env)
-    return start_arm(run, comparison.settings, env, log, comparison.load, port)
 
 
 def _end_arm(run: ArmRun, error: BenchError, console: Console) -> None:

@@ -17,18 +17,20 @@ _ENGINE_CORE = "VLLM::EngineCor"
 
 
 def environment() -> dict[str, str]:
-    """Variables of a server on a CPU: no worker process, and the core of the engine.
+    """Variables of a server on a CPU: no worker process, and the last core for the engine.
 
     As a process of its own the worker would wait for EngineCore by spinning, and EngineCore for it.
     """
     # Load-bearing: the CPU platform keeps the worker within EngineCore under the first of these,
     # and then binds no thread by the second.
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", VARIABLE: _engine_core()}
+    cores = sorted(os.sched_getaffinity(0))
+    engine = str(cores[-1]) if 1 < len(cores) <= _MOST_CORES else "nobind"
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", VARIABLE: engine}
 
 
 def keep_to_the_engines_core(environment: Mapping[str, str]) -> None:
     """This process, an engine without a server, stays on the core of the engine."""
-    own = os.sched_getaffinity(0) - _others(environment)
+    own = _own(environment)
     if own:
         os.sched_setaffinity(0, own)
 
@@ -43,10 +45,10 @@ def separate(group: int, environment: Mapping[str, str]) -> None:
         group: of a server that is up.
         environment: of the server.
     """
-    others = _others(environment)
-    own = os.sched_getaffinity(0) - others
+    own = _own(environment)
     if not own:
         return
+    others = os.sched_getaffinity(0) - own
     processes = dict(_processes(group))
     bound = [process for process, tasks in processes.items() if own in map(_cores, tasks)]
     for process, tasks in processes.items():
@@ -57,17 +59,10 @@ def separate(group: int, environment: Mapping[str, str]) -> None:
             _bind(task, own if is_engine and task == process else others)
 
 
-def _engine_core() -> str:
-    """The last core of a small machine."""
-    cores = sorted(os.sched_getaffinity(0))
-    return str(cores[-1]) if 1 < len(cores) <= _MOST_CORES else "nobind"
-
-
-def _others(environment: Mapping[str, str]) -> set[int]:
-    """All cores but the engine's; all of them where it has none of its own."""
+def _own(environment: Mapping[str, str]) -> set[int]:
+    """The engine's core; none where it has none to itself."""
     engine = environment.get(VARIABLE, "")
-    own = {int(engine)} if engine.isdecimal() else set()
-    return os.sched_getaffinity(0) - own
+    return {int(engine)} & os.sched_getaffinity(0) if engine.isdecimal() else set()
 
 
 def _processes(group: int) -> Iterator[tuple[int, list[int]]]:

@@ -8,6 +8,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import RequestOutputKind
 
+from meridian_patch.engine.in_process import core_of
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.errors import BenchError
@@ -103,10 +104,9 @@ class ExitEngine:
             arguments["reasoning_config"] = ReasoningConfig(
                 reasoning_start_str=start, reasoning_end_str=end
             )
-        self._engine = LLM(**arguments).llm_engine
-        # Load-bearing: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the core is an object of this process.
-        core: Any = self._engine.engine_core
-        self._watch = ExitWatch(core.engine_core.scheduler)
+        llm = LLM(**arguments)
+        self._engine = llm.llm_engine
+        self._watch = ExitWatch(core_of(llm).scheduler)
         self._concurrency = int(job["concurrency"])
         self._send({"is_ready": True})
 

@@ -3,7 +3,7 @@
 Runs in the EngineCore process, behind the phase router.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,11 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.probes import Probes
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.engine.step_signals import Kept, StepSignals, rows_of
 from meridian_patch.engine.unmeasured import Unmeasured
 from meridian_patch.exit.actions import Action, Close, Outcome
-from meridian_patch.exit.base import NO_SIGNALS, Reason, Row
+from meridian_patch.exit.base import NO_SIGNALS, Reason
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.follow import follow
@@ -38,11 +39,12 @@ class _Watched:
     # Known tokens that the controller has been told of, and the signals of think tokens behind
     # them that it has not: nearly every token is only kept.
     seen: int
-    kept: list[Row] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     # Known tokens at which it is told in any case; 0: of every token. And from which on it is told
-    # at the end of each line.
+    # at the end of each line, and of each paragraph.
     quiet_until: float = 0
     lines_from: float = 0
+    paragraphs_from: float = 0
     # A close that waits for the end of what may become a marker.
     due: Close | None = None
     # Of thoughts that have ended, all together.
@@ -91,7 +93,7 @@ class Exits:
         self._unmeasured = Unmeasured()
         # Those that are followed and do not answer.
         self._measured: dict[str, None] = {}
-        self._signals: Mapping[str, Sequence[Row]] = {}
+        self._signals = StepSignals()
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
 
@@ -136,7 +138,8 @@ class Exits:
         watched = self._watched.get(name)
         if watched is None:
             return
-        self._follow(watched)
+        if name in self._measured:
+            self._follow(watched)
         if self._trace is not None:
             self._trace.cut(name, watched.controller)
         self._end_thought(name)
@@ -154,14 +157,14 @@ class Exits:
         if self.probes is not None and may_probe:
             self.probes.offer()
 
-    def user_seats(self, all_seats: int) -> int:
-        """How many requests may run, the probes that are offered among them.
+    def user_seats(self, all_seats: int) -> int | None:
+        """How many requests may run, the probes that are offered among them; None: as many as may.
 
         Where thoughts are to be closed by what probes say, a full batch must not keep them out.
         """
         config, probes = self._config, self.probes
         if probes is None or config.mode != "enforce" or not (config.eat and self._measured):
-            return all_seats
+            return None
         return all_seats - probes.kept_seats(all_seats) + len(probes.live)
 
     def scheduled(self, output: Any) -> None:
@@ -170,8 +173,7 @@ class Exits:
             self.probes.settle(output)
         if self._undecided:
             self._decide(output.num_scheduled_tokens)
-        measured = self._measured
-        names = [name for name in output.num_scheduled_tokens if name in measured]
+        names = self._measured_of(output.num_scheduled_tokens)
         if self.probes is not None:
             names += self.probes.live
         if names:
@@ -181,6 +183,11 @@ class Exits:
 
     def changed(self, name: str) -> None:
         """The phase of a request did."""
+        watched = self._watched.get(name)
+        if watched and name not in self._measured and watched.state.phase is _THINK:
+            # Another thought of a request that answered: what it said between is nobody's concern.
+            watched.seen = watched.state.tokens_before
+            self._measured[name] = None
         told = self._unmeasured.ended(name)
         if told is not None:
             self._outcomes[name] = told
@@ -188,43 +195,46 @@ class Exits:
 
     def returned(self, model_output: Any) -> None:
         """A step's output is back; its tokens are not taken in yet."""
-        signals: Signals | None = getattr(model_output, SIGNALS_FIELD, None)
-        self._signals = {} if signals is None else signals.by_request()
+        self._signals.arrived(getattr(model_output, SIGNALS_FIELD, None))
 
-    def took_in(self, names: Sequence[str]) -> None:
-        """The tokens of these requests were taken in, by the router too."""
-        all_watched, signals, line_ends = self._watched, self._signals, self._breaks.line
-        for name in names:
-            watched = all_watched.get(name)
-            if watched is None:
-                continue
+    def took_in(self, scheduled: Mapping[str, int]) -> None:
+        """The tokens of the requests of a step were taken in, by the router too.
+
+        Args:
+            scheduled: the step's tokens by request.
+        """
+        all_watched, breaks = self._watched, self._breaks
+        table, spans = self._signals.table, self._signals.spans
+        for name in self._measured_of(scheduled):
+            watched = all_watched[name]
             state, known = watched.state, watched.state.known
             num_known = len(known)
-            if state.phase is _ANSWER and name not in self._measured:
-                watched.seen = num_known
-            elif (
+            if (
                 num_known < watched.quiet_until
                 and num_known - watched.seen - len(watched.kept) == 1
                 and state.phase is _THINK
-                and (num_known < watched.lines_from or known[-1] not in line_ends)
+                and (num_known < watched.lines_from or known[-1] not in breaks.line)
+                and (
+                    num_known < watched.paragraphs_from
+                    or not breaks.ends_paragraph(known[-1], known[-2])
+                )
             ):
-                rows = signals.get(name)
-                watched.kept.append(rows[0] if rows else NO_SIGNALS)
+                watched.kept.append((table, spans.get(name)))
             else:
                 self._follow(watched)
-        self._signals = {}
+        self._signals.over()
 
     def probe_ended(self, request: Any, *, is_aborted: bool) -> None:
         """A probe is over."""
         assert self.probes is not None
         self._ended.add(request.request_id)
         due = self.probes.freed(request.request_id)
-        rows = self._signals.get(request.request_id)
+        [row] = self._signals.rows(request.request_id, 1)
         watched = self._watched.get(due.parent.request_id)
         if is_aborted or watched is None:
             return
-        entropy_nats = rows[0][0] if rows else float("nan")
-        self._counters.count(counters.PROBE, "measured" if rows else "lost")
+        entropy_nats = row[0]
+        self._counters.count(counters.PROBE, "lost" if row is NO_SIGNALS else "measured")
         self._tell_kept(watched)
         action = watched.controller.probed(due.probe, entropy_nats)
         if self._trace is not None:
@@ -243,7 +253,9 @@ class Exits:
 
     def drain_outcomes(self) -> dict[str, tuple[Outcome, int]]:
         """By request of which a thought ended: how, and the think tokens of all that ended."""
-        outcomes, self._outcomes = self._outcomes, {}
+        outcomes = self._outcomes
+        if outcomes:
+            self._outcomes = {}
         return outcomes
 
     def _watch(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
@@ -260,6 +272,12 @@ class Exits:
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
 
+    def _measured_of(self, scheduled: Mapping[str, int]) -> list[str]:
+        measured = self._measured
+        if len(measured) < len(scheduled):
+            return [name for name in measured if name in scheduled]
+        return [name for name in scheduled if name in measured]
+
     def _decide(self, names: Iterable[str]) -> None:
         """These are in a step; whom of those that never were to measure."""
         for name in names:
@@ -272,12 +290,12 @@ class Exits:
                 self._unmeasured.add(name, state, _budget_tokens(request))
 
     def _tell_kept(self, watched: _Watched) -> None:
-        kept, seen = watched.kept, watched.seen
-        if kept:
-            watched.seen += len(kept)
-            watched.kept = []
+        if watched.kept:
             # Nothing is due at these.
-            watched.controller.accept(watched.state.known[seen : watched.seen], kept)
+            seen, rows = watched.seen, rows_of(watched.kept)
+            watched.kept = []
+            watched.seen += len(rows)
+            watched.controller.accept(watched.state.known[seen : watched.seen], rows)
 
     def _follow(self, watched: _Watched) -> None:
         self._tell_kept(watched)
@@ -288,8 +306,7 @@ class Exits:
         watched.seen += num_new
         if self.closings.has_begun(watched.request.request_id):
             watched.controller.closing()
-        rows = list(self._signals.get(watched.request.request_id, ())[:num_new])
-        rows += [NO_SIGNALS] * (num_new - len(rows))
+        rows = self._signals.rows(watched.request.request_id, num_new)
         before = watched.controller.outcome
         action = follow(watched.controller, state, seen, rows)
         outcome = watched.controller.outcome
@@ -313,10 +330,12 @@ class Exits:
 
     def _act(self, watched: _Watched, action: Action | None) -> None:
         self._do(watched, action)
-        watched.quiet_until = watched.lines_from = 0
+        watched.quiet_until = watched.lines_from = watched.paragraphs_from = 0
         if watched.due is None and watched.request.request_id not in self.closings:
-            watched.quiet_until = watched.seen + watched.controller.quiet_tokens
-            watched.lines_from = watched.seen + watched.controller.quiet_lines_tokens
+            seen, controller = watched.seen, watched.controller
+            watched.quiet_until = seen + controller.quiet_tokens
+            watched.lines_from = seen + controller.quiet_lines_tokens
+            watched.paragraphs_from = seen + controller.quiet_paragraphs_tokens
 
     def _do(self, watched: _Watched, action: Action | None) -> None:
         name = watched.request.request_id

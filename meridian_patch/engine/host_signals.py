@@ -14,16 +14,19 @@ from llvmlite.binding import ffi
 ffi.lib._fntab["__dict__"] = {}
 
 
-def row_signals_on_host(logits: torch.Tensor, rows: list[int], boundary_id: int) -> np.ndarray:
+def row_signals_on_host(
+    logits: torch.Tensor, rows: np.ndarray, boundary_id: int, n_cols: int
+) -> np.ndarray:
     """As ``row_signals``, in one call.
 
     A step of a small model takes a millisecond, and leaves the caches full of its weights: each of
     a dozen calls of NumPy or torch, which take one microsecond in a loop, takes five there.
 
     Args:
-        logits: [n_rows, n_cols] of any floating dtype.
-        rows: which of them.
+        logits: [n_rows, n_cols or more] of any floating dtype.
+        rows: which of them; int64.
         boundary_id: the token whose probability is wanted.
+        n_cols: how many columns take part.
 
     Returns:
         [len(rows), 4] float32.
@@ -31,11 +34,13 @@ def row_signals_on_host(logits: torch.Tensor, rows: list[int], boundary_id: int)
     Raises:
         ValueError: ``boundary_id`` is outside of the vocabulary.
     """
-    n_cols = logits.shape[1]
     if not 0 <= boundary_id < n_cols:
         raise ValueError(f"boundary_id is {boundary_id}, expected 0 to {n_cols - 1}")
     out = np.empty((len(rows), 4), np.float32)
-    _row_signals(logits.float().numpy(), np.array(rows, np.int64), boundary_id, out)
+    # Another call that takes longer than it would seem, and nearly always for nothing.
+    if logits.dtype is not torch.float32:
+        logits = logits.float()
+    _row_signals(logits.numpy(), rows, boundary_id, n_cols, out)
     return out
 
 
@@ -70,16 +75,18 @@ def _exp(x: np.float32) -> np.float32:
 # Compiled when this module is imported, for rows that may be part of a padded table. Sums may be
 # in any order, as vectors need it.
 @numba.njit(
-    "void(float32[:, :], int64[:], int64, float32[:, ::1])",
+    "void(float32[:, :], int64[:], int64, int64, float32[:, ::1])",
     fastmath={"reassoc", "nsz", "contract"},
 )
-def _row_signals(logits: np.ndarray, rows: np.ndarray, boundary_id: int, out: np.ndarray) -> None:
+def _row_signals(
+    logits: np.ndarray, rows: np.ndarray, boundary_id: int, n_cols: int, out: np.ndarray
+) -> None:
     """The sums of ``triton_kernels/_softmax.py``, in float64.
 
     A row with NaN or +inf in it, or with nothing but -inf, gives four NaN.
     """
     for i in range(len(rows)):
-        x = logits[rows[i]]
+        x = logits[rows[i], :n_cols]
         m = x[0]
         for value in x:
             m = max(m, value)

@@ -18,7 +18,7 @@ class Spans:
     Attributes:
         names: request ids that have rows, in the order of the batch.
         counts: how many each has; None: one each, as nearly always.
-        rows: the rows, those of a request side by side.
+        rows: the rows, those of a request side by side; int64.
     """
 
     def __init__(
@@ -36,11 +36,12 @@ class Spans:
         self.counts: list[int] | None = None
         picked = [index for index, name in enumerate(req_ids) if name in wanted]
         self.names = [req_ids[index] for index in picked]
-        self.rows = picked
+        rows = picked
         if starts is not None:
             spans = [(starts[index], starts[index + 1]) for index in picked]
             self.counts = [end - start for start, end in spans]
-            self.rows = [row for start, end in spans for row in range(start, end)]
+            rows = [row for start, end in spans for row in range(start, end)]
+        self.rows = np.array(rows, np.int64)
 
     def are_of(
         self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int] | None
@@ -93,7 +94,7 @@ class Meter:
         self._vocab_size = vocab_size
         self._copy_stream: torch.cuda.Stream | None = None
         # In place of ``row_signals``.
-        self._on_host: Callable[[torch.Tensor, list[int], int], np.ndarray] | None = None
+        self._on_host: Callable[[torch.Tensor, np.ndarray, int, int], np.ndarray] | None = None
 
     def measure(self, logits: torch.Tensor, spans: Spans, boundary_id: int) -> Measured:
         """Start measuring.
@@ -106,10 +107,11 @@ class Meter:
         Raises:
             ValueError: ``boundary_id`` is outside of the vocabulary, or what row_signals raises.
         """
+        if self._on_host is not None:
+            values = self._on_host(logits, spans.rows, boundary_id, self._vocab_size)
+            return Measured(spans, values)
         device = logits.device
         logits = logits[:, : self._vocab_size]
-        if self._on_host is not None:
-            return Measured(spans, self._on_host(logits, spans.rows, boundary_id))
         rows = self._on_device(spans.rows, device)
         values = row_signals(logits, rows, boundary_id, backend=usable_backend(device))
         if device.type != "cuda":
@@ -145,9 +147,8 @@ class Meter:
         return self._copy_stream
 
     @staticmethod
-    def _on_device(rows: list[int], device: torch.device) -> torch.Tensor:
+    def _on_device(rows: np.ndarray, device: torch.device) -> torch.Tensor:
         if device.type != "cuda":
-            return torch.tensor(rows, dtype=torch.int64, device=device)
+            return torch.from_numpy(rows).to(device)
         # From pinned memory, or the copy would wait for the GPU to come to it.
-        pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
-        return pinned.to(device, non_blocking=True)
+        return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)

@@ -38,6 +38,8 @@ class Probes:
     4. One that is preempted while its sample is on the way is waited for; any other is not worth
        a second try.
     5. Whatever becomes of the parent, its probes end with its thought.
+    6. What its parent sees is in its parent's blocks. Where its own tokens would reach back into an
+       image, and the encoder might have to run again, it is not made.
 
     Args:
         scheduler: the phase-aware scheduler.
@@ -71,9 +73,10 @@ class Probes:
         return len(self._due) + len(self._live)
 
     @property
-    def num_due(self) -> int:
-        """Probes that wait for a step."""
-        return len(self._due)
+    def are_next(self) -> bool:
+        """Whether the next step may have some."""
+        is_turn = not (self._steps + 1) % self._every_steps
+        return bool(self._due) and is_turn and self._num_places() > 0
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -85,8 +88,12 @@ class Probes:
         return min(self._most_in_flight, all_seats // _SEATS_PER_PROBE)
 
     def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
-        """A probe is due behind the parent's first ``prefix_tokens`` tokens."""
-        self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
+        """A probe is due behind the parent's first ``prefix_tokens`` tokens, if it may be made."""
+        full = self._num_full(prefix_tokens)
+        # Embeddings in place of a prompt's tokens are not handed on.
+        is_told = parent.prompt_embeds is None or parent.num_prompt_tokens <= full
+        if is_told and all(_is_behind(image, full) for image in parent.mm_features):
+            self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
 
     def cancel_all(self) -> None:
         """Every thought has ended."""
@@ -107,12 +114,8 @@ class Probes:
         if not self._due or self._steps % self._every_steps:
             return
         scheduler = self._scheduler
-        # Load-bearing: with as many running as may run nobody gets a place; making a probe for
-        # nothing takes longer than all else here.
-        places = scheduler.max_num_running_reqs - len(scheduler.running)
-        room = min(self._most_in_flight - len(self._live), places)
         ready = (due for due in self._due.values() if self._is_ready(due))
-        for due in list(islice(ready, max(room, 0))):
+        for due in list(islice(ready, max(self._num_places(), 0))):
             name = next(self._names)
             request = self._make(name, due)
             del self._due[due.parent.request_id]
@@ -167,7 +170,7 @@ class Probes:
 
     def _is_ready(self, due: _Due) -> bool:
         parent = due.parent
-        full = due.prefix_tokens // self._block_size * self._block_size
+        full = self._num_full(due.prefix_tokens)
         # Load-bearing: blocks are in the cache once the tokens that fill them are computed and
         # known, and stay while a running request holds them.
         computed = parent.num_computed_tokens - parent.num_output_placeholders
@@ -198,9 +201,29 @@ class Probes:
         request.update_block_hashes()
         return request
 
+    def _num_places(self) -> int:
+        """How many of them a step would take; making a probe for nothing takes long."""
+        # Load-bearing: with as many running as may run nobody gets a place.
+        scheduler = self._scheduler
+        places = scheduler.max_num_running_reqs - len(scheduler.running)
+        return int(min(self._most_in_flight - len(self._live), places))
+
+    def _num_full(self, prefix_tokens: int) -> int:
+        """Tokens of a prefix that fill blocks."""
+        return prefix_tokens // self._block_size * self._block_size
+
     def _num_shared_hashes(self, due: _Due) -> int:
         per_hash = self._scheduler.kv_cache_manager.block_pool.hash_block_size
         return int(due.prefix_tokens // per_hash)
+
+
+def _is_behind(image: Any, num_tokens: int) -> bool:
+    """Whether the first ``num_tokens`` tokens hold the image, and nobody has to see it again."""
+    # Load-bearing: every new request has the workers read what lies at an address in memory that
+    # they share with the API server. It counts its own requests alone, and then puts another image
+    # there: a worker that finds that one fails, and the engine with it.
+    is_shared = image.data is not None and "address" in image.data
+    return not is_shared and image.mm_position.offset + image.mm_position.length <= num_tokens
 
 
 def strip(outputs: dict[int, Any], names: AbstractSet[str]) -> None:

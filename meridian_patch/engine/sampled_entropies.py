@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm import LLM
 
+from meridian_patch.engine.in_process import core_of
 from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
 from meridian_patch.engine.worker import answers_scheduler, put_tap
@@ -24,9 +25,7 @@ class SampledEntropies:
     """
 
     def __init__(self, llm: LLM) -> None:
-        # Load-bearing: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the core is an object of this process.
-        core: Any = llm.llm_engine.engine_core
-        self._scheduler = core.engine_core.scheduler
+        self._scheduler = core_of(llm).scheduler
         # By the caller's id.
         self._entropies: dict[str, list[float]] = {}
         llm.collective_rpc(_tap_worker)
@@ -74,7 +73,7 @@ class SampledEntropies:
             entropies = self._entropies.get(caller_id(name))
             if entropies is not None:
                 entropies += [math.nan] * (before - len(entropies))
-                entropies += [row[0] for row in rows[name][: request.num_output_tokens - before]]
+                entropies += rows[name][: request.num_output_tokens - before, 0].tolist()
         return result
 
 

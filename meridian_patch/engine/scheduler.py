@@ -297,7 +297,7 @@ class PhaseScheduling(UpstreamScheduler):
         """The next step has a token for everybody, and nobody to make room: any order will do."""
         if self.waiting or self.steering.num_prefilling() or self._phase_order.has_prefilling:
             return False
-        if self.exits and self.exits.probes and self.exits.probes.num_due:
+        if self.exits and self.exits.probes and self.exits.probes.are_next:
             return False
         # Load-bearing: a decode takes its drafts' tokens too, and no more blocks than these.
         rows, drafts = len(self.running), self.num_spec_tokens

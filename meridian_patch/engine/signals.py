@@ -5,6 +5,7 @@ The scheduler sets :data:`PLAN_FIELD` on a ``SchedulerOutput``; the worker answe
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 # Load-bearing: both classes are plain dataclasses, whose extra attributes survive pickling.
@@ -27,17 +28,18 @@ class Signals(NamedTuple):
     counts: Sequence[int] | None
     values: Any
 
-    def by_request(self) -> dict[str, list[list[float]]]:
-        """The rows of each request.
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The first row of each request, and the one behind its last.
 
         Under speculation the scheduler keeps as many as tokens were accepted; a request in the
         middle of its prompt has a row and no token.
         """
-        if self.counts is None:
-            return dict(zip(self.names, self.values[:, None].tolist(), strict=True))
-        rows = iter(self.values.tolist())
-        pairs = zip(self.names, self.counts, strict=True)
-        return {name: [next(rows) for _ in range(count)] for name, count in pairs}
+        ends = list(accumulate(self.counts or [1] * len(self.names), initial=0))
+        return dict(zip(self.names, pairwise(ends), strict=True))
+
+    def by_request(self) -> dict[str, Any]:
+        """The rows of each request: views of ``values``, [1 or more, 4]."""
+        return {name: self.values[start:end] for name, (start, end) in self.spans().items()}
 
 
 class MeasurePlan(NamedTuple):

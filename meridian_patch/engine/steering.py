@@ -28,8 +28,10 @@ class StepLimits(NamedTuple):
     token_budget: int | None = None
     max_active: int | None = None
 
-    def with_seats(self, seats: int) -> "StepLimits":
-        """The same, and no more than so many requests running."""
+    def with_seats(self, seats: int | None) -> "StepLimits":
+        """The same, and no more than so many requests running; None: as many as ever."""
+        if seats is None:
+            return self
         active = seats if self.max_active is None else min(seats, self.max_active)
         return self._replace(max_active=active)
 

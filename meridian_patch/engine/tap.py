@@ -79,7 +79,8 @@ class Tap:
         """A step ends: let the signals go with what the runner returns."""
         measured, self._measured, self._plan = self._measured, None, None
         if measured is not None:
-            self._hand_on(result, measured)
+            is_later = isinstance(result, AsyncModelRunnerOutput)
+            (self._attach_later if is_later else self._attach)(result, measured)
         return result
 
     def see(
@@ -95,7 +96,7 @@ class Tap:
             return
         if self._spans is None or not self._spans.are_of(plan, req_ids, starts):
             self._spans = Spans(plan, req_ids, starts)
-        if self._spans.rows:
+        if self._spans.names:
             self._measured = self._meter.measure(logits, self._spans, plan.boundary_id)
 
     @_guarded("fitting it to the model runner")
@@ -137,12 +138,6 @@ class Tap:
         self.see(logits, input_batch.req_ids, starts)
 
     @_guarded("handing on its numbers")
-    def _hand_on(self, result: Any, measured: Measured) -> None:
-        if isinstance(result, AsyncModelRunnerOutput):
-            self._attach_later(result, measured)
-        else:
-            self._attach(result, measured)
-
     def _attach_later(self, result: Any, measured: Measured) -> None:
         """Load-bearing: whoever wants the output calls ``get_output`` on this object, once."""
 

@@ -4,9 +4,10 @@
 
 The job holds ``engine``, arguments of ``vllm.LLM``, and ``plays``, lists of requests by name. A
 request has ``id``, ``arrival_s``, ``max_tokens`` and either ``messages`` for the chat template or
-``prompt``, token ids; with ``ignore_eos`` it samples ``max_tokens`` tokens. The result holds
-``engine``, facts of the engine, and for each play its ``steps`` (the fields of ``StepWork`` and
-seconds), its ``requests`` (token ids, and when each token was delivered) and ``preemptions``.
+``prompt``, token ids; with ``ignore_eos`` it samples ``max_tokens`` tokens; ``extra_args`` are its
+own wishes. The result holds ``engine``, facts of the engine, and for each play its ``steps`` (the
+fields of ``StepWork`` and seconds), its ``requests`` (token ids, and when each token was delivered)
+and ``preemptions``.
 
 Requests are put into the engine core when their time has come, on the wall clock: what an API
 server does before and after is not part of it. Sampling is greedy.
@@ -27,28 +28,31 @@ from vllm.v1.request import Request
 from meridian_patch import envs
 from meridian_patch.engine.cores import keep_to_the_engines_core
 from meridian_patch.engine.device import accelerator_name
+from meridian_patch.engine.in_process import core_of
 from meridian_patch.engine.step_log import StepLog
 
 
 class TimedEngine:
     """One engine whose core lives in this process.
 
-    Load-bearing: with ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` the engine core is an attribute of its
-    client, and ``step_fn`` followed by ``post_step`` is what the core's own loop does.
+    Attributes:
+        core: vLLM's ``EngineCore``.
+
+    Load-bearing: ``step_fn`` followed by ``post_step`` is what the core's own loop does.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # Kept: when it goes, it ends the worker.
         self._llm = LLM(**arguments)
         self._tokenizer = self._llm.get_tokenizer()
-        self._core = self._llm.llm_engine.engine_core.engine_core
-        self._log = StepLog(self._core.scheduler)
+        self.core = core_of(self._llm)
+        self._log = StepLog(self.core.scheduler)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a replay has to know of this engine."""
-        config = self._core.vllm_config
-        scheduler = self._core.scheduler
+        config = self.core.vllm_config
+        scheduler = self.core.scheduler
         return {
             # Load-bearing: one block is the null block, which holds no tokens.
             "blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
@@ -63,20 +67,20 @@ class TimedEngine:
 
     def play(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Play requests to the end of the last one, with an empty prefix cache at the start."""
-        self._core.scheduler.reset_prefix_cache()
+        self.core.scheduler.reset_prefix_cache()
         self._log.restart()
         waiting = deque(sorted(map(self._with_prompt, requests), key=lambda r: r["arrival_s"]))
         seen = {request["id"]: request | {"output": [], "token_s": []} for request in waiting}
         begin = time.perf_counter()
         while waiting or self._has_work():
             while waiting and waiting[0]["arrival_s"] <= time.perf_counter() - begin:
-                self._core.add_request(self._upstream(waiting.popleft()))
+                self.core.add_request(self._upstream(waiting.popleft()))
             if not self._has_work():
                 due = begin + waiting[0]["arrival_s"] - time.perf_counter()
                 time.sleep(max(0.0, due))
                 continue
-            outputs, is_executed = self._core.step_fn()
-            self._core.post_step(is_executed)
+            outputs, is_executed = self.core.step_fn()
+            self.core.post_step(is_executed)
             now = time.perf_counter() - begin
             for engine_outputs in (outputs or {}).values():
                 for item in engine_outputs.outputs:
@@ -91,7 +95,7 @@ class TimedEngine:
 
     def _has_work(self) -> bool:
         # After the last token there is one more step, which tells the worker.
-        return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
+        return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     def _with_prompt(self, request: dict[str, Any]) -> dict[str, Any]:
         if "prompt" in request:
@@ -110,6 +114,7 @@ class TimedEngine:
             temperature=0,
             max_tokens=request["max_tokens"],
             ignore_eos=request.get("ignore_eos", False),
+            extra_args=request.get("extra_args"),
         )
         sampling.update_from_generation_config({}, self._tokenizer.eos_token_id)
         return Request(
@@ -118,7 +123,7 @@ class TimedEngine:
             sampling_params=sampling,
             pooling_params=None,
             arrival_time=time.time(),
-            block_hasher=self._core.request_block_hasher,
+            block_hasher=self.core.request_block_hasher,
         )
 
 

@@ -13,7 +13,7 @@ def build_request_state(original: type) -> type:
             super().__init__(*args, **kwargs)
             # Empty until a thought has ended. One object for all outputs: while nobody takes
             # them, vLLM merges the later ones into the first, and knows nothing of this.
-            self._summary: dict[str, Any] = {}
+            self.thinking: dict[str, Any] = {}
 
         def make_request_output(
             self,
@@ -27,8 +27,8 @@ def build_request_state(original: type) -> type:
         ) -> Any:
             kv_transfer_params, summary = detach(kv_transfer_params)
             if summary is not None:
-                self._summary.clear()
-                self._summary.update(summary)
+                self.thinking.clear()
+                self.thinking.update(summary)
             return super().make_request_output(
                 new_token_ids,
                 pooling_output,
@@ -41,7 +41,7 @@ def build_request_state(original: type) -> type:
 
         def _new_completion_output(self, *args: Any, **kwargs: Any) -> Any:
             output = super()._new_completion_output(*args, **kwargs)
-            setattr(output, KEY, self._summary)
+            setattr(output, KEY, self.thinking)
             return output
 
     return SummaryRequestState

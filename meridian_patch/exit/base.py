@@ -74,6 +74,8 @@ class Strategy:
     """
 
     reason: Reason
+    # Think tokens of a thought before which ``accept`` never fires: until then tokens may be kept.
+    fires_from: float = 0
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
         """Take in the thought's next tokens.

@@ -29,6 +29,10 @@ class Breaks:
     paragraph: frozenset[int]
     newline: frozenset[int]
 
+    def ends_paragraph(self, token_id: int, before: int | None) -> bool:
+        """Whether a token does, behind another; None: behind something else than a line's end."""
+        return token_id in self.paragraph or (token_id in self.newline and before in self.line)
+
 
 def find_breaks(texts: Iterable[tuple[int, str]]) -> Breaks:
     """Sort a vocabulary's tokens.

@@ -48,7 +48,8 @@ class ExitController:
     def quiet_tokens(self) -> float:
         """Think tokens that may come at once and nothing is due before the last; 0: unknown.
 
-        Ends of lines are not among them, but for the first ``quiet_lines_tokens``.
+        Ends of lines and paragraphs are not among them, but for the first ``quiet_lines_tokens``
+        and ``quiet_paragraphs_tokens``.
         """
         return 0 if self._watch is None else self._watch.quiet_tokens
 
@@ -56,6 +57,11 @@ class ExitController:
     def quiet_lines_tokens(self) -> float:
         """As ``quiet_tokens``, ends of lines included."""
         return 0 if self._watch is None else self._watch.quiet_lines_tokens
+
+    @property
+    def quiet_paragraphs_tokens(self) -> float:
+        """As ``quiet_tokens``, ends of paragraphs included."""
+        return 0 if self._watch is None else self._watch.quiet_paragraphs_tokens
 
     @property
     def num_thoughts(self) -> int:

@@ -27,6 +27,8 @@ class Eat(Strategy):
     """
 
     reason = Reason.EAT
+    # By probes alone.
+    fires_from = math.inf
 
     def __init__(
         self, alpha: float, delta: float, warmup_probes: int, max_entropy_nats: float | None

@@ -26,7 +26,7 @@ class HardCap(Strategy):
         reason: Reason = Reason.HARD_CAP,
     ) -> None:
         self.reason = reason
-        self._fires_at = most_tokens - lead_tokens
+        self._fires_at = self.fires_from = most_tokens - lead_tokens
         self._why = f"{self._fires_at} think tokens of at most {most_tokens}"
         self._think_tokens = think_tokens
 

@@ -1,6 +1,6 @@
 """When a thought is due for a probe."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from meridian_patch.exit.breaks import Breaks
 
@@ -24,7 +24,7 @@ class ProbeSchedule:
         self._seen = think_tokens
         # Think tokens at the last due point, at first of the thought's begin.
         self._last = think_tokens
-        self._is_line_end = False
+        self._last_token: int | None = None
 
     @property
     def due_by(self) -> int:
@@ -50,24 +50,30 @@ class ProbeSchedule:
             if end is not None and end - self._last >= self._min_gap_tokens:
                 due = self._last = end
         if token_ids:
-            self._is_line_end = token_ids[-1] in self._breaks.line
+            self._last_token = token_ids[-1]
         return due
+
+    def is_paragraph_end_in(self, token_ids: Sequence[int], number: int) -> bool:
+        """Whether a paragraph ends in the last of these tokens, which were not taken in yet."""
+        first = len(token_ids) - number
+        last_token = token_ids[first - 1] if first else self._last_token
+        pairs = _with_predecessors(token_ids[first:], last_token)
+        return any(self._breaks.ends_paragraph(*pair) for pair in pairs)
 
     def _paragraph_ends(self, token_ids: Sequence[int], before: int) -> list[int]:
         """Think tokens at the end of each paragraph."""
-        paragraph, newline, line = (
-            self._breaks.paragraph,
-            self._breaks.newline,
-            self._breaks.line,
-        )
-        if paragraph.isdisjoint(token_ids) and newline.isdisjoint(token_ids):
+        breaks = self._breaks
+        if breaks.paragraph.isdisjoint(token_ids) and breaks.newline.isdisjoint(token_ids):
             return []
+        pairs = _with_predecessors(token_ids, self._last_token)
         return [
-            before + index + 1
-            for index, token_id in enumerate(token_ids)
-            if token_id in paragraph
-            or (
-                token_id in newline
-                and (token_ids[index - 1] in line if index else self._is_line_end)
-            )
+            before + number
+            for number, pair in enumerate(pairs, start=1)
+            if breaks.ends_paragraph(*pair)
         ]
+
+
+def _with_predecessors(
+    token_ids: Sequence[int], before: int | None
+) -> Iterator[tuple[int, int | None]]:
+    return zip(token_ids, (before, *token_ids), strict=False)

@@ -41,6 +41,7 @@ class Rpdi(Strategy):
         self._threshold = threshold
         # Tokens that it takes more than, for the quotient to be above the threshold.
         self._earliest = threshold * window_tokens
+        self.fires_from = self._earliest
         self._sentence_ends = sentence_ends
         # By index, the sum of the last full block from there on; empty before there is one.
         self._tails: list[float] = []

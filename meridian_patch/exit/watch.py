@@ -27,7 +27,8 @@ class ThoughtWatch:
     among them, not on how many tokens came at once.
 
     Nearly every token is only kept. They are looked at together at the ends of lines, once
-    something may be due there, and at least once per grace, so that no close is late for it.
+    something may be due there, and at least once per grace from where on a strategy may fire, so
+    that no close is late for it.
 
     Args:
         number: of the thought in its request, from 1.
@@ -52,6 +53,8 @@ class ThoughtWatch:
         self._most_tokens = min((bound for bound in bounds if bound is not None), default=math.inf)
         self._floor_tokens = int(min(config.min_think_tokens, self._most_tokens))
         self._strategies = build_strategies(config, breaks, budget_tokens, think_tokens)
+        fires_from = min((each.fires_from for each in self._strategies), default=math.inf)
+        self._fires_from = max(fires_from, self._floor_tokens)
         self._eat = next((each for each in self._strategies if isinstance(each, Eat)), None)
         self._schedule: ProbeSchedule | None = None
         if config.eat:
@@ -90,10 +93,17 @@ class ThoughtWatch:
 
     @property
     def quiet_lines_tokens(self) -> float:
-        """Tokens up to the first line's end at which something may be due; at most 0: the next."""
+        """Tokens up to the first line's end at which a close may be; at most 0: the next."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._lines_from - self.think_tokens
+
+    @property
+    def quiet_paragraphs_tokens(self) -> float:
+        """As ``quiet_lines_tokens``, for probes at the ends of paragraphs."""
+        if self.verdict is not None:
+            return self._grace_tokens
+        return self._paragraphs_from - self.think_tokens
 
     @property
     def eat_variance(self) -> float:
@@ -107,10 +117,7 @@ class ThoughtWatch:
             return None
         self._tokens += token_ids
         self._rows += rows
-        are_quiet = self.think_tokens < self._lines_from or self._line_ends.isdisjoint(token_ids)
-        if self.think_tokens < self._look_at and are_quiet:
-            return None
-        return self._look()
+        return self._look() if self._is_something_due(token_ids) else None
 
     def probed(self, probe: Probe, entropy_nats: float) -> Action | None:
         """Take in a probe's result; one of another thought, or older than the last, is dropped."""
@@ -151,16 +158,28 @@ class ThoughtWatch:
         self._look_at = self._next_look()
         return None if due is None else Action(probe=Probe(self._number, due))
 
+    def _is_something_due(self, token_ids: Sequence[int]) -> bool:
+        think_tokens, schedule = self.think_tokens, self._schedule
+        if think_tokens >= self._look_at:
+            return True
+        if think_tokens >= self._lines_from and not self._line_ends.isdisjoint(token_ids):
+            return True
+        if schedule is None or think_tokens < self._paragraphs_from:
+            return False
+        return schedule.is_paragraph_end_in(self._tokens, len(token_ids))
+
     @property
     def _lines_from(self) -> float:
-        """Think tokens from which on something may be due at the end of a line."""
-        if self._fired is not None:
-            return 0
-        probe_from = self._schedule.due_from if self._schedule else math.inf
-        return min(probe_from, self._floor_tokens)
+        """Think tokens from which on a close may be due at the end of a line."""
+        return self._fires_from if self._fired is None else 0
+
+    @property
+    def _paragraphs_from(self) -> float:
+        """Think tokens from which on a probe may be due at the end of a paragraph."""
+        return self._schedule.due_from if self._schedule and self._fired is None else math.inf
 
     def _next_look(self) -> float:
-        latest = self.think_tokens + max(self._grace_tokens, 1)
+        latest = max(self.think_tokens, self._fires_from - 1) + max(self._grace_tokens, 1)
         due_by = self._schedule.due_by if self._schedule else math.inf
         return min(latest, due_by, self._most_tokens)
 

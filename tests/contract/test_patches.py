@@ -60,9 +60,10 @@ def classes():
     configs = [SchedulerConfig.default_factory(async_scheduling=each) for each in (False, True)]
     schedulers = [config.get_scheduler_cls() for config in configs]
     assert async_llm.InputProcessor is llm_engine.InputProcessor
+    assert async_llm.OutputProcessor is llm_engine.OutputProcessor
     return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
             workers.WorkerBase, llm_engine.InputProcessor, output_processor.RequestState,
-            chat.OpenAIServingChat, completion.OpenAIServingCompletion,
+            llm_engine.OutputProcessor, chat.OpenAIServingChat, completion.OpenAIServingCompletion,
             responses.OpenAIServingResponses]
 
 def refusal():
@@ -124,6 +125,7 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "TappedWorkerBase",
         "CheckedInputProcessor",
         "SummaryRequestState",
+        "TracedOutputProcessor",
         "SummaryServingChat",
         "SummaryServingCompletion",
         "SummaryServingResponses",

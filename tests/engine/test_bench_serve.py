@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,56 @@ def test_pair_is_measured_and_reported(tmp_path):
     for words in ("latency / stock", "TTFAT p95", "worst answer gap"):
         assert words in output
     assert (tmp_path / "report.html").exists()
+
+
+def cores_of(process: int) -> list[set[int]]:
+    """Of the first thread, and of the others."""
+    tasks = sorted(int(task.name) for task in Path(f"/proc/{process}/task").iterdir())
+    return [os.sched_getaffinity(task) for task in tasks]
+
+
+def engine_core_of(server: int) -> int:
+    """Process id of a server's EngineCore."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Others end while we look.
+        with suppress(OSError):
+            is_core = "VLLM::EngineCor" in (folder / "comm").read_text()
+            if is_core and os.getpgid(int(folder.name)) == server:
+                return int(folder.name)
+    raise AssertionError(f"server {server} has no EngineCore")
+
+
+def start_of(log: Path) -> str:
+    """When a server's EngineCore first wrote to its log."""
+    line = re.search(r"EngineCore pid=\d+\) \w+ (\d\d-\d\d [\d:]{8})", log.read_text())
+    return line[1]
+
+
+def test_servers_anew_for_each_pair(tmp_path):
+    """Another one is the first to start each time, its EngineCore is alone on its core."""
+    small = ("--arms", "stock,stock-again", "--requests", "6", "--pairs", "2")
+    bench = start_bench(tmp_path, *small, "--restart")
+    server = first_server_of(bench)
+    wait_for("Resetting prefix cache", tmp_path / "server-stock-11.log")
+    own, *others = cores_of(engine_core_of(server))
+    if len(os.sched_getaffinity(0)) > 1:
+        assert len(own) == 1
+        assert not any(own & cores for cores in [*others, *cores_of(server)])
+    output, _ = bench.communicate(timeout=300)
+    assert bench.returncode == 0, output
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["over_stock"]["stock-again"]["tokens_per_s"]["mean"] > 0
+    started = {
+        (name, seed): start_of(tmp_path / f"server-{name}-{seed}.log")
+        for name in ("stock", "stock-again")
+        for seed in (11, 12)
+    }
+    assert sorted(started, key=started.get) == [
+        ("stock", 11),
+        ("stock-again", 11),
+        ("stock-again", 12),
+        ("stock", 12),
+    ]
 
 
 def test_server_that_dies_leaves_the_others_results(tmp_path):

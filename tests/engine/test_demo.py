@@ -131,7 +131,7 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
     demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "60", "--rate", "2")
     server = server_of(demo)
     # The third trace request at the earliest: warm-up requests come before the metrics are read.
-    wait_for("Resetting prefix cache", tmp_path / "server-noop.log")
+    wait_for("Resetting prefix cache", tmp_path / "server-noop-1.log")
     time.sleep(5)
     os.killpg(server, signal.SIGKILL)
     output, _ = demo.communicate(timeout=60)
@@ -149,7 +149,7 @@ def test_interrupt_leaves_no_server(tmp_path, demo_model, number):
     """Ctrl-C and a polite kill while the server starts end the demo and all of the server."""
     demo = start_demo(tmp_path, demo_model, "--arms", "stock")
     server = server_of(demo)
-    wait_for("EngineCore", tmp_path / "server-stock.log")
+    wait_for("EngineCore", tmp_path / "server-stock-1.log")
     demo.send_signal(number)
     output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130

@@ -1,17 +1,12 @@
 """What a probe measures on the real engine is what transformers says of the same tokens.
 
-Out of reach here: images, which the tiny reasoner does not see. Probes carry them on, and no engine
-test shows it. For LoRA see ``test_probes_lora.py``.
+For LoRA see ``test_probes_lora.py``, for images ``test_probes_images.py``.
 """
 
-import json
-from collections import defaultdict
-
 import pytest
-from engine_plans import AMPLE, PATIENT, PRESSURE, SMALL_POOL
-from engine_watch import request_name
+from engine_plans import AMPLE, PRESSURE, SMALL_POOL
 from probe_reference import Reference
-from run_engine import PATCHED, Job, run_job
+from probed_engine import Probed
 from workloads import ask, ask_all, engine_arguments
 
 from meridian_patch.demo.problems import make_problems
@@ -19,17 +14,6 @@ from meridian_patch.demo.problems import make_problems
 pytestmark = pytest.mark.engine
 
 BLOCK_SIZE = 32
-# The tiny reasoner's passes are paragraphs; between them a probe is due by distance. Nothing is
-# ever converged, so thoughts are probed to their ends.
-DENSE = {
-    "EXIT__MODE": "observe",
-    "EXIT__OBSERVED_AT_A_TIME": "1000",
-    "EXIT__EAT_WARMUP_PROBES": "100000",
-    "EXIT__RPDI": "false",
-    "EXIT__PROBE_MIN_GAP_TOKENS": "1",
-    "EXIT__PROBE_MAX_GAP_TOKENS": "7",
-}
-SETTINGS = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in DENSE.items()}
 PROBLEMS = [*AMPLE, *make_problems(2, seed=5, steps=6)]
 PRESSED = {
     "num_gpu_blocks_override": SMALL_POOL,
@@ -58,31 +42,16 @@ def stage(name, engine, max_tokens):
     return {"name": name, "engine": engine, "runs": [{"name": "run", "requests": requests}]}
 
 
-class Observed:
-    """One job: its stages, its log, and the trace by request name."""
-
-    def __init__(self, stages, folder, **job):
-        file = folder / "trace.jsonl"
-        env = PATCHED | PATIENT | SETTINGS | {"MERIDIAN_PATCH_SET_EXIT__TRACE": str(file)}
-        result = run_job(Job(stages, env=env, allow_async=True, **job), folder)
-        self.runs = {name: each["runs"]["run"] for name, each in result["stages"].items()}
-        self.log = (folder / "log.txt").read_text(errors="replace")
-        self.trace = defaultdict(list)
-        for line in file.read_text().splitlines():
-            event = json.loads(line)
-            self.trace[request_name(event["request"])].append(event)
-
-
 @pytest.fixture(scope="module")
 def v1(demo_model, tmp_path_factory):
     stages = [stage(name, engine_arguments(demo_model, **V1[name]), 600) for name in V1]
-    return Observed(stages, tmp_path_factory.mktemp("v1"))
+    return Probed(stages, tmp_path_factory.mktemp("v1"))
 
 
 @pytest.fixture(scope="module")
 def v2(demo_model, tmp_path_factory):
     stages = [stage("v2", engine_arguments(demo_model, **V2), 100)]
-    return Observed(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True)
+    return Probed(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +67,7 @@ def observed(request):
 def probes_of(observed):
     """Request name -> its probes, of one stage."""
     name, job = observed
-    return {
-        request: [event for event in job.trace[request] if event["event"] == "probe"]
-        for request in job.runs[name]["outputs"]
-    }
+    return {request: job.probes(request) for request in job.runs[name]["outputs"]}
 
 
 def test_every_probe_is_what_transformers_says(observed, reference):

@@ -9,6 +9,7 @@ import torch
 from kernel_cases import DEVICE, TYPES, indices, random_logits, same_bits
 from kernel_references import EatSlot
 
+from meridian_patch.exit.eat import Eat
 from meridian_patch.kernels.eat_update import EatColumn, eat_update, eat_update_ref
 from meridian_patch.kernels.row_signals import Signal, row_signals
 
@@ -189,3 +190,21 @@ def test_padded_state_and_no_probes(backend: str) -> None:
     eat_update(state, logits, *one, **SETTINGS, backend=backend)
     assert column(state, EatColumn.COUNT) == [0, 1]
     assert bool((wide[:, 7:] == 5).all())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_converges_where_the_engines_strategy_does(seed: int, backend: str) -> None:
+    """The engine keeps EAT's state in ``exit.eat``; probe by probe both say the same."""
+    rng = np.random.default_rng(seed)
+    settings = {"alpha": 0.2, "warm_up": 3, "max_entropy": 2.0}
+    state, strategy = new_state(1, delta=0.05), Eat(0.2, 0.05, 3, 2.0)
+    verdicts = []
+    for index in range(40):
+        # Unsure, then still, then unsure again.
+        width = 0.02 if 12 <= index < 28 else 1.0
+        entropy = float(np.clip(1.0 + width * rng.normal(), 0.1, 3.5))
+        logits = logits_of_entropy(entropy)
+        eat_update(state, logits, indices(0), indices(0), **settings, backend=backend)
+        verdicts.append(strategy.probed(entropy) is not None)
+        assert bool(state[0, EatColumn.CONVERGED]) == verdicts[-1]
+    assert {True, False} <= set(verdicts)

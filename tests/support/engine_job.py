@@ -134,7 +134,7 @@ class Run:
             self._entropies.measure(request["name"])
         self._engine.add_request(
             request["name"],
-            prompt,
+            _with_image(prompt, request.get("image")),
             SamplingParams(**params),
             lora_request=_lora(request.get("lora")),
             priority=request.get("priority", 0),
@@ -185,6 +185,14 @@ def _lora(folder: str | None):
     return None if folder is None else LoRARequest("adapter", 1, folder)
 
 
+def _with_image(prompt: str, seed: int | None):
+    if seed is None:
+        return prompt
+    from tiny_vlm import picture
+
+    return {"prompt": prompt, "multi_modal_data": {"image": picture(seed)}}
+
+
 def _take_due(entries: list[dict], step: int) -> list[dict]:
     due = [entry for entry in entries if entry.get("at_step", 0) <= step]
     entries[:] = [entry for entry in entries if entry not in due]
@@ -201,6 +209,7 @@ def _left_behind(scheduler) -> dict:
         "requests_left": len(scheduler.requests),
         # One block is vLLM's null block and never free.
         "blocks_left": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "encoded_left": len(scheduler.encoder_cache_manager.request_cached_ids),
         **(_of_product(scheduler) if hasattr(scheduler, "phase_router") else {}),
     }
 

@@ -30,6 +30,7 @@ class Watched:
         passed_over: steps that the product neither planned nor ordered.
         planned: steps in which something was to be measured.
         probes: tokens computed by each probe, in each step it was part of.
+        encoded: images that the encoder was run for, by request; those of probes under ``PROBE``.
         misrouted: times the router disagreed with the phase read off the request's tokens.
     """
 
@@ -46,6 +47,7 @@ class Watched:
     passed_over: int = 0
     planned: int = 0
     probes: list[int] = field(default_factory=list)
+    encoded: dict[str, int] = field(default_factory=dict)
 
 
 def request_name(request_id: str) -> str:
@@ -92,7 +94,12 @@ class SchedulerWatch:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             name = request_name(request_id)
             request = self.scheduler.requests[request_id]
-            if type(request).__name__ == PROBE:
+            is_probe = type(request).__name__ == PROBE
+            images = len(output.scheduled_encoder_inputs.get(request_id, ()))
+            if images:
+                whose = PROBE if is_probe else name
+                seen.encoded[whose] = seen.encoded.get(whose, 0) + images
+            if is_probe:
                 seen.probes.append(scheduled)
                 continue
             seen.first_step.setdefault(name, seen.steps)

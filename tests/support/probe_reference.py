@@ -20,37 +20,45 @@ class Reference:
     Args:
         model: its folder.
         changes: to be added to its weights, by name.
+        network: its class.
     """
 
-    def __init__(self, model, changes=None):
+    def __init__(self, model, changes=None, network=Qwen3ForCausalLM):
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._network = network.from_pretrained(model, dtype=torch.float32).eval()
         weights = self._network.state_dict()
         for name, change in (changes or {}).items():
             weights[name] += change
         self.suffix = self._ids(load_families()["tiny_reasoner"].family.probe_text)
 
     def prompt(self, problem):
-        messages = [{"role": "user", "content": problem.question}]
-        return self._ids(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return self._ids(self._text(problem.question))
 
-    def entropies_nats(self, prefixes):
-        """Of the tokens behind each prefix and the trial boundary, in float64."""
+    def entropies_nats(self, prefixes, pixels=None):
+        """Of the tokens behind each prefix and the trial boundary, in float64.
+
+        Args:
+            pixels: of the picture that stands in each prefix.
+        """
         entropies = []
         for first in range(0, len(prefixes), BATCH):
             rows = [torch.tensor(prefix + self.suffix) for prefix in prefixes[first:][:BATCH]]
             # What is padded stands behind the last token, which does not see it.
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             last = torch.tensor([len(row) - 1 for row in rows])
+            seen = {} if pixels is None else {"pixel_values": pixels.repeat(len(rows), 1, 1, 1)}
             with torch.inference_mode():
-                logits = self._network(padded).logits[torch.arange(len(rows)), last].double()
+                logits = self._network(padded, **seen).logits
+            logits = logits[torch.arange(len(rows)), last].double()
             log_p = torch.log_softmax(logits, dim=-1)
             entropies += (-(log_p.exp() * log_p).sum(dim=-1)).tolist()
         return entropies
+
+    def _text(self, question):
+        messages = [{"role": "user", "content": question}]
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
 
     def _ids(self, text):
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -63,7 +63,7 @@ class SignalWatch:
             rows = signals[request_id]
             self.short += n_tokens > len(rows)
             self.surplus += len(rows) - n_tokens
-            self.per_token[request_name(request_id)] += rows[:n_tokens]
+            self.per_token[request_name(request_id)] += rows[:n_tokens].tolist()
 
 
 def tapped(worker) -> list[str]:

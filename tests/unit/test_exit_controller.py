@@ -98,7 +98,7 @@ def test_no_token_is_nothing_to_look_at():
 def test_a_token_without_its_row_is_an_error():
     """Signals of other tokens would be taken for its own."""
     with pytest.raises(ValueError, match="1 rows of signals for 2 tokens"):
-        controller_of(max_think_tokens=9).accept([PLAIN, LINE], [CALM])
+        controller_of(max_think_tokens=2).accept([PLAIN, LINE], [CALM])
 
 
 def test_one_close_per_thought():

@@ -1,0 +1,12 @@
+"""The engine core of a ``vllm.LLM``, where both are in this process."""
+
+from typing import Any
+
+from vllm import LLM
+
+
+def core_of(llm: LLM) -> Any:
+    """The ``EngineCore`` of vLLM, with its scheduler and executor."""
+    # Load-bearing: with VLLM_ENABLE_V1_MULTIPROCESSING=0 it is an attribute of its client.
+    client: Any = llm.llm_engine.engine_core
+    return client.engine_core

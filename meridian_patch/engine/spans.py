@@ -1,0 +1,66 @@
+"""Puts how a request's thinking ended on the OpenTelemetry span that vLLM exports for it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
+
+from meridian_patch.exit.summary import Summary
+
+PREFIX = "meridian"
+"""Of the attributes' names: ``meridian.exit_reason``, ``meridian.would_exit.think_tokens``, ..."""
+
+_ADDED: ContextVar[Mapping[str, Any] | None] = ContextVar("added", default=None)
+
+
+def span_attributes(summary: Summary, prefix: str = PREFIX) -> dict[str, Any]:
+    """A summary as attributes of a span, whose values may not be dicts."""
+    attributes: dict[str, Any] = {}
+    for key, value in summary.items():
+        name = f"{prefix}.{key}"
+        attributes |= span_attributes(value, name) if isinstance(value, dict) else {name: value}
+    return attributes
+
+
+class _Adder(SpanProcessor):
+    def on_start(self, span: Span, parent_context: Any = None) -> None:  # noqa: ARG002
+        span.set_attributes(_ADDED.get() or {})
+
+
+def add_to_spans_of(provider: Any) -> None:
+    """Let ``adding`` reach the spans of a tracer provider, in its own way."""
+    if isinstance(provider, TracerProvider):
+        provider.add_span_processor(_Adder())
+
+
+@contextmanager
+def adding(attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Spans that are started within have these attributes too."""
+    before = _ADDED.set(attributes)
+    try:
+        yield
+    finally:
+        _ADDED.reset(before)
+
+
+def build_output_processor(original: type) -> type:
+    """``original`` whose spans say how thinking ended."""
+
+    class TracedOutputProcessor(original):
+        _is_added = False
+
+        def do_tracing(
+            self, engine_core_output: Any, req_state: Any, iteration_stats: Any, *args: Any
+        ) -> Any:
+            # Load-bearing: the engine has set its tracer provider by the end of its first request.
+            if not self._is_added:
+                self._is_added = True
+                add_to_spans_of(trace.get_tracer_provider())
+            # Load-bearing: the span is started, and ended, within; other states have no summary.
+            with adding(span_attributes(getattr(req_state, "thinking", {}))):
+                return super().do_tracing(engine_core_output, req_state, iteration_stats, *args)
+
+    return TracedOutputProcessor
