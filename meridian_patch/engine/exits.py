@@ -241,6 +241,10 @@ class Exits:
             self._trace.probed(due.parent.request_id, due.probe, entropy_nats, watched.controller)
         self._act(watched, action)
 
+    def without_probes(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """Of running and waiting requests, those of users."""
+        return counts if self.probes is None else self.probes.subtract_from(counts)
+
     def probe_displaced(self, request: Any) -> None:
         """A probe was preempted."""
         assert self.probes is not None

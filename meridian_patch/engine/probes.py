@@ -83,6 +83,15 @@ class Probes:
         """Ids of the probes under way."""
         return tuple(self._live)
 
+    def subtract_from(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """Numbers of running and of waiting requests without the probes among them."""
+        if not self._live:
+            return counts
+        requests = self._scheduler.requests
+        statuses = [requests[name].status for name in self._live if name in requests]
+        queued = [statuses.count(each) for each in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
+        return counts[0] - statuses.count(RequestStatus.RUNNING), counts[1] - sum(queued)
+
     def kept_seats(self, all_seats: int) -> int:
         """Of the requests that may run at a time, how many seats to keep for probes."""
         return min(self._most_in_flight, all_seats // _SEATS_PER_PROBE)

@@ -355,11 +355,14 @@ class PhaseScheduling(UpstreamScheduler):
             self.steering.preempted(request)
         self._phase_order.forget(request)
 
+    def get_request_counts(self) -> tuple[int, int]:
+        # Load-bearing: data-parallel load, idleness and statistics are told from these two.
+        counts = super().get_request_counts()
+        return self.exits.without_probes(counts) if self.exits else counts
+
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            if self.exits and self.exits.probes:
-                stats.num_running_reqs -= len(self.exits.probes.live)
             if self._kv_phases:
                 self._kv_phases.count_evictions()
             payload = self.phase_counters.drain()

@@ -1,30 +1,17 @@
 """Early exit on the real scheduler: what is measured, probed, forced, and left behind."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config, make_prompt
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from exit_driver import exit_driver, is_empty, thinker
+from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
-from vllm.v1.worker import worker_base
 
-from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+from meridian_patch.engine.scheduler import build_phase_scheduler
 from meridian_patch.exit.controller import ExitController
-from meridian_patch.patching.candidate import MARK
-
-# Probes come early, and a steady entropy is taken for convergence soon.
-EAGER = {
-    "EXIT__MODE": "enforce",
-    "EXIT__MIN_THINK_TOKENS": "20",
-    "EXIT__GRACE_TOKENS": "4",
-    "EXIT__EAT_WARMUP_PROBES": "2",
-    "EXIT__EAT_MAX_ENTROPY_NATS": "null",
-    "EXIT__PROBE_MIN_GAP_TOKENS": "8",
-    "EXIT__PROBE_MAX_GAP_TOKENS": "16",
-    "POLICY__TIME_BUDGET_US": "10000000",
-}
 
 CAPPED = {"EXIT__MAX_THINK_TOKENS": "90", "EXIT__EAT": "false"}
 UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": False}
@@ -32,38 +19,7 @@ UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": 
 
 @pytest.fixture
 def driver_for(monkeypatch, demo_model):
-    def build(*, is_async=False, blocks=200, tiered=False, is_tapped=True, **settings):
-        for name, value in {**EAGER, **settings}.items():
-            monkeypatch.setenv(f"MERIDIAN_PATCH_SET_{name}", value)
-        config = engine_config(demo_model, is_async=is_async, blocks=blocks)
-        # The driver stands in for workers that measure.
-        if is_tapped:
-            monkeypatch.setattr(worker_base.WorkerBase, MARK, "worker", raising=False)
-        else:
-            monkeypatch.delattr(worker_base.WorkerBase, MARK, raising=False)
-        builder = build_async_phase_scheduler if is_async else build_phase_scheduler
-        stock = AsyncScheduler if is_async else Scheduler
-        return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered)
-
-    return build
-
-
-def thinker(name, think_tokens=400, prompt_tokens=40, **kwargs):
-    prompt = make_prompt(random.Random(name), prompt_tokens, thinks=True, shared=len(name))
-    return Job(name, tuple(prompt), think_tokens, 30, **kwargs)
-
-
-def is_empty(driver):
-    scheduler = driver.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    return (
-        not scheduler.requests
-        and not scheduler.exits.num_watched
-        and not len(scheduler.exits.probes)
-        and not len(scheduler.exits.closings)
-        and not scheduler.phase_counters.totals.get("fallback:exception")
-        and pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
-    )
+    return partial(exit_driver, monkeypatch, demo_model)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
