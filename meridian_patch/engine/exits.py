@@ -145,6 +145,8 @@ class Exits:
         self._end_thought(name)
         del self._watched[name]
         self._measured.pop(name, None)
+        if not self._watched:
+            self._signals.forget()
 
     def arrange(self, current_step: int, *, may_probe: bool) -> None:
         """A step is about to be scheduled.

@@ -38,6 +38,10 @@ class StepSignals:
         """The step was taken in."""
         self.table = None
 
+    def forget(self) -> None:
+        """Nobody is measured any more."""
+        self.table, self.spans, self._made_of = None, {}, ((), None)
+
     def rows(self, name: str, number: int) -> list[Row]:
         """The rows of a request's next tokens; what was not measured has no signals."""
         span = None if self.table is None else self.spans.get(name)

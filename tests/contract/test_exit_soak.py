@@ -174,7 +174,7 @@ def left_behind(scheduler):
         "watched": exits._watched,
         "outcomes": exits._outcomes,
         "ended probes": exits._ended,
-        "signals": exits._signals,
+        "signals": exits._signals.spans,
         "closings": exits.closings._closings,
         "due": exits.probes._due,
         "live": exits.probes._live,
