@@ -82,7 +82,7 @@ def soak(demo_model, tmp_path_factory):
 def test_nothing_is_left(soak):
     """No request, block, phase, watch, close, probe or outcome; and no step ran as stock."""
     left = {name: soak[name] for name in soak if name.endswith("_left")}
-    assert len(left) == 6
+    assert len(left) == 7
     assert set(left.values()) == {0}
     assert soak["kv_faults"] == []
     assert not [name for name in soak["counted"] if name.startswith("fallback")]
