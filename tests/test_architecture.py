@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,8 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": (*PLUGIN, "bench"),
     "cli": (*PLUGIN, "demo", "bench", "serve", "calibrate"),
 }
-MAX_LINES = 400
-MAX_MEDIAN_LINES = 150
+MAX_LINES = 500
 
 
 def modules() -> dict[str, Path]:
@@ -130,14 +128,12 @@ def test_only_envs_touches_the_environment() -> None:
 
 
 def test_rooms_are_small() -> None:
-    """No file is over 400 lines, and half of them are under 150."""
+    """No file is over 500 lines; there is no lower bound."""
     tests = sorted((ROOT / "tests").rglob("*.py"))
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
     lines = {p: len(p.read_text().splitlines()) for p in (*modules().values(), *tests, *scripts)}
     too_long = {str(p.relative_to(ROOT)): n for p, n in lines.items() if n > MAX_LINES}
     assert not too_long
-    rooms = [lines[p] for p in modules().values() if p.name != "__init__.py"]
-    assert statistics.median(rooms) < MAX_MEDIAN_LINES
 
 
 def test_package_is_this_checkout() -> None:
