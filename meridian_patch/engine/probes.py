@@ -84,13 +84,22 @@ class Probes:
         return tuple(self._live)
 
     def subtract_from(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Numbers of running and of waiting requests without the probes among them."""
+        """Numbers of running and of waiting requests without the probes among them.
+
+        A preempted probe is in the queue only until its step is settled. It may be live for more
+        steps, in no queue, while its sample is on the way: such a one must not be subtracted.
+        """
         if not self._live:
             return counts
-        requests = self._scheduler.requests
-        statuses = [requests[name].status for name in self._live if name in requests]
-        queued = [statuses.count(each) for each in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
-        return counts[0] - statuses.count(RequestStatus.RUNNING), counts[1] - sum(queued)
+        # Load-bearing: upstream counts the members of its two queues, whatever their statuses.
+        running = waiting = 0
+        for name in self._live:
+            request = self._scheduler.requests.get(name)
+            status = None if request is None else request.status
+            running += status == RequestStatus.RUNNING
+            is_displaced = status == RequestStatus.PREEMPTED and name in self._displaced
+            waiting += status == RequestStatus.WAITING or is_displaced
+        return counts[0] - running, counts[1] - waiting
 
     def kept_seats(self, all_seats: int) -> int:
         """Of the requests that may run at a time, how many seats to keep for probes."""

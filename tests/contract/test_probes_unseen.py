@@ -55,11 +55,37 @@ def test_an_engine_is_idle_when_its_users_are_gone(driver):
     assert is_empty(driver)
 
 
-def test_one_that_waits_is_not_counted_either(driver):
-    """While a step is scheduled a probe that found no place stands in the queue."""
+def test_a_probe_in_the_queue_is_not_counted(driver):
+    """A cache reset puts probes back into the queue; they stay there until the next step."""
     scheduler = driver.scheduler
     until_probed(driver)
-    live = scheduler.exits.probes.live
-    for name in live:
-        scheduler.requests[name].status = RequestStatus.PREEMPTED
-    assert scheduler.exits.without_probes((3, 5 + len(live))) == (3, 5)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert len(scheduler.waiting) > len(NAMES)
+    assert scheduler.get_request_counts() == (0, len(NAMES))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_counts_hold_with_more_steps_in_flight(monkeypatch, demo_model, depth):
+    """Pipeline parallelism: a preempted probe's sample returns steps later.
+
+    Until then the probe is in no queue. An engine whose counts sum to zero sleeps, and a
+    data-parallel wave ends.
+    """
+    driver = exit_driver(monkeypatch, demo_model, is_async=True, blocks=40, **PROBED)
+    driver.depth = depth
+    scheduler = driver.scheduler
+    for number in range(12):
+        driver.add(thinker(f"user{number}", prompt_tokens=40 + number))
+    num_between_queues = 0
+    for _ in range(3000):
+        if not driver.scheduler.requests:
+            break
+        driver.step()
+        probes = set(scheduler.exits.probes.live)
+        queues = scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting
+        running, *waiting = [sum(r.request_id not in probes for r in q) for q in queues]
+        assert scheduler.get_request_counts() == (running, sum(waiting))
+        num_between_queues += len(probes) > sum(r.request_id in probes for q in queues for r in q)
+    assert num_between_queues
+    driver.drain()
+    assert is_empty(driver)

@@ -126,6 +126,8 @@ class Driver:
 
     scheduler: Any
     is_async: bool
+    # Steps that stay in flight while the next is scheduled: one more for each further pipeline stage.
+    depth: int = 0
     hash_block_size: int = BLOCK_SIZE
     jobs: dict[str, Job] = field(default_factory=dict)
     # Step index at which each output token of a request was delivered.
@@ -180,7 +182,9 @@ class Driver:
                 log_stats=True,
             )
         # An event publisher would open a socket; the driver stands in for it.
-        scheduler.kv_event_publisher = driver = cls(scheduler, is_async, hash_block_size)
+        scheduler.kv_event_publisher = driver = cls(
+            scheduler, is_async, int(is_async), hash_block_size
+        )
         if hasattr(scheduler, "steering"):
             scheduler.steering.clock = lambda: driver.now_s
         return driver
@@ -213,7 +217,7 @@ class Driver:
         """Schedule one step and deliver the tokens that are due."""
         output = self.scheduler.schedule()
         self._in_flight.append((output, self._run(output)))
-        while len(self._in_flight) > int(self.is_async):
+        while len(self._in_flight) > self.depth:
             self._deliver()
         self.steps += 1
         return output
