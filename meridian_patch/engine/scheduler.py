@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status, wire
+from meridian_patch.engine.begun import begun_in
 from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.exit_binding import bind_exits
 from meridian_patch.engine.exits import Exits
@@ -204,9 +205,7 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("early exit"):
                 exits.scheduled(output)
         # Load-bearing: nobody gets a first token who is in neither of the two.
-        for new in output.scheduled_new_reqs:
-            self.phase_router.runs(new.req_id)
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+        for request_id in begun_in(output):
             self.phase_router.runs(request_id)
             self._waiting_answers.pop(request_id, None)
         # Load-bearing: after the last request there is one more step, which tells the workers;

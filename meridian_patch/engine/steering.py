@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.engine.begun import begun_in
 from meridian_patch.engine.forecasts import Forecasts
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.readers import Readers
@@ -182,7 +183,7 @@ class Steering:
         total = output.total_num_scheduled_tokens
         if not total:
             return
-        begun = list(self._begun(scheduler, output))
+        begun = [scheduler.requests[name] for name in begun_in(output)]
         if any(isinstance(request, ProbeRequest) for request in begun):
             # A few tokens at a step's whole price: the fit would take all prefill to be as dear.
             self._prefilling += [each for each in begun if not isinstance(each, ProbeRequest)]
@@ -199,13 +200,6 @@ class Steering:
             attended += tokens * (2 * request.num_computed_tokens - tokens + 1) // 2
         shape = StepShape(prefill, total - prefill, self._shape.context_tokens, attended)
         self._timer.scheduled(output, shape, now_s)
-
-    def _begun(self, scheduler: Any, output: Any) -> Iterator[Any]:
-        """Requests whose prompt, or what a preemption threw away, this step begins to compute."""
-        for new in output.scheduled_new_reqs:
-            yield scheduler.requests[new.req_id]
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-            yield scheduler.requests[request_id]
 
     def ended(self, output: Any) -> None:
         """The step's output is back."""
