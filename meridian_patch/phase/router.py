@@ -108,6 +108,7 @@ class PhaseRouter:
         self.remove(request_id)
         first_phase, match_state = Phase.ANSWER, ROOT
         own_thought = None
+        event = Event.NONE
         if self._matcher:
             event, begin = self._matcher.last_boundary(known)
             if event is Event.START:
@@ -115,7 +116,8 @@ class PhaseRouter:
             match_state = self._matcher.state_after(known)
         state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, len(known))
         state.own_thought = own_thought
-        if self._boundaries:
+        if self._boundaries and event is not Event.NONE:
+            # Without any boundary there is no thought: a second search through it is saved.
             state.first_thought = find_first_thought(known, self._boundaries)
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1

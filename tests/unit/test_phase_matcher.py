@@ -1,5 +1,8 @@
 """The boundary automaton against plain search."""
 
+import random
+import timeit
+
 import pytest
 
 from meridian_patch.phase.boundaries import Boundaries
@@ -61,3 +64,46 @@ def test_contradictory_markers_are_refused():
         matcher([(1,)], [(1,)])
     with pytest.raises(ValueError, match="at least one token"):
         matcher([()], [(1,)])
+
+
+def slow_last_boundary(tokens, start, end):
+    """The same by comparing every place, from the end, the longest spelling first."""
+    spellings = sorted(
+        [(seq, Event.START) for seq in start] + [(seq, Event.END) for seq in end],
+        key=lambda pair: -len(pair[0]),
+    )
+    for stop in range(len(tokens), 0, -1):
+        for sequence, event in spellings:
+            begin = stop - len(sequence)
+            if begin >= 0 and tuple(tokens[begin:stop]) == sequence:
+                return event, begin
+    return Event.NONE, 0
+
+
+def test_the_search_from_the_end_finds_what_a_plain_search_finds():
+    """Markers of several tokens across the edges of the parts that the search looks at."""
+    rng = random.Random(0)
+    start, end = [(1, 2), (5, 1, 2)], [(3,), (4, 4, 6)]
+    automaton = matcher(start, end)
+    for length in (0, 1, 63, 64, 65, 4159, 4160, 4161, 9000):
+        for _ in range(20):
+            tokens = [0] * length
+            for _ in range(rng.randrange(4)):
+                marker = rng.choice([*start, *end, (1,), (4, 4)])
+                at = rng.randrange(length + 1)
+                tokens[at : at + len(marker)] = marker[: length - at]
+            expected = slow_last_boundary(tokens, start, end)
+            assert automaton.last_boundary(tokens) == expected
+
+
+def test_a_long_prompt_without_a_marker_is_searched_by_c_calls():
+    """128 k tokens: less than half of what one look at each token takes."""
+    automaton = matcher([(1, 2)], [(3,)])
+    tokens = list(range(1000, 1000 + 131_072))
+    seconds = {}
+    for name, search in (
+        ("parts", lambda: automaton.last_boundary(tokens)),
+        ("each", lambda: any(tokens[i] in {2, 3} for i in range(len(tokens) - 1, -1, -1))),
+    ):
+        seconds[name] = min(timeit.repeat(search, number=1, repeat=5))
+    assert seconds["parts"] < seconds["each"] / 2
