@@ -9,6 +9,7 @@
                                ``MERIDIAN_PATCH_SET_POLICY__NAME=noop``
 ``MERIDIAN_PATCH_ASSUME_VLLM`` version to assume for a source build of vLLM
 ``MERIDIAN_PATCH_STATUS_DIR``  where processes write what is live in them
+``XDG_RUNTIME_DIR``            the user's runtime directory; status goes there when it is set
 ``VLLM_PLUGINS``               vLLM's own list of plugins to load
 ============================== ==================================================================
 """
@@ -98,12 +99,32 @@ def assumed_vllm_version(env: Mapping[str, str]) -> str | None:
     return env.get("MERIDIAN_PATCH_ASSUME_VLLM")
 
 
-def status_directory(env: Mapping[str, str]) -> Path:
-    """Where processes write what is live in them; one folder per user."""
+def status_directories(env: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where processes write what is live in them, the preferred directory first.
+
+    ``MERIDIAN_PATCH_STATUS_DIR`` alone where it is set. Otherwise a directory in the user's
+    runtime directory (``XDG_RUNTIME_DIR``), then one per user in the temporary directory. A
+    server may have started without the first, so readers look into both.
+
+    Raises:
+        OSError: the system has no temporary directory.
+    """
     value = env.get("MERIDIAN_PATCH_STATUS_DIR")
     if value:
-        return Path(value)
-    return Path(tempfile.gettempdir()) / f"meridian_patch-{os.getuid()}"
+        return (Path(value),)
+    temporary = Path(tempfile.gettempdir()) / f"meridian_patch-{os.getuid()}"
+    runtime = Path(env.get("XDG_RUNTIME_DIR") or "")
+    if runtime.is_absolute() and _is_own(runtime):
+        return runtime / "meridian_patch", temporary
+    return (temporary,)
+
+
+def _is_own(directory: Path) -> bool:
+    # A shell that `su` started keeps the variable of the user before.
+    try:
+        return directory.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def activate_children() -> None:

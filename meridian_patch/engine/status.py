@@ -2,25 +2,46 @@
 
 Each patched process writes one small JSON file; ``meridian status`` reads them. Files of ended
 processes are ignored and removed by the next reader.
+
+A directory is used only when it belongs to this user, is no symbolic link and can be written by
+no other user. Files are opened relative to that open directory, so that another user cannot put a
+link in their place.
 """
 
 import atexit
 import json
+import logging
 import os
+import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
 from meridian_patch.errors import MeridianError
 
+logger = logging.getLogger("vllm.meridian_patch")
+
+# Load-bearing: the last path component must be a directory itself; the kernel checks it.
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# A named pipe in place of a file must not make the reader wait.
+_READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
 _report: dict[str, Any] = {}
+
+
+class _UnsafeDirectoryError(OSError):
+    """Another user could read, replace or redirect what is written there."""
 
 
 def publish(**facts: Any) -> None:
     """Merge ``facts`` into this process's report and write it.
 
-    A report that cannot be written is no reason to stop an engine: the facts stay in memory.
+    The first directory of ``envs.status_directories`` that is safe and writable is used. Where
+    there is none, the process says so once and goes on: the facts stay in memory.
     """
     if _report.get("pid") != os.getpid():  # first call, or a forked child
         _report.clear()
@@ -28,45 +49,144 @@ def publish(**facts: Any) -> None:
         _report.update(role="launcher", command=" ".join(sys.argv)[:200])
         atexit.register(_remove, os.getpid())
     _report.update(facts)
-    path = _path(os.getpid())
+    told = {name: value for name, value in _report.items() if name != "unpublished"}
+    text = json.dumps(told, indent=1, default=str)
+    reasons = []
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(_report, indent=1, default=str))
-        partial.replace(path)
-    except OSError as error:
-        _report["unpublished"] = str(error)
+        for directory in envs.status_directories(envs.environment()):
+            try:
+                _write(directory, f"{os.getpid()}.json", text)
+                _report.pop("unpublished", None)
+                return
+            except OSError as error:
+                reasons.append(_describe(directory, error))
+    except OSError as error:  # the system has no temporary directory
+        reasons.append(str(error))
+    if "unpublished" not in _report:
+        logger.warning(
+            "meridian_patch: this process is not shown by 'meridian status': %s. Remove or mend "
+            "the directory, or set MERIDIAN_PATCH_STATUS_DIR to one of your own",
+            "; ".join(reasons),
+        )
+    _report["unpublished"] = "; ".join(reasons)
 
 
 def read_all() -> list[dict[str, Any]]:
-    """Reports of all living patched processes of this user, launchers first."""
-    directory = envs.status_directory(envs.environment())
+    """Reports of all living patched processes of this user, launchers first.
+
+    Directories that are not safe are named in a warning and not read.
+
+    Raises:
+        MeridianError: a file is no report of this user's.
+    """
     reports = []
-    for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
+    for directory in envs.status_directories(envs.environment()):
         try:
-            report = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise MeridianError(f"status file {path} cannot be read: {error}; delete it") from error
-        if _start_time(report["pid"]) == report["started"]:
-            reports.append(report)
-        else:
-            path.unlink(missing_ok=True)
+            with _opened(directory) as folder:
+                reports += _read_directory(directory, folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("meridian_patch: not read: %s", _describe(directory, error))
     return sorted(reports, key=lambda report: (report["role"] != "launcher", report["pid"]))
 
 
-def _path(pid: int) -> Path:
-    return envs.status_directory(envs.environment()) / f"{pid}.json"
+def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
+    reports = []
+    for name in sorted(os.listdir(folder)):
+        if not name.endswith(".json"):
+            continue
+        try:
+            report = json.loads(_read(folder, name))
+            is_alive = _start_time(report["pid"]) == report["started"] and report["role"]
+        except FileNotFoundError:  # its process just ended
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            path = directory / name
+            raise MeridianError(
+                f"status file {path} cannot be read: {error!r}; delete it"
+            ) from error
+        if is_alive:
+            reports.append(report)
+        else:
+            _unlink(folder, name)
+    return reports
+
+
+def _write(directory: Path, name: str, text: str) -> None:
+    """Replace a file of a directory in one step.
+
+    Raises:
+        OSError: the directory is not safe, or it cannot be written.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _opened(directory) as folder:
+        partial = f"{name}.partial"
+        _unlink(folder, partial)  # of an ended process with this process id
+        file = os.open(partial, _CREATE_FILE, 0o600, dir_fd=folder)
+        with os.fdopen(file, "w") as stream:
+            stream.write(text)
+        os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _read(folder: int, name: str) -> str:
+    file = os.open(name, _READ_FILE, dir_fd=folder)
+    with os.fdopen(file) as stream:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():
+            raise OSError("it is no regular file of this user's")
+        return stream.read()
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """A descriptor of a directory in which only this user can write.
+
+    Raises:
+        OSError: there is none, it is a symbolic link, it belongs to another user, or others may
+            write in it.
+    """
+    folder = os.open(directory, _OPEN_DIRECTORY)
+    try:
+        facts = os.fstat(folder)
+        if facts.st_uid != os.getuid():
+            raise _UnsafeDirectoryError(
+                f"it belongs to user {facts.st_uid}, expected {os.getuid()}"
+            )
+        if facts.st_mode & 0o022:
+            mode = stat.S_IMODE(facts.st_mode)
+            raise _UnsafeDirectoryError(f"its mode is {mode:o}, expected 700")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _describe(directory: Path, error: OSError) -> str:
+    if directory.is_symlink():
+        return f"{directory} is a symbolic link, expected a directory"
+    return f"{directory} is not used: {error.strerror or error}"
+
+
+def _unlink(folder: int, name: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
 def _remove(pid: int) -> None:
-    if pid == os.getpid():
-        _path(pid).unlink(missing_ok=True)
+    if pid != os.getpid():
+        return
+    for directory in envs.status_directories(envs.environment()):
+        try:
+            with _opened(directory) as folder:
+                _unlink(folder, f"{pid}.json")
+        except OSError:
+            continue
 
 
 def _start_time(pid: int) -> str | None:
     """Kernel start time of a process, or None when it is gone; tells a reused pid apart."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return stat.rpartition(")")[2].split()[19]
+    return text.rpartition(")")[2].split()[19]

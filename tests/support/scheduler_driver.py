@@ -126,7 +126,7 @@ class Driver:
 
     scheduler: Any
     is_async: bool
-    # Steps that stay in flight while the next is scheduled: one more for each further pipeline stage.
+    # Steps that stay in flight while the next is scheduled; pipeline stages add to them.
     depth: int = 0
     hash_block_size: int = BLOCK_SIZE
     jobs: dict[str, Job] = field(default_factory=dict)

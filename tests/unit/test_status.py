@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from meridian_patch import cli
+from meridian_patch import cli, envs
 from meridian_patch.engine import status
 from meridian_patch.errors import MeridianError
 
@@ -14,6 +14,7 @@ from meridian_patch.errors import MeridianError
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(tmp_path))
     monkeypatch.setattr(status, "_report", {})
+    tmp_path.chmod(0o700)
     return tmp_path
 
 
@@ -41,6 +42,9 @@ def test_an_unreadable_report_is_named(directory):
     (directory / "7.json").write_text("{")
     with pytest.raises(MeridianError, match=r"7\.json cannot be read.*delete it"):
         status.read_all()
+    (directory / "7.json").write_text("[]")
+    with pytest.raises(MeridianError, match=r"7\.json cannot be read.*delete it"):
+        status.read_all()
 
 
 def test_an_unwritable_directory_does_not_stop_the_process(directory, monkeypatch):
@@ -50,6 +54,137 @@ def test_an_unwritable_directory_does_not_stop_the_process(directory, monkeypatc
     monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(blocked / "inside"))
     status.publish(role="engine_core")
     assert "unpublished" in status._report
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.fixture
+def victim(tmp_path_factory):
+    """A folder of the user's that status has no business in."""
+    folder = tmp_path_factory.mktemp("victim")
+    (folder / "precious").write_text("kept")
+    return folder
+
+
+def assert_unharmed(victim):
+    assert {path.name: path.read_text() for path in victim.iterdir()} == {"precious": "kept"}
+
+
+def test_a_link_in_place_of_the_directory_is_not_followed(
+    directory, victim, monkeypatch, caplog, capsys
+):
+    """Another user may have put it there: one warning, no write, and nothing is read from it."""
+    link = directory / "link"
+    link.symlink_to(victim)
+    monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(link))
+    status.publish(role="engine_core")
+    status.publish(scheduler="PhaseScheduler")
+    (warning,) = warnings_of(caplog)
+    assert f"{link} is a symbolic link" in warning
+    assert "MERIDIAN_PATCH_STATUS_DIR" in warning
+    assert_unharmed(victim)
+    (victim / "1.json").write_text("{")
+    assert status.read_all() == []
+    assert run(["status"], capsys)[0] == 1
+
+
+@pytest.mark.parametrize("suffix", ["json", "partial", "json.partial"])
+def test_a_link_in_place_of_a_file_is_not_followed(directory, victim, suffix):
+    """The names of files are predictable, so what stands there is replaced, never written to."""
+    (directory / f"{os.getpid()}.{suffix}").symlink_to(victim / "precious")
+    status.publish(role="engine_core")
+    assert_unharmed(victim)
+    (report,) = status.read_all()
+    assert report["role"] == "engine_core"
+
+
+def test_a_linked_report_is_not_read(directory, victim):
+    """It could be a file of anything; its content does not appear in the error."""
+    (directory / "7.json").symlink_to(victim / "precious")
+    with pytest.raises(MeridianError, match=r"7\.json cannot be read") as error:
+        status.read_all()
+    assert "kept" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_directory_that_others_may_write_in_is_not_used(directory, mode, caplog):
+    """Whoever may write there may replace reports."""
+    directory.chmod(mode)
+    status.publish(role="engine_core")
+    (warning,) = warnings_of(caplog)
+    assert f"its mode is {mode:o}, expected 700" in warning
+    assert not list(directory.iterdir())
+    (directory / "1.json").write_text("{")
+    assert status.read_all() == []
+
+
+def test_a_directory_of_another_user_is_not_used(directory, monkeypatch, caplog):
+    """Its owner could read and replace what is in it."""
+    owner = os.getuid()
+    monkeypatch.setattr(status.os, "getuid", lambda: owner + 1)
+    status.publish(role="engine_core")
+    (warning,) = warnings_of(caplog)
+    assert f"belongs to user {owner}, expected {owner + 1}" in warning
+    assert not list(directory.iterdir())
+
+
+def test_no_temporary_directory_does_not_stop_the_process(monkeypatch, caplog):
+    """A read-only container without /tmp still serves."""
+
+    def refuse():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.delenv("MERIDIAN_PATCH_STATUS_DIR")
+    monkeypatch.setattr(envs.tempfile, "gettempdir", refuse)
+    status.publish(role="engine_core")
+    assert "No usable temporary directory" in warnings_of(caplog)[0]
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """The user's runtime directory and the temporary one."""
+    runtime, temporary = tmp_path / "runtime", tmp_path / "temporary"
+    runtime.mkdir(mode=0o700)
+    temporary.mkdir(mode=0o700)
+    monkeypatch.delenv("MERIDIAN_PATCH_STATUS_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(envs.tempfile, "gettempdir", lambda: str(temporary))
+    return runtime, temporary
+
+
+def test_the_users_runtime_directory_is_preferred(places):
+    """Other users cannot even name files in it; what we make is the user's alone."""
+    runtime, temporary = places
+    status.publish(role="engine_core")
+    (report,) = runtime.glob("meridian_patch/*.json")
+    assert report.stat().st_mode & 0o777 == 0o600
+    assert report.parent.stat().st_mode & 0o777 == 0o700
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("value", ["", "relative", "/nonexistent"])
+def test_without_a_runtime_directory_the_temporary_one_is_used(places, monkeypatch, value):
+    """A directory of the user's own in it, which a later reader finds wherever it runs."""
+    runtime, temporary = places
+    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+    status.publish(role="engine_core")
+    (report,) = temporary.glob(f"meridian_patch-{os.getuid()}/*.json")
+    assert report.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert [each["role"] for each in status.read_all()] == ["engine_core"]
+
+
+def test_a_hostile_directory_does_not_hide_the_safe_one(places, victim, caplog):
+    """It may be put into the temporary directory by any user of the machine."""
+    _, temporary = places
+    (temporary / f"meridian_patch-{os.getuid()}").symlink_to(victim)
+    status.publish(role="engine_core")
+    assert not warnings_of(caplog)
+    assert [each["role"] for each in status.read_all()] == ["engine_core"]
+    assert "is a symbolic link" in warnings_of(caplog)[0]
+    assert_unharmed(victim)
 
 
 def run(arguments, capsys):
