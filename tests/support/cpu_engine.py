@@ -1,6 +1,7 @@
 """Lets a CPU host run what vLLM keeps for GPUs: Model Runner V2 and asynchronous scheduling.
 
-Called in the child process before anything of vLLM is imported.
+Called in the child process before anything of vLLM is imported. On a CUDA machine nothing is
+replaced: engines there run Triton, streams and events as they are.
 """
 
 from typing import Self
@@ -14,6 +15,8 @@ def add_triton_cpu_backend() -> None:
     With ``TRITON_INTERPRET=1`` every kernel then runs in Triton's interpreter: slow, but it is the
     code path GPUs take.
     """
+    if torch.cuda.is_available():
+        return
     from triton import backends
 
     class ActiveDriver:
@@ -52,6 +55,8 @@ def allow_async_scheduling() -> None:
     The runner then wants a CUDA stream and event to copy sampled tokens; on the CPU they are
     there when the sampler returns, so stand-ins that do nothing are right.
     """
+    if torch.cuda.is_available():
+        return
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__

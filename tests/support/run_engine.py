@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from meridian_patch.envs import environment
 
 SUPPORT = Path(__file__).parent
@@ -23,7 +25,7 @@ class Job:
         stages: one engine each: ``{"name", "engine": LLM's arguments, "runs": [...]}``.
         env: added to a clean environment.
         import_meridian_patch: import the package before vLLM, as a user's script would.
-        model_runner_v2: run Model Runner V2, its kernels in Triton's interpreter.
+        model_runner_v2: run Model Runner V2, without CUDA its kernels in Triton's interpreter.
         allow_async: let ``async_scheduling=True`` stand on the CPU.
         in_process: keep the engine core in the child, where its scheduler can be watched.
     """
@@ -47,10 +49,7 @@ def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec, result, log = (folder / name for name in ("job.json", "result.json", "log.txt"))
-    env = clean_environment(folder) | job.env
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.in_process else "1"
-    if job.model_runner_v2:
-        env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    env = job_environment(job, folder)
     spec.write_text(
         json.dumps(
             {
@@ -69,6 +68,17 @@ def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
         )
     assert done.returncode == 0, f"the engine job failed; the end of {log}:\n{log_tail(log)}"
     return json.loads(result.read_text())
+
+
+def job_environment(job: Job, folder: Path) -> dict[str, str]:
+    """The child's environment."""
+    # On CUDA vLLM would choose Model Runner V2 by itself.
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if job.model_runner_v2 else "0"}
+    env = clean_environment(folder) | runner | job.env
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.in_process else "1"
+    if job.model_runner_v2 and not torch.cuda.is_available():
+        env["TRITON_INTERPRET"] = "1"
+    return env
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
