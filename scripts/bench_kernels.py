@@ -2,10 +2,12 @@
 
     python -P scripts/bench_kernels.py [--csv FILE] [--rounds N] [--rows N..] [--columns N..]
     python -P scripts/bench_kernels.py --tune
+    TRITON_INTERPRET=1 python -P scripts/bench_kernels.py --rehearse --rows 2 --columns 5000
 
 Each variant is compared with float64 first; --no-check leaves that out. Every call finds a cold L2
 cache, and the variants take turns. GB/s counts what an operation must read and write once; beside
-it stands the bandwidth of a large copy on the same device.
+it stands the bandwidth of a large copy on the same device. --rehearse runs the same code without a
+GPU; its times say nothing of the kernels.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -34,7 +37,11 @@ from meridian_patch.kernels.row_signals import (
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (32000, 128256, 151936, 262144)
-ROWS = (1, 8, 64, 256)
+ROWS = (8, 64, 256, 1024)
+# More probes than an engine runs at a time.
+MOST_UPDATES = 256
+# Rows whose float64 copies are in memory at once.
+EXACT_ROWS = 64
 # vLLM's samplers hold logits in float32; models write bfloat16.
 TYPES = (torch.bfloat16, torch.float32)
 BOUNDARY_ID = 7
@@ -42,11 +49,14 @@ SETTINGS = {"alpha": 0.2, "warm_up": 2, "max_entropy": 100.0}
 # Several times the L2 cache of any GPU so far.
 FLUSH_BYTES = 2**28
 COPY_BYTES = 2**30
+REHEARSED_BYTES = 2**20
 WARM_UP_CALLS = 3
 TOLERANCE = 1e-4
 TUNED_WIDTHS = (1024, 8192, 151936)
-TUNED_BLOCKS = (1024, 2048, 4096, 8192, 16384)
-TUNED_WARPS = (4, 8, 16, 32)
+TUNED_BLOCKS = (1024, 2048, 4096, 8192)
+TUNED_WARPS = (2, 4, 8, 16)
+# Programs per multiprocessor that few rows are split for.
+TUNED_PROGRAMS = (1, 2, 4, 8)
 
 Call = Callable[[], torch.Tensor]
 
@@ -88,6 +98,7 @@ class Case:
 class Origin:
     """Where the figures are from."""
 
+    how: str
     device: str
     driver: str
     torch: str
@@ -97,12 +108,24 @@ class Origin:
     command: str = field(default_factory=lambda: shlex.join(sys.argv))
 
 
-def cases(sizes: Iterator[tuple[torch.dtype, int, int]]) -> Iterator[Case]:
+def device() -> torch.device:
+    """The first GPU; the CPU where a rehearsal has none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def cases(
+    sizes: Iterator[tuple[torch.dtype, int, int]], *, with_compile: bool = True
+) -> Iterator[Case]:
     for dtype, n_rows, n_cols in sizes:
-        logits = torch.randn(n_rows, n_cols, device="cuda").mul_(4).to(dtype)
-        rows = torch.randperm(n_rows, device="cuda")
-        yield signals_case(logits, rows)
-        yield update_case(logits, rows)
+        logits = torch.randn(n_rows, n_cols, device=device()).mul_(4).to(dtype)
+        rows = torch.randperm(n_rows, device=device())
+        made = [signals_case(logits, rows)]
+        if n_rows <= MOST_UPDATES:
+            made.append(update_case(logits, rows))
+        for case in made:
+            if not with_compile:
+                del case.variants["torch.compile"]
+            yield case
 
 
 def signals_case(logits: torch.Tensor, rows: torch.Tensor) -> Case:
@@ -114,7 +137,8 @@ def signals_case(logits: torch.Tensor, rows: torch.Tensor) -> Case:
         "torch.compile": partial(compiled(row_signals_ref), *arguments, dtype=torch.float32),
     }
     written = out.numel() * out.itemsize
-    return make_case("row_signals", logits, written, row_signals_ref(*arguments), variants)
+    parts = [row_signals_ref(logits, part, BOUNDARY_ID) for part in rows.split(EXACT_ROWS)]
+    return make_case("row_signals", logits, written, torch.cat(parts), variants)
 
 
 def update_case(logits: torch.Tensor, rows: torch.Tensor) -> Case:
@@ -164,25 +188,42 @@ def time_in_turns(variants: dict[str, Call], rounds: int) -> dict[str, Times]:
         for _ in range(WARM_UP_CALLS):
             call()
     samples = {name: [] for name in variants}
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    take_us = on_gpu_us if device().type == "cuda" else on_host_us
+    flush = torch.empty(size_of(FLUSH_BYTES), dtype=torch.int8, device=device())
     for _ in range(rounds):
         for name, call in variants.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Long enough for the host to enqueue the call before the device gets there.
-            flush.zero_()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3)
+            samples[name].append(take_us(call, flush))
     return {name: Times.of(taken) for name, taken in samples.items()}
+
+
+def on_gpu_us(call: Call, flush: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Long enough for the host to enqueue the call before the device gets there.
+    flush.zero_()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def on_host_us(call: Call, flush: torch.Tensor) -> float:
+    flush.zero_()
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def size_of(num_bytes: int) -> int:
+    """Bytes of a buffer, fewer in a rehearsal."""
+    return num_bytes if device().type == "cuda" else REHEARSED_BYTES
 
 
 def copy_bandwidth(rounds: int) -> float:
     """GB/s of a large copy on the device, reads and writes counted."""
-    source = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda")
+    source = torch.empty(size_of(COPY_BYTES), dtype=torch.int8, device=device())
     times = time_in_turns({"copy": partial(torch.empty_like(source).copy_, source)}, rounds)
-    return gb_per_s(2 * COPY_BYTES, times["copy"])
+    return gb_per_s(2 * len(source), times["copy"])
 
 
 def gb_per_s(moved: int, times: Times) -> float:
@@ -192,8 +233,10 @@ def gb_per_s(moved: int, times: Times) -> float:
 def origin() -> Origin:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     dirty = "+changes" if output_of(["git", "status", "--porcelain"]) else ""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return Origin(
-        device=torch.cuda.get_device_name(),
+        how=f"measured-gpu {name}" if torch.cuda.is_available() else "rehearsed",
+        device=name,
         driver=output_of(query).partition("\n")[0],
         torch=torch.__version__,
         triton=_launch.triton.__version__,
@@ -214,7 +257,8 @@ def bench(arguments: argparse.Namespace, sink) -> None:
     """One CSV row per operation, size, type and variant."""
     where, copied = asdict(origin()), copy_bandwidth(arguments.rounds)
     writer = None
-    for case in cases(itertools.product(TYPES, arguments.rows, arguments.columns)):
+    sizes = itertools.product(TYPES, arguments.rows, arguments.columns)
+    for case in cases(sizes, with_compile=arguments.compile):
         if arguments.check:
             check(case)
         for variant, times in time_in_turns(case.variants, arguments.rounds).items():
@@ -230,22 +274,30 @@ def bench(arguments: argparse.Namespace, sink) -> None:
             sink.flush()
 
 
-def tune(rounds: int) -> None:
-    """Print the fastest way to read rows of each width, as _launch.py writes it down."""
-    for n_cols in TUNED_WIDTHS:
-        logits = torch.randn(64, n_cols, device="cuda").to(torch.bfloat16)
-        rows = torch.arange(len(logits), device="cuda")
-        out = torch.empty(len(rows), len(Signal), device="cuda")
-        ways = itertools.starmap(_launch.LaunchConfig, itertools.product(TUNED_BLOCKS, TUNED_WARPS))
+def tune(rounds: int, all_rows: list[int]) -> None:
+    """Print the three fastest ways to read rows of each width and number.
+
+    ``_CONFIGS`` and ``PROGRAMS_PER_MULTIPROCESSOR`` of triton_kernels/_launch.py hold the choice.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device()).multi_processor_count
+    for n_cols, n_rows in itertools.product(TUNED_WIDTHS, all_rows):
+        logits = torch.randn(n_rows, n_cols, device=device()).to(torch.bfloat16)
+        rows = torch.arange(n_rows, device=device())
+        out = torch.empty(n_rows, len(Signal), device=device())
+        ways = itertools.product(TUNED_BLOCKS, TUNED_WARPS, TUNED_PROGRAMS)
         variants = {
-            str(way): partial(_launch_row_signals, out, logits, rows, BOUNDARY_ID, way)
-            for way in ways
+            f"blocks of {block}, {warps} warps, {programs} programs": partial(
+                _launch_row_signals,
+                *(out, logits, rows, BOUNDARY_ID),
+                *(_launch.LaunchConfig(block, warps), programs * multiprocessors),
+            )
+            for block, warps, programs in ways
         }
         times = time_in_turns(variants, rounds)
         for name in sorted(times, key=lambda each: times[each].p50_us)[:3]:
             taken = times[name]
             spread = f"p20 {taken.p20_us:.1f}, p80 {taken.p80_us:.1f}"
-            print(f"{n_cols:>7} columns: {name} {taken.p50_us:.1f} us ({spread})")
+            print(f"{n_rows:>5} x {n_cols:>6}: {name}: {taken.p50_us:.1f} us ({spread})")
 
 
 def main() -> None:
@@ -255,12 +307,21 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=COLUMNS)
     parser.add_argument("--csv", type=Path, help="file to write; standard output otherwise")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--tune", action="store_true", help="time block sizes and warps instead")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time torch.compile too, which compiles anew for each size",
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run without a GPU, in Triton's interpreter"
+    )
+    parser.add_argument("--tune", action="store_true", help="time block sizes and splits instead")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not arguments.rehearse:
         sys.exit("bench_kernels: torch sees no CUDA GPU here, and only a GPU's times mean anything")
     if arguments.tune:
-        tune(arguments.rounds)
+        tune(arguments.rounds, arguments.rows)
     elif arguments.csv is None:
         bench(arguments, sys.stdout)
     else:

@@ -4,6 +4,7 @@ Without Triton the kernel modules import all the same, and ``backend="torch"`` w
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -23,29 +24,73 @@ Backend = Literal["triton", "torch"]
 
 
 class LaunchConfig(NamedTuple):
-    """How a program walks over a row.
+    """How a program walks over its columns.
 
     Attributes:
-        block_size: columns per turn of the loop, a power of two.
-        num_warps: warps of the one program that reads a row.
+        block_size: columns per turn of the loop, a power of two and at least 64.
+        num_warps: warps of a program.
     """
 
     block_size: int
     num_warps: int
 
 
-# Widest row that it is for -> how to read it. `scripts/bench_kernels.py --tune` prints this table;
-# autotuning would stall the first calls of a serving engine.
-_CONFIGS: Final = (
-    (1024, LaunchConfig(1024, 4)),
-    (8192, LaunchConfig(4096, 8)),
-)
-_WIDEST: Final = LaunchConfig(8192, 16)
+# Widest row that it is for -> how to read it. With 4096 columns and 8 warps a thread of a 16-bit
+# type reads two 16-byte words per turn, and 8 programs of 32 registers fit on a multiprocessor.
+# `scripts/bench_kernels.py --tune` times the choices; autotuning would stall the first calls of a
+# serving engine.
+_CONFIGS: Final = ((1024, LaunchConfig(1024, 2)),)
+_WIDEST: Final = LaunchConfig(4096, 8)
+
+# Most programs that share a row; the second kernel merges so many sums at once.
+MAX_PARTS: Final = 64
+PROGRAMS_PER_MULTIPROCESSOR: Final = 4
+# Of an H100 and an H200; counts where there is no GPU.
+_MULTIPROCESSORS: Final = 132
+
+
+class Split(NamedTuple):
+    """How a row is shared.
+
+    Attributes:
+        parts: programs per row.
+        blocks_per_part: blocks of columns that each of them reads; the last may read fewer.
+    """
+
+    parts: int
+    blocks_per_part: int
 
 
 def config_for(n_cols: int) -> LaunchConfig:
     """The block size and the warps for rows of so many columns."""
     return next((config for most, config in _CONFIGS if n_cols <= most), _WIDEST)
+
+
+@cache
+def rows_that_fill(device: torch.device) -> int:
+    """From how many rows on one program per row occupies the device.
+
+    Asks the driver once, and waits for nothing.
+    """
+    if device.type != "cuda":
+        return PROGRAMS_PER_MULTIPROCESSOR * _MULTIPROCESSORS
+    properties = torch.cuda.get_device_properties(device)
+    return PROGRAMS_PER_MULTIPROCESSOR * properties.multi_processor_count
+
+
+def split_row(n_rows: int, n_cols: int, config: LaunchConfig, wanted_programs: int) -> Split:
+    """Share rows so that there are ``wanted_programs``, as far as the rows have blocks for it.
+
+    Args:
+        n_rows: rows to read, at least 1.
+        n_cols: columns of each.
+        config: gives the columns of a block.
+        wanted_programs: of all rows together.
+    """
+    blocks = -(-n_cols // config.block_size)
+    most = min(blocks, MAX_PARTS, -(-wanted_programs // n_rows))
+    blocks_per_part = -(-blocks // most)
+    return Split(-(-blocks // blocks_per_part), blocks_per_part)
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:

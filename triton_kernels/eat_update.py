@@ -32,7 +32,7 @@ from meridian_patch.kernels._launch import (
     tl,
     triton,
 )
-from meridian_patch.kernels._softmax import softmax_sums
+from meridian_patch.kernels._softmax import nan_if_empty, softmax_sums
 from meridian_patch.kernels.row_signals import Signal, row_signals_ref
 
 
@@ -93,7 +93,8 @@ def _eat_update_kernel(
     slot = tl.load(slots_ptr + i).to(tl.int64)
     is_there = (row >= 0) & (row < num_rows) & (slot >= 0) & (slot < num_slots)
     row_ptr = logits_ptr + row * logits_row_stride
-    _, s, t = softmax_sums(row_ptr, tl.where(is_there, n_cols, 0), BLOCK_SIZE)
+    _, s, t = softmax_sums(row_ptr, 0, tl.where(is_there, n_cols, 0), BLOCK_SIZE)
+    s = nan_if_empty(s)
     entropy = tl.log(s) - t / s
     is_number = entropy == entropy  # noqa: PLR0124
     updates = is_there & is_number

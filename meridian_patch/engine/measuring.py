@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from meridian_patch.engine.signals import MeasurePlan, Signals
-from meridian_patch.kernels.row_signals import row_signals, usable_backend
+from meridian_patch.kernels.row_signals import row_signals, rows_that_fill, usable_backend
 
 # Rows of the model's output layer are padded to a multiple of this (vLLM's default).
 VOCAB_PADDING = 64
@@ -138,8 +138,11 @@ class Meter:
         for dtype in dtypes:
             for width in {self._vocab_size, padded}:
                 logits = torch.zeros(1, width, dtype=dtype, device=device)
-                spans = Spans(MeasurePlan(("",), 0), [""], None)
-                self.measure(logits, spans, 0).read()
+                # Few rows are split, many are not, and each way has kernels of its own. Rows that
+                # logits does not have are not read.
+                for n_rows in (1, rows_that_fill(device)):
+                    spans = Spans(MeasurePlan(("",), 0), [""], [0, n_rows])
+                    self.measure(logits, spans, 0).read()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._copy_stream is None:

@@ -15,6 +15,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The interpreter is NumPy, which warns where all that a lane has read is NaN."""
+    config.addinivalue_line("filterwarnings", "ignore:All-NaN slice encountered:RuntimeWarning")
+
+
 @pytest.fixture(params=["triton", "torch"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend in turn; both promise the same."""

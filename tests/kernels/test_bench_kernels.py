@@ -27,6 +27,21 @@ def test_without_gpu() -> None:
     )
 
 
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_rehearsal(tmp_path: Path) -> None:
+    """The same code on the CPU: results checked, one row per operation, type and variant."""
+    file = tmp_path / "rows.csv"
+    run = bench(
+        *("--rehearse", "--no-compile", "--rounds", "2", "--rows", "2", "--columns", "5000"),
+        *("--csv", str(file)),
+    )
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader(file.open()))
+    variants = {(row["op"], row["dtype"], row["variant"]) for row in rows}
+    assert len(rows) == len(variants) == 2 * 2 * 2
+    assert {row["how"] for row in rows} == {"rehearsed"}
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 def test_writes_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"

@@ -7,7 +7,13 @@ from kernel_cases import DEVICE, random_logits
 
 from meridian_patch.engine.measuring import Meter, Spans
 from meridian_patch.engine.signals import MeasurePlan
-from meridian_patch.kernels.row_signals import _row_signals_kernel, row_signals_ref
+from meridian_patch.kernels._launch import rows_that_fill
+from meridian_patch.kernels.row_signals import (
+    _merge_parts_kernel,
+    _part_sums_kernel,
+    _row_signals_kernel,
+    row_signals_ref,
+)
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 
@@ -16,7 +22,8 @@ SPANS = Spans(MeasurePlan(("b", "c"), 7), ["a", "b", "c"], [0, 1, 3, 4])
 
 
 def compiled() -> int:
-    return len(_row_signals_kernel.device_caches[torch.cuda.current_device()][0])
+    kernels = (_row_signals_kernel, _part_sums_kernel, _merge_parts_kernel)
+    return sum(len(each.device_caches[torch.cuda.current_device()][0]) for each in kernels)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -28,8 +35,12 @@ def test_a_step_is_measured_without_waiting(dtype: torch.dtype, width: int) -> N
     logits = random_logits(4, width, dtype)
     want = row_signals_ref(logits[:, :VOCAB].clone(), torch.tensor([1, 2, 3], device=DEVICE), 7)
     n_compiled = compiled()
+    many = rows_that_fill(DEVICE) + 1
+    whole_rows = Spans(MeasurePlan(("b",), 7), ["b"], [0, many])
     torch.cuda.set_sync_debug_mode("error")
     try:
+        # So many rows are not split, and so another kernel reads them.
+        meter.measure(logits, whole_rows, 7)
         measured = meter.measure(logits, SPANS, 7)
         logits.zero_()
     finally:
