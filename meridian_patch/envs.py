@@ -15,7 +15,9 @@
 """
 
 import difflib
+import logging
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +35,25 @@ KNOWN = (
     "MERIDIAN_PATCH_STATUS_DIR",
 )
 
+logger = logging.getLogger("vllm.meridian_patch")
+
+# Kubernetes sets these in every container for each service of its namespace, here for one whose
+# name begins with `meridian-patch`; the value has a shape of its own too.
+# Load-bearing: kubernetes/pkg/kubelet/envvars/envvars.go, "service links".
+_ADDRESS = r"[0-9A-Fa-f.:]+"
+_URL = r"(tcp|udp|sctp)://\S+:\d+"
+_SERVICE_LINKS = tuple(
+    (re.compile(rf"{PREFIX}[A-Z0-9_]*?_{name}"), re.compile(value))
+    for name, value in (
+        (r"SERVICE_HOST", _ADDRESS),
+        (r"SERVICE_PORT(_[A-Z0-9_]+)?", r"\d+"),
+        (r"PORT(_\d+_(TCP|UDP|SCTP))?", _URL),
+        (r"PORT_\d+_(TCP|UDP|SCTP)_PROTO", r"tcp|udp|sctp"),
+        (r"PORT_\d+_(TCP|UDP|SCTP)_PORT", r"\d+"),
+        (r"PORT_\d+_(TCP|UDP|SCTP)_ADDR", _ADDRESS),
+    )
+)
+
 
 def environment() -> Mapping[str, str]:
     """The process environment, read only."""
@@ -40,13 +61,25 @@ def environment() -> Mapping[str, str]:
 
 
 def check_names(env: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable with our prefix that nothing reads."""
-    for name in env:
+    """Raise ConfigError for a variable with our prefix that nothing reads.
+
+    Those that Kubernetes sets for a service named like us are ignored.
+    """
+    for name, value in env.items():
         if not name.startswith(PREFIX) or name in KNOWN or name.startswith(OVERRIDE_PREFIX):
+            continue
+        if _is_service_link(name, value):
+            logger.debug("meridian_patch: %s is a Kubernetes service link, ignored", name)
             continue
         close = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(KNOWN)}"
         raise ConfigError(f"environment variable {name} is not read by meridian_patch; {hint}")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return any(
+        names.fullmatch(name) and values.fullmatch(value) for names, values in _SERVICE_LINKS
+    )
 
 
 def activation(env: Mapping[str, str]) -> bool | None:

@@ -22,6 +22,58 @@ def test_unrelated_and_known_variables_pass():
     envs.check_names(dict.fromkeys(names, "1"))
 
 
+def service_links(name, address="10.0.0.11"):
+    """What Kubernetes sets for a service with the ports `http` 80 and an unnamed 9000/UDP."""
+    host = f"[{address}]" if ":" in address else address
+    http, other = f"tcp://{host}:80", f"udp://{host}:9000"
+    return {
+        f"{name}_SERVICE_HOST": address,
+        f"{name}_SERVICE_PORT": "80",
+        f"{name}_SERVICE_PORT_HTTP": "80",
+        f"{name}_PORT": http,
+        f"{name}_PORT_80_TCP": http,
+        f"{name}_PORT_80_TCP_PROTO": "tcp",
+        f"{name}_PORT_80_TCP_PORT": "80",
+        f"{name}_PORT_80_TCP_ADDR": address,
+        f"{name}_PORT_9000_UDP": other,
+        f"{name}_PORT_9000_UDP_PROTO": "udp",
+        f"{name}_PORT_9000_UDP_PORT": "9000",
+        f"{name}_PORT_9000_UDP_ADDR": address,
+    }
+
+
+@pytest.mark.parametrize("name", ["MERIDIAN_PATCH", "MERIDIAN_PATCH_METRICS"])
+@pytest.mark.parametrize("address", ["10.0.0.11", "fd00::11"])
+def test_kubernetes_service_links_pass(name, address, caplog):
+    """A service named `meridian-patch` in the namespace does not keep the server from starting."""
+    links = service_links(name, address)
+    caplog.set_level("DEBUG", logger="vllm.meridian_patch")
+    envs.check_names(links)
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert all(link in said for link in links)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MERIDIAN_PATCH_PORT", "8000"),
+        ("MERIDIAN_PATCH_PORT", "tcp://10.0.0.11"),
+        ("MERIDIAN_PATCH_PORTS", "tcp://10.0.0.11:80"),
+        ("MERIDIAN_PATCH_SERVICE", "10.0.0.11"),
+        ("MERIDIAN_PATCH_SERVICE_HOST", "localhost"),
+        ("MERIDIAN_PATCH_SERVICE_PORT", "http"),
+        ("MERIDIAN_PATCH_PORT_80", "tcp://10.0.0.11:80"),
+        ("MERIDIAN_PATCH_PORT_80_TCP_HOST", "10.0.0.11"),
+        ("MERIDIAN_PATCHSERVICE_PORT", "80"),
+        ("MERIDIAN_PATCH_CONFG_PORT", "a.yaml"),
+    ],
+)
+def test_what_only_resembles_a_service_link_is_refused(name, value):
+    """Name and value must both be as Kubernetes makes them."""
+    with pytest.raises(ConfigError, match=f"environment variable {name} is not read"):
+        envs.check_names({name: value})
+
+
 @pytest.mark.parametrize(("value", "expected"), [(None, None), ("0", False), ("1", True)])
 def test_activation(value, expected):
     """MERIDIAN_PATCH is off, on or unset."""

@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Stands in for .venv/bin/python: notes what pip is asked for, and answers of torch what the test says.
+# Stands in for .venv/bin/python: notes what pip is asked for, and answers for torch.
 PYTHON = """#!/bin/sh
 case "$*" in
 *pip*) echo "$@" >> "{calls}" ;;
