@@ -110,6 +110,8 @@ class PhaseScheduling(UpstreamScheduler):
         self._told_counts: dict[Phase, int] = {}
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
         self._waiting_answers: dict[str, Any] = {}
+        # Streaming sessions within a turn, by id.
+        self._sessions: dict[str, Any] = {}
         facts = {
             "scheduler": type(self).__name__,
             "scheduler_base": type(self).__mro__[2].__name__,
@@ -137,13 +139,30 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("the policy", request.request_id):
                 self.steering.arrived(request, self.waiting)
             self._watch(request)
+            if request.resumable:
+                self._sessions[request.request_id] = request
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
+        # Load-bearing: upstream appends the next chunk to the list of known tokens in place. What
+        # the turn before made is taken in first, or the chunk would count as its output.
+        self._end_turn(session)
         super()._update_request_as_session(session, update)
-        self._phase_order.forget(session)
+        self._sessions[session.request_id] = session
+        with self._phase_guard.protect("reading vllm_xargs", session.request_id):
+            self.steering.asks(session)
         self._track(session)
-        self.steering.changed(session)
         self._watch(session)
+
+    def _end_turn(self, session: Any) -> None:
+        """A session made its last token before the next chunk, which may not be there yet."""
+        self._observe(session.request_id)
+        if self.exits:
+            with self._phase_guard.protect("early exit", session.request_id):
+                self.exits.freed(session)
+        self.steering.pauses(session)
+        self._phase_order.forget(session)
+        self._waiting_answers.pop(session.request_id, None)
+        self._sessions.pop(session.request_id, None)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self.exits and isinstance(request, ProbeRequest):
@@ -164,6 +183,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_router.remove(request.request_id)
         self._phase_order.forget(request)
         self._waiting_answers.pop(request.request_id, None)
+        self._sessions.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _free_blocks(self, request: Any) -> None:
@@ -226,16 +246,22 @@ class PhaseScheduling(UpstreamScheduler):
             )
         exits = self._busy_exits
         if exits:
-            exits.returned(model_runner_output)
+            with self._phase_guard.protect("early exit"):
+                exits.returned(model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         while self._expected:
             self._observe(next(iter(self._expected)))
+        # Load-bearing: the status of a session that waits for its next chunk.
+        for session in list(self._sessions.values()):
+            if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self._end_turn(session)
         if exits:
             with self._phase_guard.protect("early exit"):
                 exits.took_in(scheduler_output.num_scheduled_tokens)
-            ended = exits.take_ended()
-            if ended:
-                strip(result, ended)
+            with self._phase_guard.protect("early exit"):
+                ended = exits.take_ended()
+                if ended:
+                    strip(result, ended)
             with self._phase_guard.protect("early exit"):
                 wire.attach_all(result, exits.drain_outcomes())
         return result
@@ -250,12 +276,13 @@ class PhaseScheduling(UpstreamScheduler):
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         probes = self.exits.probes if self.exits else None
         if probes is not None:
-            # Before their parents: a request must not end while upstream walks through the list.
-            if request_ids is None:
-                probes.cancel_all()
-            else:
+            if request_ids is not None:
                 request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-                for request_id in request_ids:
+            with self._phase_guard.protect("early exit"):
+                # Before their parents: none must end while upstream walks through the requests.
+                if request_ids is None:
+                    probes.cancel_all()
+                for request_id in request_ids or ():
                     probes.cancel(request_id)
         return super().finish_requests(request_ids, *args, **kwargs)
 

@@ -103,6 +103,7 @@ class Steering:
         if sampling and sampling.seed is not None and current_platform.is_cpu():
             self._unchunkable.add(request.request_id)
         wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
+        self._wishes.pop(request.request_id, None)  # of a session's earlier chunk
         if wishes != NO_WISHES:
             self._wishes[request.request_id] = wishes
         if wishes.priority and self._rules.order:
@@ -124,6 +125,10 @@ class Steering:
         """The request's phase may have changed."""
         name = request.request_id
         self._readers.changed(name, self._wishes.get(name, NO_WISHES), self.clock())
+
+    def pauses(self, session: Any) -> None:
+        """A session waits for its next chunk; its answer so far is over."""
+        self._readers.left(session.request_id)
 
     def left(self, request: Any) -> None:
         """A request is gone, finished or aborted."""

@@ -1,0 +1,131 @@
+"""Streaming sessions on the real scheduler: a turn's end is an end, and a chunk is a prompt."""
+
+import json
+
+import pytest
+from exit_driver import exit_driver, is_empty
+from scheduler_driver import THINK_END, THINK_START, TURN_END, WORD, Job
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request, RequestStatus
+
+from meridian_patch.phase.router import Phase
+
+OBSERVED = {"EXIT__MODE": "observe"}
+PROMPT = (*[WORD] * 20, THINK_START)
+# The client's next words close the thought that the turn before left open.
+CHUNK = (*[WORD] * 24, THINK_END, *[WORD] * 15)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def driver(request, monkeypatch, demo_model):
+    return exit_driver(monkeypatch, demo_model, is_async=request.param, **OBSERVED)
+
+
+def send(driver, job, max_tokens, extra_args=None):
+    """One chunk of a session; the first one opens it. All turns say what the newest job says."""
+    driver.jobs[job.request_id] = job
+    driver.deliveries.setdefault(job.request_id, [])
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=extra_args)
+    parameters.update_from_generation_config({}, TURN_END)
+    driver.scheduler.add_request(
+        Request(
+            request_id=job.request_id,
+            prompt_token_ids=list(job.prompt),
+            sampling_params=parameters,
+            pooling_params=None,
+            resumable=True,
+            block_hasher=get_request_block_hasher(driver.hash_block_size, sha256),
+        )
+    )
+
+
+def step_until(driver, condition):
+    for _ in range(200):
+        if condition():
+            return
+        driver.step()
+    raise AssertionError("it never came to that")
+
+
+def test_a_queued_chunk_is_no_thought(driver):
+    """The first turn ends in its hand-off, while the next chunk already waits."""
+    scheduler = driver.scheduler
+    send(driver, Job("s", PROMPT, 8, 5), max_tokens=50)
+    send(driver, Job("s", (*[WORD] * 24, THINK_START), 8, 5), max_tokens=50)
+    session = scheduler.requests["s"]
+    step_until(driver, lambda: session.num_prompt_tokens > len(PROMPT))
+    state = scheduler.phase_router.get("s")
+    assert state.phase is Phase.PREFILL
+    assert (state.tokens_in_phase, state.think_tokens) == (0, 0)
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    # Each thought has its boundary.
+    totals = scheduler.phase_counters.totals
+    assert totals["exit:natural"] == 2
+    assert totals["think_tokens:natural"] == 2 * (8 + 1)
+    assert scheduler.phase_router.get("s").think_tokens == 8 + 1
+    scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_a_chunk_does_not_lengthen_the_thought_before_it(monkeypatch, demo_model, tmp_path):
+    """The first turn ends within its thought; the chunk's tokens are no part of it."""
+    trace = tmp_path / "trace.jsonl"
+    driver = exit_driver(monkeypatch, demo_model, **OBSERVED, EXIT__TRACE=str(trace))
+    send(driver, Job("s", PROMPT, 100, 5), max_tokens=10)
+    send(driver, Job("s", CHUNK, 100, 5), max_tokens=20)
+    session = driver.scheduler.requests["s"]
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    ends = [each for each in map(json.loads, trace.read_text().splitlines()) if "reason" in each]
+    assert [(each["reason"], each["think_tokens"]) for each in ends] == [(None, 10)]
+
+
+def test_a_paused_session_reads_nothing(driver):
+    """Its answer is over. A reader who is not there would keep every prompt's chunks small."""
+    scheduler = driver.scheduler
+    send(driver, Job("s", PROMPT, 5, 5), max_tokens=50)
+    session = scheduler.requests["s"]
+    step_until(driver, lambda: len(scheduler.steering._readers))
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert not len(scheduler.steering._readers)
+    assert not scheduler.exits.num_watched
+    # It reads again when its next turn answers.
+    send(driver, Job("s", (*[WORD] * 30, WORD), None, 5), max_tokens=50)
+    step_until(driver, lambda: scheduler.phase_router.get("s").phase is Phase.ANSWER)
+    assert len(scheduler.steering._readers) == 1
+    scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
+    assert not len(scheduler.steering._readers)
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_a_session_that_is_preempted_and_ends_its_turn_waits_for_no_answer(monkeypatch, demo_model):
+    """Its last tokens were on the way: probes must not be held back for it."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=True, **OBSERVED)
+    scheduler = driver.scheduler
+    send(driver, Job("s", PROMPT, 5, 5), max_tokens=50)
+    session = scheduler.requests["s"]
+    last = len(PROMPT) + 5 + 1 + 5 + 1
+    step_until(driver, lambda: session.num_computed_tokens == last - 1)
+    assert session.num_in_flight_tokens
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, 0.0)
+    assert scheduler._waiting_answers
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert not scheduler._waiting_answers
+
+
+def test_a_chunk_brings_its_own_wishes(driver):
+    """Each chunk has parameters of its own, and vLLM goes by the newest."""
+    scheduler = driver.scheduler
+    send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 500.0})
+    session = scheduler.requests["s"]
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert scheduler.steering._wishes["s"].itl_s == 0.5
+    send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 250.0})
+    assert scheduler.steering._wishes["s"].itl_s == 0.25
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    send(driver, Job("s", PROMPT, 5, 5), 50)
+    assert "s" not in scheduler.steering._wishes
