@@ -112,6 +112,11 @@ class Exits:
         """Nobody is followed, and nothing is left to be said of those who were."""
         return not (self.num_watched or self._outcomes or self._ended)
 
+    @property
+    def num_probes(self) -> int:
+        """Probes under way: those that run, and those that the next step is offered."""
+        return len(self.probes.live) if self.probes is not None else 0
+
     def added(self, request: Any) -> None:
         """A request came in, or went on as another; the router knows it.
 

@@ -18,11 +18,13 @@ class Forecasts:
 
     Args:
         reserve_tokens: growth that is expected before enough phases have ended.
+        fixed_tokens: what a request holds of the pool beside its tokens, however long it is.
     """
 
-    def __init__(self, router: PhaseRouter, reserve_tokens: int) -> None:
+    def __init__(self, router: PhaseRouter, reserve_tokens: int, fixed_tokens: float = 0.0) -> None:
         self._router = router
         self._reserve_tokens = reserve_tokens
+        self._fixed_tokens = fixed_tokens
         self._think = LengthHistogram()
         self._answer = LengthHistogram()
         # Most think tokens, of live requests that have such a bound.
@@ -50,7 +52,7 @@ class Forecasts:
         held, most, think, answer, may_think = table.T
         growth = self._remaining(self._answer, answer)
         growth = growth + np.minimum(self._remaining(self._think, think), may_think)
-        return np.stack((held, np.minimum(growth, most)), axis=1)
+        return np.stack((held + self._fixed_tokens, np.minimum(growth, most)), axis=1)
 
     def _row(self, request: Any) -> tuple[float, float, float, float, float]:
         """Tokens: known, that it may still make, of its thought, of its answer, may still think."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from itertools import filterfalse
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.base import OrderPolicy, RequestView
@@ -207,20 +205,23 @@ class ArrivalOrder:
 
     Load-bearing: under ``--scheduling-policy priority`` the victim is the running request with
     the greatest ``(priority, arrival_time)``, wherever it stands. For the length of one step the
-    arrival times of the running requests follow their order.
+    arrival times of the running requests follow their order. A request that is preempted gets its
+    own back before it is put into the queue, which is a heap by these times.
     """
 
     def __init__(self, running: list[Any]) -> None:
-        self._arrivals = [(request, request.arrival_time) for request in running]
-        earliest = min((arrival for _, arrival in self._arrivals), default=0.0)
-        for place, (request, _) in enumerate(self._arrivals):
+        self._arrivals = {request: request.arrival_time for request in running}
+        earliest = min(self._arrivals.values(), default=0.0)
+        for place, request in enumerate(running):
             request.arrival_time = earliest + place * 1e-6
 
-    def restore(self, waiting: Any) -> None:
-        """Give back the true arrival times; preempted requests move to their true places."""
-        for request, arrival in self._arrivals:
+    def restore_one(self, request: Any) -> None:
+        """Give a request its true arrival time back; unknown requests are fine."""
+        arrival = self._arrivals.pop(request, None)
+        if arrival is not None:
             request.arrival_time = arrival
-        for request, _ in self._arrivals:
-            if request.status == RequestStatus.PREEMPTED and request in waiting:
-                waiting.remove_request(request)
-                waiting.add_request(request)
+
+    def restore(self) -> None:
+        """Give back the true arrival times."""
+        for request, arrival in self._arrivals.items():
+            request.arrival_time = arrival

@@ -1,28 +1,32 @@
-"""Who comes in next, and who makes room: admission and time-sharing on the scheduler's queues."""
+"""Which request comes in next, and which make room: admission and time-sharing."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.admissible import freed_blocks, needed_blocks, next_in_line, num_seated
 from meridian_patch.engine.forecasts import Forecasts
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.waiting import WaitingOrder, first
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.admission import count_admissible
 from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 
-# Looking at all that wait, or at everybody in every step, would cost too much.
+# Looking at all requests that wait, or at all that run in every step, would cost too much.
 _MOST_ADMITTED = 4
 _REFRESH_STEPS = 8
+_MOST_AGED = 8
 
 
 class Room:
-    """Room in the KV pool: gives it to newcomers and takes it from those who thought for long.
+    """Room in the KV pool: gives it to newcomers and takes it from requests that thought for long.
 
     Args:
+        waiting_order: of the scheduler's queue.
         sharing: None switches time-sharing off.
         is_forecasting: False leaves admission to stock.
         kept_tokens: what a displacement of a request would not lose; None: nothing.
@@ -34,6 +38,7 @@ class Room:
     def __init__(
         self,
         forecasts: Forecasts,
+        waiting_order: WaitingOrder,
         sharing: TimeSharing | None,
         router: PhaseRouter,
         pool_tokens: float,
@@ -43,6 +48,7 @@ class Room:
         kept_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._forecasts = forecasts
+        self._waiting_order = waiting_order
         self._sharing = sharing
         self._router = router
         self._pool_tokens = pool_tokens
@@ -51,36 +57,37 @@ class Room:
         self._kept_tokens = kept_tokens
         # Preempted requests that wait, with since when; the oldest first.
         self._away: dict[Any, float] = {}
-        # Those of them that made room and stand behind newcomers.
-        self._displaced: dict[Any, None] = {}
-        self._is_waiting_unordered = False
+        # Requests for which others were displaced, with how often they had been preempted by then.
+        self._made_room: dict[Any, int] = {}
         # The last answer, and for how many steps it stands where there was no room.
         self._max_active: int | None = None
         self._steps_left = 0
 
-    def arrived(self) -> None:
-        """A request came in."""
-        self._is_waiting_unordered = True
-
     def left(self, request: Any) -> None:
         """A request is gone, and with it what it held."""
-        self._back(request)
+        self._away.pop(request, None)
+        self._made_room.pop(request, None)
         self._steps_left = 0
 
     def preempted(self, request: Any, now_s: float) -> None:
         """A request was preempted, by upstream or by us."""
         if self._sharing is not None:
+            self._away.pop(request, None)
             self._away[request] = now_s
 
-    def max_active(self, scheduler: Any, now_s: float) -> int | None:
-        """How many requests may run after the next step; None for as many as stock admits.
+    def resumed(self, request: Any) -> None:
+        """A request runs again, or for the first time."""
+        self._away.pop(request, None)
 
-        May displace a running request.
+    def max_active(self, scheduler: Any, now_s: float) -> int | None:
+        """How many requests may run after the next step, probes not counted; None: as in stock.
+
+        May displace running requests.
         """
         if self._away:
-            self._order_waiting(scheduler, now_s)
-        is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
-        # Load-bearing: a scheduler that is paused admits nobody, so nobody is to make room.
+            self._bring_aged(scheduler, now_s)
+        is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
+        # Load-bearing: a scheduler that is paused admits no request, so none is to make room.
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
         if is_full or is_paused or not scheduler.waiting:
             self._steps_left = 0
@@ -88,62 +95,71 @@ class Room:
         if self._steps_left:
             self._steps_left -= 1
             return self._max_active
-        has_room = self._has_room(scheduler) or self._displace(scheduler, now_s)
+        has_room = self._has_room(scheduler, now_s)
         self._max_active = None
         if self._is_forecasting:
-            admissible = self._count_admissible(scheduler)
+            running = [one for one in scheduler.running if not isinstance(one, ProbeRequest)]
+            admissible = self._count_admissible(scheduler, running)
             # Load-bearing: requests that wait but hold blocks (KV being loaded) go first.
             holding = len(scheduler.kv_holding_waiting)
-            self._max_active = len(scheduler.running) + holding + admissible
+            self._max_active = len(running) + holding + admissible
             has_room = has_room and admissible > 0
-        # Where there was room somebody comes in, and the next may be let in too.
+        # Where there was room a request comes in, and the next may be let in too.
         self._steps_left = 0 if has_room else _REFRESH_STEPS - 1
         return self._max_active
 
-    def _has_room(self, scheduler: Any) -> bool:
-        """The next in line fits in now, with a block more for each that runs."""
+    def _count_admissible(self, scheduler: Any, running: list[Any]) -> int:
+        waiting = self._forecasts.of(first(scheduler.waiting, _MOST_ADMITTED))
+        return count_admissible(self._forecasts.of(running), waiting, self._pool_tokens)
+
+    def _has_room(self, scheduler: Any, now_s: float) -> bool:
+        """The next in line fits in, with a block more for each that runs, or is given room."""
+        newcomer = next_in_line(scheduler)
+        if newcomer is None:
+            return True
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        needed = -(-scheduler.waiting.peek_request().num_tokens // scheduler.block_size)
-        return bool(free >= needed + len(scheduler.running))
+        missing = needed_blocks(scheduler, newcomer) - free
+        return missing + len(scheduler.running) <= 0 or self._displace(
+            scheduler, newcomer, missing, now_s
+        )
 
-    def _count_admissible(self, scheduler: Any) -> int:
-        waiting = self._forecasts.of(islice(scheduler.waiting, _MOST_ADMITTED))
-        running = self._forecasts.of(scheduler.running)
-        return count_admissible(running, waiting, self._pool_tokens)
-
-    def _displace(self, scheduler: Any, now_s: float) -> bool:
-        """Preempt somebody for the next in line, if the policy names anybody."""
+    def _displace(self, scheduler: Any, newcomer: Any, missing: int, now_s: float) -> bool:
+        """Preempt thinkers for a newcomer, if the policy names any and it has not had that yet."""
         if self._sharing is None:
             return False
-        # Whoever was preempted had its turn, unless it has waited for long since.
-        head = scheduler.waiting.peek_request()
-        if head.num_preemptions and not self._is_aged(head, now_s):
+        # A request that was preempted had its turn, unless it has waited for long since. One that
+        # was not admitted into the room made for it lacks something else.
+        was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
+        if was_served or (newcomer.num_preemptions and not self._is_aged(newcomer, now_s)):
             return False
-        chosen = self._sharing.choose(self._thinkers(scheduler))
-        if chosen is None:
-            return False
-        request = scheduler.requests[chosen.request_id]
-        scheduler.running.remove(request)
-        # Load-bearing: as upstream preempts, before the step rather than in it.
-        scheduler._preempt_request(
-            request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+        requests = scheduler.requests
+        chosen = self._sharing.choose(
+            self._thinkers(scheduler, newcomer),
+            missing,
+            lambda thinker: freed_blocks(scheduler, requests[thinker.request_id]),
         )
-        # Load-bearing: for model runner V1 a request that is back at once never left.
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._displaced[request] = None
-        self._is_waiting_unordered = True
-        self._order_waiting(scheduler, now_s)
-        return True
+        for thinker in chosen:
+            request = requests[thinker.request_id]
+            scheduler.running.remove(request)
+            # Load-bearing: as upstream preempts, before the step rather than in it.
+            scheduler._preempt_request(
+                request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+            )
+            # Load-bearing: for model runner V1 a request that is back at once never left.
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            self._waiting_order.put_behind(request, scheduler.waiting)
+        if chosen:
+            self._made_room[newcomer] = newcomer.num_preemptions
+        return bool(chosen)
 
-    def _thinkers(self, scheduler: Any) -> Iterator[Thinker]:
+    def _thinkers(self, scheduler: Any, newcomer: Any) -> Iterator[Thinker]:
         kept = self._kept_tokens
-        newcomer = _first(scheduler.waiting)
         for request in scheduler.running:
             state = self._router.get(request.request_id)
             if (
                 state is not None
                 and state.phase is Phase.THINK
-                and (newcomer is None or request.priority >= newcomer.priority)
+                and request.priority >= newcomer.priority
                 and not request.is_prefill_chunk
                 # Load-bearing: False while a step in flight still writes the blocks.
                 and scheduler._request_blocks_can_be_freed(request)
@@ -155,54 +171,17 @@ class Room:
                     request.num_preemptions,
                 )
 
-    def _order_waiting(self, scheduler: Any, now_s: float) -> None:
-        """Displaced requests stand behind newcomers; who waited long enough goes first."""
-        for request in list(self._away):
-            if request.status != RequestStatus.PREEMPTED:
-                self._back(request)
-        aged = list(takewhile(lambda request: self._is_aged(request, now_s), self._away))
+    def _bring_aged(self, scheduler: Any, now_s: float) -> None:
+        """Requests that waited for long enough go first, the one that waits longest before all."""
+        aged = list(
+            islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
+        )
         for request in aged:
-            self._displaced.pop(request, None)
-        # Upstream puts whom it preempts at the front.
-        if aged and _first(scheduler.waiting) is not aged[0]:
-            for request in reversed(_in_queue(aged, scheduler.waiting)):
-                scheduler.waiting.remove_request(request)
-                scheduler.waiting.prepend_request(request)
-        if self._is_waiting_unordered:
-            for request in _in_queue(self._displaced, scheduler.waiting):
-                scheduler.waiting.remove_request(request)
-                scheduler.waiting.add_request(request)
-            self._is_waiting_unordered = False
+            if request.status != RequestStatus.PREEMPTED:
+                self.resumed(request)
+        self._waiting_order.bring_forward(
+            [request for request in aged if request in self._away], scheduler.waiting
+        )
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s
-
-    def _back(self, request: Any) -> None:
-        self._away.pop(request, None)
-        self._displaced.pop(request, None)
-
-
-def _first(waiting: Any) -> Any:
-    return waiting.peek_request() if waiting else None
-
-
-def _in_queue(requests: Iterable[Any], waiting: Any) -> list[Any]:
-    """Those that are in ``waiting``, not in the queue of those that upstream had to skip."""
-    return [request for request in requests if request in waiting]
-
-
-def place_by_priority(request: Any, waiting: Any, aging_s: float) -> None:
-    """Move a newcomer before those that came no more than ``aging_s`` earlier and ask for less.
-
-    Whoever ran before keeps its place. Where upstream schedules by priority, its queue does this.
-    """
-    # Load-bearing: the queue of first come, first served is a deque, and newcomers are its end.
-    if not (isinstance(waiting, deque) and waiting and waiting[-1] is request):
-        return
-    for index, other in enumerate(waiting):
-        is_recent = request.arrival_time - other.arrival_time < aging_s
-        is_newcomer = other.status == RequestStatus.WAITING
-        if other.priority > request.priority and is_recent and is_newcomer:
-            waiting.pop()
-            waiting.insert(index, request)
-            return

@@ -21,6 +21,7 @@ from meridian_patch.engine.exit_binding import bind_exits
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.guard import StepGuard
 from meridian_patch.engine.kv_binding import bind_kv_phases
+from meridian_patch.engine.kv_units import kv_units
 from meridian_patch.engine.offloaded import find_offloaded
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
 from meridian_patch.engine.probe_request import ProbeRequest
@@ -68,6 +69,13 @@ class PhaseScheduling(UpstreamScheduler):
         if self.policy == SchedulingPolicy.PRIORITY:
             # Who makes room for whom is the operator's to say then.
             rules = replace(rules, time_sharing=False)
+        units = kv_units(self)
+        if rules.admission and not units.is_growing:
+            rules = replace(rules, admission=False)
+            logger.warning(
+                "meridian_patch: the rule admission is off: no cache group of the model grows with "
+                "a request, so the KV pool's peak cannot be forecast"
+            )
         self.phase_router = PhaseRouter(boundaries, policy_config.protected_answer_tokens)
         self.phase_counters = PhaseCounters()
         self._phase_guard = StepGuard(self.phase_counters)
@@ -89,7 +97,7 @@ class PhaseScheduling(UpstreamScheduler):
             rules,
             policy_config,
             self.phase_router,
-            self._pool_tokens(),
+            units,
             self.max_num_scheduled_tokens,
             kept,
         )
@@ -108,6 +116,8 @@ class PhaseScheduling(UpstreamScheduler):
         self._expected: dict[str, int] = {}
         # Requests by phase, as last told to the API server.
         self._told_counts: dict[Phase, int] = {}
+        # Of the step that is being scheduled, under vLLM's priority policy.
+        self._arrivals: ArrivalOrder | None = None
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
         self._waiting_answers: dict[str, Any] = {}
         # Streaming sessions within a turn, by id.
@@ -198,7 +208,7 @@ class PhaseScheduling(UpstreamScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
-        limits, arrivals = StepLimits(), None
+        limits = StepLimits()
         is_steered = self.phase_router.num_reasoning and not self._is_stock
         if is_steered:
             with self._phase_guard.protect("the policy"):
@@ -206,18 +216,20 @@ class PhaseScheduling(UpstreamScheduler):
                     self._pass_over()
                 else:
                     limits = self._plan()
-                    arrivals = self._arrange()
+                    self._arrivals = self._arrange()
         exits = self._busy_exits
         if exits:
             with self._phase_guard.protect("early exit"):
                 exits.arrange(self.current_step, may_probe=not self._waiting_answers)
+                limits = limits.with_probes(exits.num_probes)
                 limits = limits.with_seats(exits.user_seats(self.max_num_running_reqs))
         try:
             with limited(self, limits):
                 output = super().schedule(*args, **kwargs)
         finally:
-            if arrivals is not None:
-                arrivals.restore(self.waiting)
+            if self._arrivals is not None:
+                self._arrivals.restore()
+                self._arrivals = None
         if is_steered:
             with self._phase_guard.protect("the policy"):
                 self.steering.scheduled(self, output)
@@ -312,11 +324,15 @@ class PhaseScheduling(UpstreamScheduler):
         return is_answer and request.status == RequestStatus.PREEMPTED
 
     def _plan(self) -> StepLimits:
+        """Limits of the next step; a plan that took too long counts all the same.
+
+        Its time is spent by then, and steps are long when the machine is busy: without the cut they
+        would be longer still.
+        """
         started_s = time.perf_counter()
         limits = self.steering.plan(self)
         if time.perf_counter() - started_s > self._time_budget_s:
             self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
-            return StepLimits()
         return limits
 
     def _is_quiet(self) -> bool:
@@ -335,31 +351,27 @@ class PhaseScheduling(UpstreamScheduler):
         self.steering.decodes(self, len(self.running))
         self._phase_order.pass_over()
 
-    def _pool_tokens(self) -> int | None:
-        groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            return None
-        return (self.kv_cache_config.num_blocks - 1) * self.block_size
-
     def _arrange(self) -> ArrivalOrder | None:
         if not self._phase_rules.order:
             return None
         # Load-bearing: nothing in scheduler or model runner depends on the order of `running`
         # but who gets the token budget first and who is preempted (the last, under FCFS).
-        ordered, is_in_time = self._phase_order.arrange(self.running)
+        self.running, is_in_time = self._phase_order.arrange(self.running)
         if not is_in_time:
             self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
-            return None
-        self.running = ordered
         if self.policy == SchedulingPolicy.PRIORITY:
             return ArrivalOrder(self.running)
-        for request in reversed(self._waiting_answers.values()):
-            if request.status == RequestStatus.PREEMPTED and request in self.waiting:
-                self.waiting.remove_request(request)
-                self.waiting.prepend_request(request)
+        if self._waiting_answers:
+            answers = self._waiting_answers.values()
+            self.steering.waiting_order.bring_forward(
+                [one for one in answers if one.status == RequestStatus.PREEMPTED], self.waiting
+            )
         return None
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if self._arrivals is not None:
+            # Upstream puts it into a heap by arrival time next.
+            self._arrivals.restore_one(request)
         if self.exits and isinstance(request, ProbeRequest):
             super()._preempt_request(request, *args, **kwargs)
             self.exits.probe_displaced(request)

@@ -11,10 +11,12 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.begun import begun_in
 from meridian_patch.engine.forecasts import Forecasts
+from meridian_patch.engine.kv_units import KVUnits
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.readers import Readers
-from meridian_patch.engine.room import Room, place_by_priority
+from meridian_patch.engine.room import Room
 from meridian_patch.engine.step_timer import StepTimer
+from meridian_patch.engine.waiting import WaitingOrder
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.policy.rules import Rules
 from meridian_patch.policy.step_cut import CutSettings, StepCut
@@ -36,17 +38,24 @@ class StepLimits(NamedTuple):
         active = seats if self.max_active is None else min(seats, self.max_active)
         return self._replace(max_active=active)
 
+    def with_probes(self, count: int) -> "StepLimits":
+        """The same, and a place more for each of ``count`` probes; admission counts users alone."""
+        if self.max_active is None:
+            return self
+        return self._replace(max_active=self.max_active + count)
+
 
 class Steering:
     """Works out and applies the limits of each step.
 
     Args:
-        pool_tokens: KV tokens of the pool; None when they cannot be told, and admission is stock's.
+        units: of the KV pool.
         full_tokens: the engine's token budget per step.
         kept_tokens: what a preemption of a request would not lose; None: nothing.
 
     Attributes:
         clock: seconds of a steady clock.
+        waiting_order: places in the scheduler's queue.
     """
 
     def __init__(
@@ -54,18 +63,18 @@ class Steering:
         rules: Rules,
         config: PolicyConfig,
         router: PhaseRouter,
-        pool_tokens: int | None,
+        units: KVUnits,
         full_tokens: int,
         kept_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.model = StepTimeModel()
-        self.forecasts = Forecasts(router, config.admission_reserve_tokens)
-        self._pool_tokens = pool_tokens
+        self.forecasts = Forecasts(router, config.admission_reserve_tokens, units.fixed_tokens)
+        self.waiting_order = WaitingOrder(config.aging_s)
+        self._pool_tokens = units.pool_tokens
         self._timer = StepTimer()
         self._cut = StepCut(CutSettings.of(config, full_tokens), self.model)
         self._rules = rules
-        self._aging_s = config.aging_s
         itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
         self._readers = Readers(router, itl_s)
         # Of live requests that ask for something.
@@ -76,12 +85,13 @@ class Steering:
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
         self._room = None
-        if pool_tokens is not None and (rules.admission or rules.time_sharing):
+        if rules.admission or rules.time_sharing:
             self._room = Room(
                 self.forecasts,
+                self.waiting_order,
                 self._sharing,
                 router,
-                pool_tokens * config.admission_overcommit,
+                units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
                 is_forecasting=rules.admission,
                 kept_tokens=kept_tokens,
@@ -116,10 +126,11 @@ class Steering:
 
     def arrived(self, request: Any, waiting: Any) -> None:
         """A request came in, and is in ``waiting`` unless upstream holds it back."""
-        if self._room:
-            self._room.arrived()
-        if self._rules.order and any(wishes.priority for wishes in self._wishes.values()):
-            place_by_priority(request, waiting, self._aging_s)
+        if self._rules.are_all_off:
+            return
+        wishes = self._wishes.get(request.request_id, NO_WISHES)
+        priority = wishes.priority if self._rules.order else 0
+        self.waiting_order.arrived(request, waiting, priority, self.clock())
 
     def changed(self, request: Any) -> None:
         """The request's phase may have changed."""
@@ -136,11 +147,13 @@ class Steering:
         self._readers.left(request.request_id)
         self._wishes.pop(request.request_id, None)
         self._unchunkable.discard(request.request_id)
+        self.waiting_order.left(request)
         if self._room:
             self._room.left(request)
 
     def preempted(self, request: Any) -> None:
         """A request was preempted, and waits."""
+        self.waiting_order.preempted(request)
         if self._room:
             self._room.preempted(request, self.clock())
 
@@ -171,7 +184,7 @@ class Steering:
 
     def decodes(self, scheduler: Any, rows: int) -> None:
         """So many requests decode in the next step; nothing else is decided of it yet."""
-        held = int(scheduler.kv_cache_manager.usage * (self._pool_tokens or 0))
+        held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
         self._shape = StepShape(0, rows, held)
         self._budget = None
 

@@ -1,7 +1,8 @@
 """Who makes room for a newcomer: time-sharing by attained service."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import NamedTuple, Self
 
 from meridian_patch.config.schema import PolicyConfig
@@ -9,6 +10,9 @@ from meridian_patch.policy.step_time import StepTimeModel
 
 # Credit that can be saved up, in seconds of engine time.
 _MOST_CREDIT_S = 2.0
+# Thinkers whose blocks are counted, and that make room together, at most.
+_MOST_TRIED = 8
+_MOST_TOGETHER = 4
 
 
 class Thinker(NamedTuple):
@@ -38,7 +42,7 @@ class SharingSettings:
 
 
 class TimeSharing:
-    """Displaces the thinker with the most attained service when a newcomer finds no room.
+    """Displaces the thinkers with the most attained service when a newcomer finds no room.
 
     A displaced request computes its tokens again. What that costs is paid from a credit of
     ``sharing_overhead`` seconds per second, so that throughput loses no more than this share.
@@ -57,11 +61,23 @@ class TimeSharing:
             self._credit_s = min(self._credit_s + earned, _MOST_CREDIT_S)
         self._seen_s = now_s
 
-    def choose(self, thinkers: Iterable[Thinker]) -> Thinker | None:
-        """Whom to displace; None when nobody thought for long, or it would cost too much."""
+    def choose(
+        self, thinkers: Iterable[Thinker], missing_blocks: int, freed: Callable[[Thinker], int]
+    ) -> list[Thinker]:
+        """The thinkers to displace for a newcomer; empty when they would not make room for it.
+
+        That is the thinker with the most attained service whose blocks suffice, or else several,
+        the most attained service first. What they compute again must fit the credit.
+
+        Args:
+            thinkers: running requests that think and that may be displaced.
+            missing_blocks: KV blocks that the newcomer lacks.
+            freed: KV blocks that displacing a thinker would free.
+        """
         settings = self._settings
         affordable = self._model.tokens_within(max(self._credit_s, 0.0)) or 0
-        longest = max(
+        longest = nlargest(
+            _MOST_TRIED,
             (
                 thinker
                 for thinker in thinkers
@@ -70,8 +86,20 @@ class TimeSharing:
                 and thinker.held_tokens <= affordable
             ),
             key=lambda thinker: thinker.attained_tokens,
-            default=None,
         )
-        if longest is not None:
-            self._credit_s -= self._model.prefill_seconds(longest.held_tokens) or 0.0
-        return longest
+        blocks = [freed(thinker) for thinker in longest]
+        for thinker, count in zip(longest, blocks, strict=True):
+            if count >= missing_blocks:
+                return self._pay([thinker])
+        for together in range(2, min(_MOST_TOGETHER, len(longest)) + 1):
+            if sum(blocks[:together]) >= missing_blocks:
+                return self._pay(longest[:together])
+        return []
+
+    def _pay(self, chosen: list[Thinker]) -> list[Thinker]:
+        """Take the price from the credit; empty where it does not suffice for all of them."""
+        price_s = sum(self._model.prefill_seconds(each.held_tokens) or 0.0 for each in chosen)
+        if len(chosen) > 1 and price_s > self._credit_s:
+            return []
+        self._credit_s -= price_s
+        return chosen

@@ -6,6 +6,7 @@ import pytest
 from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, step_until
 
+from meridian_patch.engine.waiting import MOST_STEPS
 from meridian_patch.phase.router import Phase
 
 BUDGET = 512
@@ -48,14 +49,25 @@ def test_newcomers_wait_by_priority(demo_model):
 
 
 def test_who_has_waited_long_is_not_overtaken(demo_model):
-    """Priorities starve nobody."""
+    """Priorities starve no request: a step counts as aging_s of waiting, here 5 s."""
     driver = driver_for(demo_model, max_num_seqs=1, max_num_batched_tokens=BUDGET)
     driver.add(job("runs", 0, think=200))
     driver.step()
-    for name in ("old", "recent", "urgent"):
+    for name, came_s in (("old", 100.0), ("recent", 109.0), ("urgent", 110.0)):
+        driver.now_s = came_s
         driver.add(job(name, len(name)), extra_args=URGENT if name == "urgent" else None)
-        if name != "urgent":
-            driver.scheduler.requests[name].arrival_time -= 10.0 if name == "old" else 1.0
+    assert names(driver.scheduler.waiting) == ["old", "urgent", "recent"]
+
+
+def test_steps_of_priority_that_count_are_bounded(demo_model):
+    """A number of minus a million goes before what came MOST_STEPS times aging_s earlier."""
+    driver = driver_for(demo_model, max_num_seqs=1, max_num_batched_tokens=BUDGET)
+    driver.add(job("runs", 0, think=200))
+    driver.step()
+    wish = {"meridian_priority": -1_000_000}
+    for name, came_s in (("old", 100.0), ("recent", 101.0), ("urgent", 100.5 + MOST_STEPS * 5)):
+        driver.now_s = came_s
+        driver.add(job(name, len(name)), extra_args=wish if name == "urgent" else None)
     assert names(driver.scheduler.waiting) == ["old", "urgent", "recent"]
 
 

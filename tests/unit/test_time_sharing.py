@@ -30,24 +30,41 @@ def thinker(name: str, attained: int, *, held: int = 100, preemptions: int = 0) 
     return Thinker(name, held, attained, preemptions)
 
 
+def chosen(one: TimeSharing, thinkers, missing: int = 0, **freed: int) -> list[str]:
+    return [
+        each.request_id
+        for each in one.choose(thinkers, missing, lambda each: freed.get(each.request_id, 0))
+    ]
+
+
 def test_the_longest_thinker_makes_room():
     """The most attained service, above the least, and not too often."""
     some = [thinker("a", 2500), thinker("b", 9000), thinker("c", 1999)]
-    assert sharing().choose(some).request_id == "b"
-    assert sharing().choose([thinker("c", 1999)]) is None
-    assert sharing().choose([thinker("d", 5000, preemptions=3), some[0]]).request_id == "a"
+    assert chosen(sharing(), some) == ["b"]
+    assert chosen(sharing(), [thinker("c", 1999)]) == []
+    assert chosen(sharing(), [thinker("d", 5000, preemptions=3), some[0]]) == ["a"]
 
 
 def test_recompute_is_paid_from_a_share_of_the_time():
     """5 % of ten seconds buy half a second of recomputing, once."""
     one = sharing(10.0, sharing_overhead=0.05)
-    assert (
-        one.choose([thinker("a", 9000, held=600), thinker("b", 3000, held=400)]).request_id == "b"
-    )
-    assert one.choose([thinker("c", 3000, held=200)]) is None
+    assert chosen(one, [thinker("a", 9000, held=600), thinker("b", 3000, held=400)]) == ["b"]
+    assert chosen(one, [thinker("c", 3000, held=200)]) == []
     one.advance(13.0)
-    assert one.choose([thinker("c", 3000, held=200)]).request_id == "c"
-    assert sharing(10.0, sharing_overhead=0.0).choose([thinker("a", 9000)]) is None
+    assert chosen(one, [thinker("c", 3000, held=200)]) == ["c"]
+    assert chosen(sharing(10.0, sharing_overhead=0.0), [thinker("a", 9000)]) == []
+
+
+def test_only_thinkers_that_make_enough_room_are_displaced():
+    """One whose blocks suffice, else several together that can be paid for, else none."""
+    some = [thinker("a", 9000), thinker("b", 8000), thinker("c", 7000)]
+    assert chosen(sharing(), some, 10, a=5, b=12, c=20) == ["b"]
+    assert chosen(sharing(), some, 14, a=5, b=9, c=9) == ["a", "b"]
+    assert chosen(sharing(), some, 24, a=5, b=9, c=9) == []
+    dear = [thinker("a", 9000, held=400), thinker("b", 8000, held=400)]
+    one = sharing(10.0, sharing_overhead=0.05)
+    assert chosen(one, dear, 14, a=5, b=9) == []
+    assert chosen(one, dear, 5, a=5, b=9) == ["a"]
 
 
 def test_a_reader_with_tokens_in_hand_can_wait():

@@ -1,0 +1,187 @@
+"""Which waiting request a step with enough KV blocks would admit, and what it lacks of them.
+
+vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons listed in
+``next_in_line``. A request is displaced for a newcomer that has none of them but the last.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.shared_blocks import count_shared
+from meridian_patch.engine.waiting import first
+
+# Waiting requests that are looked at: those that vLLM skips may be many.
+_MOST_LOOKED_AT = 16
+
+
+def next_in_line(scheduler: Any) -> Any | None:
+    """The first waiting request that lacks nothing, or nothing but blocks.
+
+    Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
+
+    1. The scheduler is paused.
+    2. As many requests run as may, paused sessions among them.
+    3. What runs takes the step's tokens.
+    4. A request that waits with blocks of its own, and is ready, goes first.
+    5. Its grammar is being compiled or failed, its KV is being loaded, or its session is paused.
+    6. Tokens that it sampled before a preemption are on their way.
+    7. Its LoRA adapter is not in use, and as many others are as can be.
+    8. Chunked prefill is off, and its prompt is longer than what is left of the step.
+    9. It lacks blocks.
+
+    Not foreseen, because to ask would change something: whether a KV connector or an encoder
+    connector knows its answer yet, and whether prefill is put off for data-parallel balance.
+    """
+    is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
+    if scheduler._pause_state != PauseState.UNPAUSED or is_full:
+        return None
+    left = _tokens_left(scheduler)
+    if left <= 0 or any(
+        _is_ready(scheduler, one) for one in first(scheduler.kv_holding_waiting, _MOST_LOOKED_AT)
+    ):
+        return None
+    adapters = _adapters(scheduler) if scheduler.lora_config else None
+    for request in first(scheduler.waiting, _MOST_LOOKED_AT):
+        if not _is_ready(scheduler, request) or not _has_adapter(scheduler, request, adapters):
+            continue
+        is_chunked = scheduler.scheduler_config.enable_chunked_prefill
+        return request if is_chunked or request.num_tokens <= left else None
+    return None
+
+
+def num_seated(scheduler: Any) -> int:
+    """Requests that count against how many may run."""
+    # Load-bearing: a paused session holds its place in the model runner.
+    return int(len(scheduler.running) + scheduler.num_waiting_for_streaming_input)
+
+
+def needed_blocks(scheduler: Any, request: Any) -> int:
+    """Free KV blocks that ``schedule()`` wants for a waiting request before it admits it.
+
+    A hit costs a free block too unless a running request holds it, so only those count as there
+    already. They are counted by bisection: what holds a block of a prefix holds all before it.
+    """
+    manager = scheduler.kv_cache_manager
+    tokens = min(request.num_tokens, scheduler.max_model_len)
+    if not scheduler.scheduler_reserve_full_isl:
+        tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+    # Load-bearing: changes nothing, and caps what a sliding window holds, as the gate does.
+    whole = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=tokens,
+        new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=0,
+        num_local_computed_tokens=0,
+        num_tokens_main_model=tokens,
+        apply_admission_cap=True,
+    )
+    watermark = manager.watermark_blocks if scheduler.running else 0
+    return int(whole + watermark - _num_held_hits(manager, request, tokens))
+
+
+def freed_blocks(scheduler: Any, request: Any) -> int:
+    """KV blocks that a preemption of a running request would free."""
+    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+    return sum(len(blocks) - count_shared(blocks) for blocks in groups)
+
+
+def _tokens_left(scheduler: Any) -> int:
+    """Tokens of a step's whole budget that what runs does not take."""
+    longest = scheduler.scheduler_config.long_prefill_token_threshold or float("inf")
+    # Load-bearing: running requests come first, each with all of its known tokens.
+    prefill = sum(
+        min(request.num_tokens - request.num_computed_tokens, longest) - 1
+        for request in scheduler._inflight_prefills
+        if request.status == RequestStatus.RUNNING
+    )
+    return int(scheduler.max_num_scheduled_tokens - len(scheduler.running) - prefill)
+
+
+def _is_ready(scheduler: Any, request: Any) -> bool:
+    status = request.status
+    if status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        grammar = request.structured_output_request and request.structured_output_request.grammar
+        return grammar is not None and not isinstance(grammar, Exception)
+    if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    if status == RequestStatus.WAITING_FOR_STREAMING_REQ or isinstance(request, ProbeRequest):
+        return False
+    return not request.num_stale_output_tokens or request.drop_stale_output
+
+
+def _adapters(scheduler: Any) -> set[int]:
+    """Ids of the LoRA adapters that running requests use."""
+    return {
+        request.lora_request.lora_int_id for request in scheduler.running if request.lora_request
+    }
+
+
+def _has_adapter(scheduler: Any, request: Any, adapters: set[int] | None) -> bool:
+    if adapters is None or request.lora_request is None:
+        return True
+    is_loaded = request.lora_request.lora_int_id in adapters
+    return is_loaded or len(adapters) < scheduler.lora_config.max_loras
+
+
+def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
+    """Blocks of the request's prefix that are in the cache and that running requests hold."""
+    if not manager.prefix_cache_lookup_enabled(request):
+        return 0
+    full = list(_full_attention(manager))
+    # A hit is as long as all groups have it. Where one of another kind might have less, none is
+    # counted unless the end of the prefix is held there too.
+    lengths = [_held_prefix(group, request, tokens - 1) for group in full]
+    if not lengths or not min(lengths):
+        return 0
+    common = min(lengths)
+    groups = manager.coordinator.single_type_managers
+    if any(not _has_end(group, request, common) for group in groups if group not in full):
+        return 0
+    return sum(common // group.block_size for group in full)
+
+
+def _full_attention(manager: Any) -> Iterator[Any]:
+    for group in manager.coordinator.single_type_managers:
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            yield group
+
+
+def _held_prefix(group: Any, request: Any, most_tokens: int) -> int:
+    """Tokens of the request's prefix whose blocks in this group are cached and held."""
+    most = most_tokens // group.block_size
+    return group.block_size * bisect_left(
+        range(most), True, key=lambda index: not _is_held(group, request, index)
+    )
+
+
+def _is_held(group: Any, request: Any, index: int) -> bool:
+    block = _cached(group, request, index)
+    return block is not None and block.ref_cnt > 0
+
+
+def _has_end(group: Any, request: Any, tokens: int) -> bool:
+    """Whether a group that does not keep every block has what it needs to go on at a place."""
+    spec = group.kv_cache_spec
+    if not isinstance(spec, SlidingWindowSpec):
+        return False
+    end = tokens // group.block_size
+    start = max(0, end - -(-(spec.sliding_window - 1) // group.block_size))
+    return all(_cached(group, request, index) is not None for index in range(start, end))
+
+
+def _cached(group: Any, request: Any, index: int) -> Any | None:
+    """The group's cached block at an index of the request's prefix."""
+    pool = group.block_pool
+    # Load-bearing: each hash covers the whole prefix that it ends.
+    place = (index + 1) * group.block_size // pool.hash_block_size - 1
+    if place >= len(request.block_hashes):
+        return None
+    found = pool.get_cached_block(request.block_hashes[place], [group.kv_cache_group_id])
+    return found[0] if found else None

@@ -1,0 +1,233 @@
+"""For which waiting requests room is made, on vLLM's real scheduler with a full KV pool."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt, sliding_window
+from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.admissible import needed_blocks, next_in_line
+from meridian_patch.engine.kv_integrity import find_faults
+from meridian_patch.phase.router import Phase
+
+BUDGET = 512
+BLOCKS = 40
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch):
+    """Time-sharing that may displace any thought of 200 tokens, and nothing else decides."""
+    for name, value in {
+        "time_budget_us": "10000000",
+        "admission": "false",
+        "step_cut": "false",
+        "sharing_min_tokens": "200",
+        "sharing_overhead": "1.0",
+    }.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
+
+
+def job(name, seed, *, prompt=60, think=50, answer=20, **more):
+    tokens = make_prompt(random.Random(seed), prompt, thinks=True, shared=1000 + seed)
+    return Job(name, tuple(tokens), think, answer, **more)
+
+
+def full_pool(demo_model, *, prompt=60, **options):
+    """Two long thinkers hold most of the pool; the step-time model knows what tokens cost."""
+    options = {"blocks": BLOCKS, "max_num_batched_tokens": BUDGET, **options}
+    driver = driver_for(demo_model, **options)
+    for number in range(12):
+        driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
+        driver.drain()
+    driver.add(job("long", 50, prompt=prompt, think=700, answer=5))
+    driver.add(job("other", 51, think=500, answer=5))
+    step_until(driver, "long", Phase.THINK, 290)
+    return driver
+
+
+def newcomer(blocks, name="new", seed=52):
+    return job(name, seed, prompt=BLOCK_SIZE * blocks, think=2, answer=3)
+
+
+def displaced(driver):
+    return driver.scheduler.phase_counters.totals.get("preemption:think", 0)
+
+
+def test_blocks_that_a_running_request_holds_are_not_needed(demo_model):
+    """The newcomer shares nine blocks with a thinker: it comes in, and no request makes room."""
+    driver = full_pool(demo_model, prompt=320)
+    shared = driver.scheduler.requests["long"].prompt_token_ids[:-1]
+    tokens = (*shared, *make_prompt(random.Random(9), 65, thinks=True, shared=9))
+    driver.add(Job("new", tokens, 2, 3))
+    [new] = driver.scheduler.waiting
+    assert needed_blocks(driver.scheduler, new) == -(-len(tokens) // BLOCK_SIZE) - 9
+    driver.step()
+    assert new.status == RequestStatus.RUNNING
+    assert not displaced(driver)
+    driver.drain()
+
+
+@pytest.mark.parametrize("is_hit", [True, False])
+def test_what_a_request_needs_is_what_upstream_takes(demo_model, is_hit):
+    """With one block less than ``needed_blocks`` says it is not admitted, with as many it is."""
+    for spare in (-1, 0):
+        driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+        driver.add(job("runs", 1, prompt=330, think=400))
+        driver.step()
+        shared = driver.scheduler.requests["runs"].prompt_token_ids[: 319 if is_hit else 0]
+        tokens = (*shared, *make_prompt(random.Random(9), 200, thinks=True, shared=9))
+        driver.add(Job("new", tokens, 2, 3))
+        [new] = driver.scheduler.waiting
+        pool = driver.scheduler.kv_cache_manager.block_pool
+        needed = needed_blocks(driver.scheduler, new)
+        assert needed == -(-len(tokens) // BLOCK_SIZE) - (9 if is_hit else 0)
+        pool.get_new_blocks(pool.get_num_free_blocks() - needed - spare)
+        driver.scheduler.schedule()
+        assert (new.status == RequestStatus.RUNNING) is (spare == 0)
+
+
+def set_grammar(driver, request):
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    request.structured_output_request = SimpleNamespace(grammar=None)
+
+
+def set_adapter(driver, request):
+    driver.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    driver.scheduler.requests["long"].lora_request = LoRARequest("one", 1, "one")
+    request.lora_request = LoRARequest("two", 2, "two")
+
+
+def set_loading(driver, request):
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def set_stale(driver, request):
+    request.num_stale_output_tokens = 1
+
+
+def set_seats(driver, request):
+    """A paused session holds the last seat."""
+    driver.scheduler.max_num_active_reqs = 3
+    driver.scheduler.num_waiting_for_streaming_input = 1
+
+
+def set_unchunked(driver, request):
+    driver.scheduler.scheduler_config = SimpleNamespace(
+        **{**vars(driver.scheduler.scheduler_config), "enable_chunked_prefill": False}
+    )
+
+
+BLOCKED = [set_grammar, set_adapter, set_loading, set_stale, set_seats, set_unchunked]
+
+
+@SYNC_AND_ASYNC
+@pytest.mark.parametrize("block", BLOCKED)
+def test_no_request_makes_room_for_one_that_lacks_something_else(demo_model, is_async, block):
+    """It would not be admitted with all blocks of the pool free."""
+    driver = full_pool(demo_model, is_async=is_async)
+    driver.add(newcomer(BLOCKS - 22))
+    new = driver.scheduler.requests["new"]
+    block(driver, new)
+    for _ in range(50):
+        driver.step()
+    assert new.status != RequestStatus.RUNNING
+    assert not displaced(driver)
+
+
+@pytest.mark.parametrize("block", [set_grammar, set_adapter, set_loading, set_stale])
+def test_room_is_made_for_the_first_that_upstream_does_not_skip(demo_model, block):
+    """One that is skipped keeps those behind it from nothing."""
+    driver = full_pool(demo_model)
+    driver.add(newcomer(BLOCKS - 22))
+    block(driver, driver.scheduler.requests["new"])
+    driver.add(newcomer(BLOCKS - 22, "next", 53))
+    assert next_in_line(driver.scheduler).request_id == "next"
+    while not driver.deliveries["next"]:
+        driver.step()
+    assert displaced(driver) == 1
+    assert "other" in driver.scheduler.requests
+
+
+@SYNC_AND_ASYNC
+def test_room_is_made_once_for_a_newcomer_that_is_not_admitted(demo_model, is_async):
+    """What cannot be foreseen, as that an encoder's output is in transit, costs one preemption."""
+    driver = full_pool(demo_model, is_async=is_async)
+    driver.scheduler._ec_transfer_pending = lambda request, _: request.request_id == "new"
+    driver.add(newcomer(BLOCKS - 22))
+    while len(driver.scheduler.requests) > 1:
+        driver.step()
+    assert displaced(driver) == 1
+    assert not driver.deliveries["new"]
+    del driver.scheduler._ec_transfer_pending
+    driver.drain()
+    assert driver.deliveries["new"]
+
+
+def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
+    """All thinkers together hold too little: they go on, and the newcomer waits as in stock."""
+    driver = full_pool(demo_model)
+    scheduler = driver.scheduler
+    # A third that answers holds what the newcomer would need.
+    scheduler.kv_cache_manager.block_pool.get_new_blocks(10)
+    driver.add(newcomer(BLOCKS - 10))
+    for _ in range(50):
+        driver.step()
+    assert not displaced(driver)
+
+
+@SYNC_AND_ASYNC
+def test_several_make_room_where_one_does_not_suffice(demo_model, is_async):
+    """They go in one step, and the newcomer comes in in that step."""
+    driver = full_pool(demo_model, is_async=is_async)
+    driver.add(newcomer(BLOCKS - 8))
+    while not displaced(driver):
+        driver.step()
+    assert displaced(driver) == 2
+    assert driver.scheduler.requests["new"].status == RequestStatus.RUNNING
+    driver.drain()
+    assert [len(driver.deliveries[name]) for name in ("long", "other", "new")] == [707, 507, 7]
+    assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
+
+
+HYBRIDS = {
+    "full": (full_attention(),),
+    "window": (full_attention(), sliding_window(48, BLOCK_SIZE // 2)),
+    "window-first": (sliding_window(64), full_attention(), sliding_window(64)),
+}
+
+
+@SYNC_AND_ASYNC
+@pytest.mark.parametrize("groups", HYBRIDS)
+def test_time_sharing_counts_the_blocks_of_all_groups(demo_model, is_async, groups):
+    """A newcomer takes the place of a thinker whatever the cache groups are."""
+    specs = HYBRIDS[groups]
+    driver = full_pool(demo_model, is_async=is_async, blocks=60, groups=specs)
+    scheduler = driver.scheduler
+    assert "time_sharing" in [n for n, on in vars(scheduler._phase_rules).items() if on]
+    pool = scheduler.kv_cache_manager.block_pool
+    # Nearly all that is left belongs to a request of another engine.
+    pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    driver.add(newcomer(11))
+    assert needed_blocks(scheduler, scheduler.requests["new"]) >= 11
+    while not driver.deliveries["new"]:
+        driver.step()
+    assert "other" in scheduler.requests
+    assert displaced(driver) >= 1
+    driver.drain()
+    assert find_faults(pool) == []
+
+
+def test_the_step_model_sees_the_context_of_all_groups(demo_model):
+    """Held tokens rise as thoughts grow; without groups of one kind they were 0."""
+    held = {}
+    for name in ("full", "window"):
+        driver = driver_for(demo_model, blocks=60, groups=HYBRIDS[name])
+        driver.add(job("long", 50, think=700, answer=5))
+        step_until(driver, "long", Phase.THINK, 400)
+        driver.scheduler.steering.decodes(driver.scheduler, 1)
+        held[name] = driver.scheduler.steering._shape.context_tokens
+    assert 400 < held["full"] < 550
+    assert 400 < held["window"] < 700

@@ -1,0 +1,252 @@
+"""Places in vLLM's own queues: the order against a plain sort, and that no move walks through."""
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+from scheduler_driver import Job, make_prompt
+from tier_driver import driver_for, preempt, step_until
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.ordering import ArrivalOrder
+from meridian_patch.engine.waiting import MOST_STEPS, WaitingOrder, first
+from meridian_patch.phase.router import Phase
+
+AGING_S = 30.0
+# Of CPU time, the least of several tries.
+MOST_S = 0.3e-3
+
+
+class Waiter:
+    """What the queues look at of a request."""
+
+    def __init__(self, name, priority=0, arrival_time=0.0):
+        self.request_id = name
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.status = RequestStatus.WAITING
+
+    def __lt__(self, other):
+        mine = (self.priority, self.arrival_time, self.request_id)
+        return mine < (other.priority, other.arrival_time, other.request_id)
+
+
+def names(queue):
+    return [one.request_id for one in queue]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_is_that_of_a_plain_sort(seed):
+    """Newcomers of all priorities, displaced ones, upstream's own preemptions, and departures."""
+    rng = random.Random(seed)
+    order, queue, number = WaitingOrder(AGING_S), FCFSRequestQueue(), 0
+    front, newcomers, behind = [], [], []
+    for now_s in range(400):
+        move = rng.random()
+        if move < 0.5:
+            number += 1
+            one = Waiter(f"r{number}")
+            priority = rng.choice([-9, -1, 0, 0, 0, 1])
+            queue.add_request(one)
+            order.arrived(one, queue, priority, float(now_s))
+            steps = max(-MOST_STEPS, min(MOST_STEPS, priority))
+            newcomers.append((now_s + steps * AGING_S, number, one))
+            newcomers.sort(key=lambda row: row[:2])
+        elif move < 0.7 and queue:
+            # What the next step admits; some of it runs on, some is preempted or displaced.
+            one = queue.pop_request()
+            front = [other for other in front if other is not one]
+            newcomers = [row for row in newcomers if row[2] is not one]
+            behind = [other for other in behind if other is not one]
+            if rng.random() < 0.3:
+                order.left(one)
+                continue
+            queue.prepend_request(one)
+            order.preempted(one)
+            if rng.random() < 0.5:
+                order.put_behind(one, queue)
+                behind.append(one)
+            else:
+                front.insert(0, one)
+        elif move < 0.85 and behind:
+            chosen = rng.sample(behind, min(2, len(behind)))
+            order.bring_forward(chosen, queue)
+            behind = [other for other in behind if other not in chosen]
+            front = chosen + front
+        elif queue:
+            one = rng.choice(list(queue))
+            queue.remove_requests([one])
+            order.left(one)
+            front, behind = ([x for x in xs if x is not one] for xs in (front, behind))
+            newcomers = [row for row in newcomers if row[2] is not one]
+        expected = [*front, *(row[2] for row in newcomers), *behind]
+        assert names(queue) == names(expected)
+
+
+def test_the_first_of_a_heap_are_those_of_its_order():
+    """Without taking one out, or copying it."""
+    rng = random.Random(0)
+    for count in (0, 1, 2, 7, 300):
+        queue = PriorityRequestQueue()
+        for number in range(count):
+            queue.add_request(Waiter(f"r{number}", rng.randrange(3), rng.random()))
+        assert names(first(queue, 5)) == names(list(queue)[:5])
+        assert len(queue) == count
+
+
+def least_seconds(prepare, operation, tries=7):
+    """Of CPU time; ``prepare`` is not timed."""
+    taken = []
+    for _ in range(tries):
+        given = prepare()
+        start = time.thread_time()
+        operation(given)
+        taken.append(time.thread_time() - start)
+    return min(taken)
+
+
+def deep_queue(waiting, num_displaced=40):
+    order, queue = WaitingOrder(AGING_S), FCFSRequestQueue()
+    newcomers = [Waiter(f"r{number}") for number in range(waiting)]
+    for number, one in enumerate(newcomers):
+        queue.append(one)
+        order.arrived(one, SimpleNamespace(), 0, float(number))
+    displaced = [Waiter(f"d{number}") for number in range(num_displaced)]
+    for one in displaced:
+        queue.prepend_request(one)
+        order.preempted(one)
+        order.put_behind(one, queue)
+    return order, queue, displaced
+
+
+@pytest.mark.parametrize("priority", [0, -2])
+def test_an_arrival_costs_the_same_however_many_wait(priority):
+    """5,000 wait and 40 were displaced: 30 ms before, and 1.5 ms for one with a priority."""
+
+    def prepare():
+        order, queue, _ = deep_queue(5000)
+        one = Waiter("new")
+        queue.add_request(one)
+        return order, queue, one
+
+    seconds = least_seconds(prepare, lambda g: g[0].arrived(g[2], g[1], priority, 5000.0))
+    assert seconds < MOST_S
+
+
+def test_making_room_and_coming_back_cost_the_same_however_many_wait():
+    """One goes behind 5,000; the one that waits longest behind them goes first."""
+
+    def displace(given):
+        order, queue, _ = given
+        one = Waiter("one")
+        queue.prepend_request(one)
+        order.preempted(one)
+        order.put_behind(one, queue)
+
+    assert least_seconds(lambda: deep_queue(5000), displace) < MOST_S
+    assert (
+        least_seconds(lambda: deep_queue(5000), lambda g: g[0].bring_forward(g[2][:1], g[1]))
+        < MOST_S
+    )
+
+
+def test_a_request_that_is_not_in_the_queue_is_not_looked_for_everywhere():
+    """Such as one that loads its KV."""
+
+    def search(given):
+        order, queue, _ = given
+        order.bring_forward([Waiter("elsewhere")], queue)
+
+    assert least_seconds(lambda: deep_queue(5000), search) < MOST_S
+
+
+def test_a_preempted_request_enters_the_heap_with_its_true_time():
+    """So nothing has to be found in the heap afterwards."""
+    running = [Waiter(f"r{number}", 0, float(10 - number)) for number in range(4)]
+    true_times = {one: one.arrival_time for one in running}
+    arrivals = ArrivalOrder(running)
+    assert sorted(running) == running
+    arrivals.restore_one(running[2])
+    assert running[2].arrival_time == true_times[running[2]]
+    arrivals.restore()
+    assert {one: one.arrival_time for one in running} == true_times
+
+
+@pytest.fixture
+def sharing(monkeypatch):
+    for name, value in {"time_budget_us": "10000000", "admission": "false", "aging_s": "5"}.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
+
+
+def job(name, seed, think=400, **more):
+    tokens = make_prompt(random.Random(seed), 60, thinks=True, shared=1000 + seed)
+    return Job(name, tuple(tokens), think, 20, **more)
+
+
+def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(demo_model, sharing):
+    """It stands behind all newcomers, becomes an answer there, and goes before them."""
+    driver = driver_for(demo_model, is_async=True, max_num_seqs=2)
+    scheduler = driver.scheduler
+    driver.add(job("thinker", 1, think=100))
+    driver.add(job("runs", 2))
+    step_until(driver, "thinker", Phase.THINK, 100)
+    for number in range(5):
+        driver.add(job(f"new{number}", 10 + number))
+    request = scheduler.requests["thinker"]
+    scheduler.running.remove(request)
+    # Its output on the way is delivered, as when upstream preempts.
+    scheduler._preempt_request(request, 0.0, drop_stale_output=False)
+    scheduler.steering.waiting_order.put_behind(request, scheduler.waiting)
+    scheduler.max_num_active_reqs = 1
+    seen = []
+    for _ in range(4):
+        driver.step()
+        seen.append(names(scheduler.waiting).index("thinker"))
+    assert seen[0] == 5
+    assert seen[-1] == 0
+    scheduler.max_num_active_reqs = 2
+    driver.drain()
+
+
+def test_the_heap_is_in_order_after_preemptions(demo_model, sharing, monkeypatch):
+    """vLLM's priority policy with requests that are preempted: a heap all the time."""
+    driver = driver_for(demo_model, blocks=24, scheduling_policy="priority")
+    for number in range(30):
+        driver.add(
+            job(f"r{number}", number, think=50 + 10 * number, arrival_time=float(number % 7))
+        )
+    seen = 0
+    while driver.scheduler.has_unfinished_requests():
+        driver.step()
+        heap = driver.scheduler.waiting._heap
+        assert all(not heap[i] < heap[(i - 1) // 2] for i in range(1, len(heap)))
+        seen += len(heap)
+    assert seen
+    assert driver.scheduler.phase_counters.totals["preemption:think"]
+
+
+def test_a_slow_plan_is_carried_out(demo_model):
+    """It counts as slow, and its cut holds all the same; before, the step went uncut."""
+    driver = driver_for(demo_model)
+    driver.scheduler._time_budget_s = 0.0
+    driver.add(job("reader", 1, think=5))
+    step_until(driver, "reader", Phase.ANSWER)
+    driver.add(Job("long", tuple(make_prompt(random.Random(3), 300, thinks=True)), 5, 5))
+    tokens = max(driver.step().num_scheduled_tokens.values())
+    assert driver.scheduler.phase_counters.totals["fallback:slow"]
+    assert tokens == driver.scheduler.steering._budget - 1
+
+
+def test_preempting_leaves_nothing_behind(demo_model, sharing):
+    """The places and lists of requests that are gone are gone."""
+    driver = driver_for(demo_model)
+    driver.add(job("a", 1))
+    driver.add(job("b", 2))
+    step_until(driver, "a", Phase.THINK, 50)
+    preempt(driver, "a")
+    driver.abort("a")
+    driver.drain()
+    order = driver.scheduler.steering.waiting_order
+    assert not (order._places or order._displaced or order._with_priority)
