@@ -5,7 +5,7 @@ penalties, speculation and both model runners need not know. See ``GrammarOutput
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import vllm
@@ -14,6 +14,9 @@ from packaging.version import Version
 from vllm.v1.core.sched.output import GrammarOutput
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Of a row that leaves every token free.
 _FREE = -1
@@ -37,15 +40,23 @@ class Closings:
     2. From then on each step forces one token, and nothing is speculated.
     3. Which token is forced follows from the request's known tokens and those on the way, so that
        a preemption starts over exactly where it has to.
+    4. A close that structured output would reject is given up: vLLM ends a request whose grammar
+       rejects a token.
 
     Args:
         boundaries: of the served model.
         vocab_size: columns of the logits.
         num_spec_tokens: drafts per step, at most.
+
+    Attributes:
+        accepts: whether a request's structured output accepts tokens next.
+        gave_up: called with the id of each request whose close is given up.
     """
 
     def __init__(self, boundaries: Boundaries, vocab_size: int, num_spec_tokens: int) -> None:
         self.sequence = cut_behind_end(boundaries)
+        self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
+        self.gave_up: Callable[[str], None] = lambda _request_id: None
         self._words = (vocab_size + 31) // 32
         self._num_spec_tokens = num_spec_tokens
         self._closings: dict[str, _Closing] = {}
@@ -94,11 +105,17 @@ class Closings:
             grammar: the masks of structured output; None: there are none.
         """
         forced = {}
-        for name, closing in self._closings.items():
-            if name in output.num_scheduled_tokens:
-                token_id = self._next_token(closing)
-                if token_id is not None:
-                    forced[name] = token_id
+        for name, closing in list(self._closings.items()):
+            if name not in output.num_scheduled_tokens:
+                continue
+            tokens = self._next_tokens(closing)
+            # Load-bearing: with structured output all tokens are known when a step's masks are
+            # asked for, so that the grammar stands where this step samples.
+            if tokens and not self.accepts(closing.request, tokens):
+                self.end(name)
+                self.gave_up(name)
+            elif tokens:
+                forced[name] = tokens[0]
         if not forced:
             return grammar
         drafts = output.scheduled_spec_decode_tokens
@@ -106,7 +123,7 @@ class Closings:
         for name, token_id in forced.items():
             mask = mask_of(token_id, self._words)
             if name in names:
-                # Structured output that waits for the end of the thought leaves its rows free.
+                # Structured output leaves its row free, or accepts the token.
                 index = names.index(name)
                 first = sum(self._rows_of(each, drafts) for each in names[:index])
                 rows[first] = mask
@@ -118,20 +135,20 @@ class Closings:
             acceptable.append(0)
         return GrammarOutput(names, rows, acceptable)
 
-    def _next_token(self, closing: _Closing) -> int | None:
-        """What this step must sample; None when it may sample anything, or samples nothing."""
+    def _next_tokens(self, closing: _Closing) -> TokenIds:
+        """What this step and the next ones must sample; nothing when this one samples freely."""
         request = closing.request
         # Load-bearing: True when the step leaves known tokens uncomputed, and samples none.
         if request.is_prefill_chunk:
-            return None
+            return ()
         # Load-bearing: under asynchronous scheduling the step's own token is counted already.
         on_the_way = max(_tokens_on_the_way(request) - 1, 0)
         if closing.begin is None:
             if on_the_way or request.num_stale_output_tokens:
-                return None
+                return ()
             closing.begin = request.num_output_tokens
         index = request.num_output_tokens + on_the_way - closing.begin
-        return self.sequence[index] if index < len(self.sequence) else None
+        return self.sequence[index:]
 
     def _rows_of(self, name: str, drafts: dict[str, list[int]]) -> int:
         # Load-bearing: a row for the step's token, and one for each draft.

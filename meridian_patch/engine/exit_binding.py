@@ -8,17 +8,32 @@ from vllm.v1.worker import worker_base
 
 from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config, ExitConfig
+from meridian_patch.engine.close_checks import CloseChecks
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.probes import Probes
+from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
+from meridian_patch.exit.base import Reason
 from meridian_patch.exit.breaks import Breaks, find_breaks
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.telemetry.counters import PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
+
+# Why EAT is off, for the log.
+_SENTENCES = {
+    Obstacle.NO_SIGNALS: "the workers are not patched, as with --scheduler-cls alone; nothing is "
+    "measured",
+    Obstacle.PROBE_TEXT: "the probe's text cannot be written in tokens",
+    Obstacle.NO_PREFIX_CACHE: "prefix caching is off, each probe would compute the whole thought "
+    "again",
+    Obstacle.KV_GROUPS: "the model has several groups of KV cache",
+    Obstacle.KV_CONNECTOR: "a KV connector is in use, which would see the probes",
+}
 
 
 def bind_exits(
@@ -37,17 +52,29 @@ def bind_exits(
         return None
     config = exit_config(whole_config, boundaries.family)
     model_config = scheduler.vllm_config.model_config
-    reason = _reason_against_probes(scheduler, boundaries)
-    if reason is not None and config.eat and config.mode != "off":
-        logger.warning("meridian_patch: EAT is off, thoughts are not probed: %s", reason)
+    unable = _unable(scheduler, boundaries)
+    if Reason.EAT in unable and config.eat and config.mode != "off":
+        logger.warning(
+            "meridian_patch: EAT is off, thoughts are not probed: %s",
+            _SENTENCES[unable[Reason.EAT]],
+        )
+    closings = Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
+    checks = CloseChecks(scheduler, closings.sequence)
+    if checks.has_processors and config.mode == "enforce":
+        logger.warning(
+            "meridian_patch: no thought is closed: this server has custom logits processors, "
+            "which may undo a forced close"
+        )
     return Exits(
         config,
         boundaries,
         load_breaks(model_config),
         router,
-        Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens),
-        None if reason else _probes(scheduler, boundaries, config),
+        closings,
+        checks,
+        None if Reason.EAT in unable else _probes(scheduler, boundaries, config),
         phase_counters,
+        unable,
         None if config.trace is None else ExitTrace(config.trace),
     )
 
@@ -64,15 +91,20 @@ def load_breaks(model_config: Any) -> Breaks:
     return find_breaks((ids[0], text) for ids, text in zip(ids, texts, strict=True))
 
 
-def _reason_against_probes(scheduler: Any, boundaries: Boundaries) -> str | None:
+def _unable(scheduler: Any, boundaries: Boundaries) -> Obstacles:
+    """Strategies that cannot be carried out in this engine, and why."""
     if not hasattr(worker_base.WorkerBase, MARK):
-        return "the workers are not patched, as with --scheduler-cls alone; nothing is measured"
+        blind = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
+        return dict.fromkeys(blind, Obstacle.NO_SIGNALS)
+    obstacle = _obstacle_to_probes(scheduler, boundaries)
+    return NO_OBSTACLES if obstacle is None else {Reason.EAT: obstacle}
+
+
+def _obstacle_to_probes(scheduler: Any, boundaries: Boundaries) -> Obstacle | None:
     if not boundaries.probe:
-        return "the probe's text cannot be written in tokens"
+        return Obstacle.PROBE_TEXT
     if not scheduler.kv_cache_manager.enable_caching:
-        return "prefix caching is off, each probe would compute the whole thought again"
+        return Obstacle.NO_PREFIX_CACHE
     if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
-        return "the model has several groups of KV cache"
-    if scheduler.connector is not None:
-        return "a KV connector is in use, which would see the probes"
-    return None
+        return Obstacle.KV_GROUPS
+    return None if scheduler.connector is None else Obstacle.KV_CONNECTOR

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.probes import Probes
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.step_signals import Kept, StepSignals, rows_of
 from meridian_patch.engine.unmeasured import Unmeasured
-from meridian_patch.exit.actions import Action, Close, Outcome
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Told
 from meridian_patch.exit.base import NO_SIGNALS, Reason
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.follow import follow
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.wishes import apply_wishes
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT
@@ -49,6 +51,11 @@ class _Watched:
     due: Close | None = None
     # Of thoughts that have ended, all together.
     think_tokens: int = 0
+    # The request has a field of early exit of its own.
+    is_asked_for: bool = False
+    # Strategies that cannot close its thoughts, and whether its caller was told so.
+    not_enforced: Obstacles = field(default_factory=dict)
+    is_told: bool = True
 
 
 class Exits:
@@ -62,7 +69,9 @@ class Exits:
         config: the engine's; a request may have its own.
         boundaries: of the served model.
         breaks: of its vocabulary.
+        checks: whether closes would be undone.
         probes: None: thoughts cannot be probed.
+        unable: strategies that cannot be carried out in this engine, and why.
         trace: None: nothing is written down.
     """
 
@@ -73,14 +82,19 @@ class Exits:
         breaks: Breaks,
         router: PhaseRouter,
         closings: Closings,
+        checks: CloseChecks,
         probes: Probes | None,
         phase_counters: PhaseCounters,
+        unable: Obstacles = NO_OBSTACLES,
         trace: ExitTrace | None = None,
     ) -> None:
         self.closings = closings
         self.probes = probes
-        # How thoughts ended since the last ``drain_outcomes``.
-        self._outcomes: dict[str, tuple[Outcome, int]] = {}
+        self._checks = checks
+        closings.accepts, closings.gave_up = checks.accepts, self._refused
+        self._unable = unable
+        # What is new since the last ``drain_outcomes``.
+        self._outcomes: dict[str, Told] = {}
         self._config = config
         self._boundary_id = boundaries.end[0][0]
         self._breaks = breaks
@@ -145,6 +159,7 @@ class Exits:
             return
         if name in self._measured:
             self._follow(watched)
+            self._cut_short(watched)
         if self._trace is not None:
             self._trace.cut(name, watched.controller)
         self._end_thought(name)
@@ -197,7 +212,7 @@ class Exits:
             self._measured[name] = None
         told = self._unmeasured.ended(name)
         if told is not None:
-            self._outcomes[name] = told
+            self._outcomes[name] = Told(*told)
             self._count(told[0])
 
     def returned(self, model_output: Any) -> None:
@@ -262,8 +277,8 @@ class Exits:
         ended, self._ended = self._ended, set()
         return ended
 
-    def drain_outcomes(self) -> dict[str, tuple[Outcome, int]]:
-        """By request of which a thought ended: how, and the think tokens of all that ended."""
+    def drain_outcomes(self) -> dict[str, Told]:
+        """By request, what its caller is to be told that is new."""
         outcomes = self._outcomes
         if outcomes:
             self._outcomes = {}
@@ -278,8 +293,12 @@ class Exits:
             self._measure(request, state, config)
 
     def _measure(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
-        controller = ExitController(config, self._breaks, _budget_tokens(request))
+        controller = ExitController(config, self._breaks, budget_tokens(request))
         watched = _Watched(request, controller, state, config.mode, len(state.known))
+        watched.is_asked_for = config is not self._config
+        self._cannot(
+            watched, {each: why for each, why in self._unable.items() if getattr(config, each)}
+        )
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
 
@@ -298,7 +317,7 @@ class Exits:
             if len(self._measured) < self._config.observed_at_a_time:
                 self._measure(request, state, self._config)
             else:
-                self._unmeasured.add(name, state, _budget_tokens(request))
+                self._unmeasured.add(name, state, budget_tokens(request))
 
     def _tell_kept(self, watched: _Watched) -> None:
         if watched.kept:
@@ -325,7 +344,9 @@ class Exits:
             watched.think_tokens += outcome.think_tokens
             self._count(outcome)
             self._counters.count(counters.MEASURED, watched.mode)
-            self._outcomes[watched.request.request_id] = outcome, watched.think_tokens
+            if watched.is_asked_for:
+                self._cannot(watched, outcome.too_soon)
+            watched.is_told = False
             if self._trace is not None:
                 self._trace.ended(watched.request.request_id, outcome, watched.controller)
         if self._trace is not None:
@@ -338,6 +359,7 @@ class Exits:
         else:
             self._measured[watched.request.request_id] = None
         self._act(watched, action)
+        self._tell(watched)
 
     def _act(self, watched: _Watched, action: Action | None) -> None:
         self._do(watched, action)
@@ -367,19 +389,44 @@ class Exits:
 
     def _may_close(self, watched: _Watched) -> bool:
         """Whether nothing behind our masks would undo them."""
-        sampling, sequence = watched.request.sampling_params, self.closings.sequence
-        allowed = sampling.allowed_token_ids
-        is_forbidden = allowed is not None and not set(sequence) <= set(allowed)
-        # Load-bearing: vLLM takes the last token of a bad word out of the choice.
-        bad = {ids[-1] for ids in sampling.bad_words_token_ids or () if ids}
-        budget = _budget_tokens(watched.request)
-        left = None if budget is None else budget - watched.state.tokens_in_phase
-        # Load-bearing: vLLM forces its own close at its budget; two must not meet.
-        is_late = left is not None and left <= len(sequence) + 2
-        if is_forbidden or is_late or not bad.isdisjoint(sequence):
-            self._counters.count(counters.EXIT_GIVEN_UP, "sampling")
-            return False
-        return True
+        obstacle = self._checks.obstacle(watched.request, watched.state.tokens_in_phase)
+        if obstacle is not None:
+            self._give_up(watched, obstacle)
+        return obstacle is None
+
+    def _refused(self, name: str) -> None:
+        """Structured output would reject a close that had begun."""
+        watched = self._watched.get(name)
+        if watched is not None:
+            self._give_up(watched, Obstacle.GRAMMAR)
+
+    def _give_up(self, watched: _Watched, obstacle: Obstacle) -> None:
+        """The close of a thought cannot be carried out."""
+        self._counters.count(counters.EXIT_GIVEN_UP, obstacle)
+        verdict = watched.controller.verdict
+        if verdict is not None:
+            self._cannot(watched, {verdict.reason: obstacle})
+
+    def _cut_short(self, watched: _Watched) -> None:
+        """A request is gone; its caller is told why a thought under way was not closed."""
+        if watched.is_asked_for and watched.controller.verdict is None:
+            self._cannot(watched, watched.controller.too_soon)
+        self._tell(watched)
+
+    def _cannot(self, watched: _Watched, obstacles: Obstacles) -> None:
+        """Strategies cannot close a thought; what is known of them already is the better reason."""
+        known = watched.not_enforced
+        if watched.mode == "enforce" and not obstacles.keys() <= known.keys():
+            watched.not_enforced = {**obstacles, **known}
+            watched.is_told = False
+
+    def _tell(self, watched: _Watched) -> None:
+        """Tell its caller what is new; tokens of the request are in the step that is taken in."""
+        if not watched.is_told:
+            watched.is_told = True
+            self._outcomes[watched.request.request_id] = Told(
+                watched.controller.outcome, watched.think_tokens, watched.not_enforced
+            )
 
     def _end_thought(self, name: str) -> None:
         self.closings.end(name)
@@ -393,10 +440,3 @@ class Exits:
             self._counters.count(counters.VERDICT, outcome.verdict.reason)
         if outcome.num_invalid:
             self._counters.count(counters.INVALID, "think", outcome.num_invalid)
-
-
-def _budget_tokens(request: Any) -> int | None:
-    """The request's bound on its thinking that vLLM itself keeps; None: it has none."""
-    budget = getattr(request.sampling_params, "thinking_token_budget", None)
-    # Load-bearing: vLLM takes -1 for no budget.
-    return None if budget is None or budget < 0 else budget

@@ -27,6 +27,7 @@ from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.probes import strip
 from meridian_patch.engine.steering import Steering, StepLimits, limited
+from meridian_patch.engine.unthinking import Unthinking
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.latency import LatencyPolicy
 from meridian_patch.policy.rules import choose_rules
@@ -112,6 +113,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.exits = bind_exits(
             self, loaded.config, boundaries, self.phase_router, self.phase_counters
         )
+        self._unthinking = Unthinking(loaded.config.exit) if boundaries is None else None
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
         # Requests by phase, as last told to the API server.
@@ -186,6 +188,8 @@ class PhaseScheduling(UpstreamScheduler):
         if self.exits:
             with self._phase_guard.protect("early exit", request.request_id):
                 self.exits.freed(request)
+        if self._unthinking:
+            self._unthinking.freed(request)
         with self._phase_guard.protect("the policy", request.request_id):
             self.steering.left(request)
         if self._kv_phases:
@@ -276,6 +280,9 @@ class PhaseScheduling(UpstreamScheduler):
                     strip(result, ended)
             with self._phase_guard.protect("early exit"):
                 wire.attach_all(result, exits.drain_outcomes())
+        if self._unthinking:
+            with self._phase_guard.protect("early exit"):
+                self._unthinking.tell(result)
         return result
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
@@ -418,6 +425,9 @@ class PhaseScheduling(UpstreamScheduler):
         if self.exits:
             with self._phase_guard.protect("early exit", request.request_id):
                 self.exits.added(request)
+        if self._unthinking:
+            with self._phase_guard.protect("early exit", request.request_id):
+                self._unthinking.added(request)
 
     def _track(self, request: Any) -> None:
         with self._phase_guard.protect("the phase router", request.request_id):

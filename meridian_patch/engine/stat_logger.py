@@ -4,6 +4,7 @@ from typing import Any
 
 from meridian_patch.engine import stats_field
 from meridian_patch.exit.base import Reason
+from meridian_patch.exit.obstacles import TO_CLOSES
 from meridian_patch.phase.router import Phase
 from meridian_patch.policy.retention import Tier
 from meridian_patch.telemetry import counters
@@ -19,7 +20,7 @@ LABELS = {
     counters.HIT_TOKENS: (*_TIERS, counters.IN_USE),
     counters.EXIT: tuple(Reason),
     counters.MEASURED: ("observe", "enforce"),
-    counters.EXIT_GIVEN_UP: ("sampling",),
+    counters.EXIT_GIVEN_UP: TO_CLOSES,
     counters.THINK_TOKENS: tuple(Reason),
     counters.VERDICT: tuple(Reason),
     counters.PROBE: ("measured", "lost"),

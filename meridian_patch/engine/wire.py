@@ -19,7 +19,7 @@ from vllm.v1.engine import output_processor
 
 from meridian_patch.config.request_fields import read_fields
 from meridian_patch.errors import ConfigError
-from meridian_patch.exit.actions import Outcome
+from meridian_patch.exit.actions import Told
 from meridian_patch.exit.summary import Summary, summarize
 from meridian_patch.patching.candidate import MARK
 
@@ -52,16 +52,15 @@ def check_fields(extra_args: Mapping[str, Any] | None) -> None:
         raise RequestRefused(str(error)) from error
 
 
-def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, tuple[Outcome, int]]) -> None:
+def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, Told]) -> None:
     """Send how requests' thoughts ended to their callers.
 
-    To be called in every step in which a thought ended, not only in the last: a request that ends
+    To be called in every step that brings something new, not only in the last: a request that ends
     with a stop string is ended by the API server, and has no last step here.
 
     Args:
         outputs: what ``update_from_output`` returns: ``EngineCoreOutputs`` by client.
-        outcomes: of each request of which a thought ended, by id: how, and its think tokens over
-            all thoughts.
+        outcomes: what is new of each request's thinking, by id.
     """
     # Where nobody takes it out again it would stay in `kv_transfer_params`, which is not ours.
     if not outcomes or not hasattr(output_processor.RequestState, MARK):
@@ -69,7 +68,7 @@ def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, tuple[Outcome,
     for client in outputs.values():
         for output in client.outputs:
             if output.request_id in outcomes:
-                summary = summarize(*outcomes[output.request_id])
+                summary = summarize(outcomes[output.request_id])
                 # Load-bearing: the one dict of free keys there; the API server gets it as it is.
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: summary}
 

@@ -1,8 +1,16 @@
 """What the controller asks for and reports."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from meridian_patch.exit.base import Reason
+from meridian_patch.exit.obstacles import Obstacle
+
+Obstacles = Mapping[Reason, Obstacle]
+"""Strategies that could not close a thought, and why."""
+
+NO_OBSTACLES: Final[Obstacles] = MappingProxyType({})
 
 
 class Close(NamedTuple):
@@ -49,6 +57,7 @@ class Outcome(NamedTuple):
         verdict: when it was to be closed, or would have been in mode ``observe``; None: never.
         num_invalid: signals, of tokens and probes, that were no finite numbers.
         is_measured: False where only the end was seen.
+        too_soon: strategies that the thought's end came too soon for; none where a verdict is.
     """
 
     reason: Reason
@@ -56,3 +65,18 @@ class Outcome(NamedTuple):
     verdict: Close | None
     num_invalid: int
     is_measured: bool = True
+    too_soon: Obstacles = NO_OBSTACLES
+
+
+class Told(NamedTuple):
+    """What a request's caller is told of its thinking so far.
+
+    Attributes:
+        outcome: how its last thought ended; None: none has ended.
+        think_tokens: of all its thoughts that ended.
+        not_enforced: where closing was asked for: strategies that could not, and why.
+    """
+
+    outcome: Outcome | None
+    think_tokens: int
+    not_enforced: Obstacles = NO_OBSTACLES

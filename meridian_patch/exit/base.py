@@ -45,6 +45,10 @@ class Reason(StrEnum):
     END_PROBABILITY = "end_probability"
 
 
+BOUNDS: Final = frozenset({Reason.HARD_CAP, Reason.BUDGET})
+"""Reasons that are bounds of a thought's length, and judge nothing."""
+
+
 def own_end(think_tokens: int, budget_tokens: int | None) -> Reason:
     """What ended a thought that nobody here closed.
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.actions import Action, Close, Outcome, Probe
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
 from meridian_patch.exit.base import Row, own_end
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.watch import ThoughtWatch
@@ -83,6 +83,11 @@ class ExitController:
         """EAT's debiased variance in the thought under way, in nats squared; else infinite."""
         return self._watch.eat_variance if self._watch else math.inf
 
+    @property
+    def too_soon(self) -> Obstacles:
+        """Strategies that an end of the thought under way would come too soon for, and why."""
+        return self._watch.too_soon() if self._watch else NO_OBSTACLES
+
     def start(self, think_tokens: int = 0) -> None:
         """A thought begins: the prompt's, or one behind a new start marker.
 
@@ -138,7 +143,13 @@ class ExitController:
             reason = watch.verdict.reason
         else:
             reason = own_end(think_tokens, self._budget_tokens)
-        self.outcome = Outcome(reason, think_tokens, watch.verdict, watch.num_invalid)
+        self.outcome = Outcome(
+            reason,
+            think_tokens,
+            watch.verdict,
+            watch.num_invalid,
+            too_soon=NO_OBSTACLES if watch.verdict else watch.too_soon(),
+        )
         return self.outcome
 
     def _permitted(self, action: Action) -> Action | None:

@@ -35,7 +35,7 @@ class Eat(Strategy):
     ) -> None:
         self._alpha = alpha
         self._delta = delta
-        self._warmup_probes = warmup_probes
+        self.warmup_probes = warmup_probes
         self._max_entropy_nats = math.inf if max_entropy_nats is None else max_entropy_nats
         self._mean = 0.0
         self._biased_variance = 0.0
@@ -49,6 +49,11 @@ class Eat(Strategy):
             return math.inf
         return self._biased_variance / (1 - (1 - self._alpha) ** self.count)
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether there were enough probes for the rule to count."""
+        return self.count > self.warmup_probes
+
     def probed(self, entropy_nats: float) -> str | None:
         """See the class."""
         if not math.isfinite(entropy_nats):
@@ -61,8 +66,8 @@ class Eat(Strategy):
             deviation = entropy_nats - self._mean
             self._biased_variance = alpha * deviation**2 + (1 - alpha) * self._biased_variance
         self.count += 1
-        is_warm = self.count > self._warmup_probes
-        if not is_warm or entropy_nats >= self._max_entropy_nats or self.variance >= self._delta:
+        is_sure = entropy_nats < self._max_entropy_nats
+        if not (self.is_warm and is_sure and self.variance < self._delta):
             return None
         return (
             f"variance {self.variance:.2e} nats^2 of {self.count} probes is below "

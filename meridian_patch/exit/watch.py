@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.actions import Action, Close, Probe
-from meridian_patch.exit.base import Reason, Row, Signals
+from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
+from meridian_patch.exit.base import BOUNDS, Reason, Row, Signals
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.eat import Eat
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.probing import ProbeSchedule
 from meridian_patch.exit.strategies import build_strategies
 
@@ -74,6 +75,8 @@ class ThoughtWatch:
         self._fired: tuple[Reason, int, str] | None = None
         # Think tokens at the last probe whose result came.
         self._probed_at = -1
+        # Probes that were asked for.
+        self._num_asked = 0
         # The last token that was looked at ends a line.
         self._is_line_end = False
         # Think tokens at which to look in any case; when a strategy fired, the end of the grace.
@@ -137,6 +140,21 @@ class ThoughtWatch:
             return self._close(self.think_tokens)
         return None
 
+    def too_soon(self) -> Obstacles:
+        """Strategies that could not have fired in the thought so far, and why."""
+        judges = [each for each in self._strategies if each.reason not in BOUNDS]
+        if self.think_tokens < self._floor_tokens:
+            return dict.fromkeys((each.reason for each in judges), Obstacle.FLOOR)
+        found = {
+            each.reason: Obstacle.WARM_UP
+            for each in judges
+            if self.think_tokens < each.fires_from < math.inf
+        }
+        if self._eat is not None and not self._eat.is_warm:
+            is_asked = self._num_asked > self._eat.warmup_probes
+            found[Reason.EAT] = Obstacle.NOT_PROBED if is_asked else Obstacle.WARM_UP
+        return found
+
     def _look(self) -> Action | None:
         tokens, rows = self._tokens, self._rows
         if len(tokens) != len(rows):
@@ -156,7 +174,10 @@ class ThoughtWatch:
             return self._close_within(tokens, before)
         due = self._schedule.accept(tokens) if self._schedule else None
         self._look_at = self._next_look()
-        return None if due is None else Action(probe=Probe(self._number, due))
+        if due is None:
+            return None
+        self._num_asked += 1
+        return Action(probe=Probe(self._number, due))
 
     def _is_something_due(self, token_ids: Sequence[int]) -> bool:
         think_tokens, schedule = self.think_tokens, self._schedule

@@ -71,14 +71,14 @@ def test_observing_takes_a_sample(driver_for, is_async):
     driver.add(thinker("late"))
     driver.drain()
     assert max(measured) == 3
-    assert {name for name, (outcome, _) in told.items() if outcome.is_measured} == {
+    assert {name for name, (outcome, *_) in told.items() if outcome.is_measured} == {
         "r0",
         "r1",
         "asks",
         "late",
     }
     for number in range(6):
-        outcome, think_tokens = told[f"r{number}"]
+        outcome, think_tokens, _ = told[f"r{number}"]
         assert outcome.think_tokens == think_tokens == 201 + 10 * number
     totals = driver.scheduler.phase_counters.totals
     assert totals["exit:natural"] == 8
@@ -187,7 +187,7 @@ def test_what_would_be_undone_is_not_forced(driver_for, is_async):
     request.sampling_params.allowed_token_ids = [WORD]
     driver.drain()
     assert not driver.forced
-    assert driver.scheduler.phase_counters.totals["exit_given_up:sampling"] == 1
+    assert driver.scheduler.phase_counters.totals["exit_given_up:allowed_tokens"] == 1
 
 
 def test_a_family_has_its_own_mode(driver_for, demo_model, use_family, monkeypatch):

@@ -117,6 +117,23 @@ def test_it_tells_what_ended_thinking_and_what_would_have(server):
     assert 8 <= seen["observe"]["would_exit"]["think_tokens"] < seen["observe"]["think_tokens"]
 
 
+def test_it_tells_what_could_not_be_enforced(server):
+    """The model's thoughts are shorter than the floor, warm-up and window that are configured."""
+    asked = {"meridian_exit": "enforce", "meridian_eat_delta": 8.0}
+    (choice,) = whole(server, CHAT, vllm_xargs=asked)["choices"]
+    assert choice["meridian"]["exit_reason"] == "natural"
+    assert choice["meridian"]["not_enforced"] == {"eat": "floor", "rpdi": "floor"}
+    assert told(events(server, CHAT, vllm_xargs=asked)) == {0: choice["meridian"]}
+    asked["meridian_min_think_tokens"] = 0
+    (choice,) = whole(server, CHAT, vllm_xargs=asked)["choices"]
+    assert choice["meridian"]["not_enforced"] == {"eat": "warm_up", "rpdi": "warm_up"}
+    # Without an end of thinking that is all there is to say.
+    (cut,) = whole(server, CHAT, max_tokens=5, vllm_xargs=asked)["choices"]
+    assert cut["meridian"] == {"not_enforced": {"eat": "warm_up", "rpdi": "warm_up"}}
+    (plain,) = whole(server, CHAT)["choices"]
+    assert "not_enforced" not in plain["meridian"]
+
+
 def test_a_thought_cut_short_is_not_told(server):
     """Without an end of thinking there is no field."""
     (choice,) = whole(server, CHAT, max_tokens=5)["choices"]

@@ -127,6 +127,9 @@ class Run:
         params = dict(request["params"])
         if "regex" in params:
             params["structured_outputs"] = StructuredOutputsParams(regex=params.pop("regex"))
+        if "logit_bias" in params:
+            # JSON knows no other keys than strings.
+            params["logit_bias"] = {int(key): b for key, b in params["logit_bias"].items()}
         prompt = self._tokenizer.apply_chat_template(
             request["messages"], tokenize=False, add_generation_prompt=True
         )

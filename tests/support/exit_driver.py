@@ -51,7 +51,7 @@ def is_empty(driver):
     return (
         not scheduler.requests
         and not scheduler.exits.num_watched
-        and not len(scheduler.exits.probes)
+        and not len(scheduler.exits.probes or ())
         and not len(scheduler.exits.closings)
         and not scheduler.phase_counters.totals.get("fallback:exception")
         and pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()

@@ -38,7 +38,7 @@ def test_metrics_have_the_documented_names_and_labels():
         "think_tokens": ["eat"],
         "exit_verdict": ["eat"],
         "measured": ["observe"],
-        "exit_given_up": ["sampling"],
+        "exit_given_up": ["grammar"],
         "probe": ["measured"],
         "invalid_signals": ["think"],
     }
@@ -58,7 +58,7 @@ def test_metrics_have_the_documented_names_and_labels():
         'meridian_think_tokens_total{engine="0",model_name="m",reason="eat"} 90.0',
         'meridian_exit_verdicts_total{engine="0",model_name="m",reason="eat"} 0.0',
         'meridian_thoughts_measured_total{engine="0",mode="observe",model_name="m"} 0.0',
-        'meridian_exits_given_up_total{engine="0",model_name="m",reason="sampling"} 0.0',
+        'meridian_exits_given_up_total{engine="0",model_name="m",reason="grammar"} 0.0',
         'meridian_probes_total{engine="0",model_name="m",result="measured"} 4.0',
         'meridian_invalid_signals_total{engine="0",model_name="m",phase="think"} 0.0',
     }

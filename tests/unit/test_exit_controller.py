@@ -9,6 +9,7 @@ from meridian_patch.exit.actions import Outcome, Probe
 from meridian_patch.exit.base import NO_SIGNALS, Reason
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.follow import follow
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.router import PhaseRouter
 
@@ -33,7 +34,8 @@ def test_nothing_is_due_in_a_calm_thought():
     """No strategy fires, nothing is asked for, and the thought ends by itself."""
     controller = controller_of(rpdi=True, **END_PROBABILITY)
     assert not closes(controller, [PLAIN, LINE] * 200)
-    assert controller.end(1) == Outcome(Reason.NATURAL, 401, None, 0)
+    too_soon = {Reason.RPDI: Obstacle.WARM_UP}
+    assert controller.end(1) == Outcome(Reason.NATURAL, 401, None, 0, too_soon=too_soon)
     assert not controller.is_thinking
 
 
@@ -240,3 +242,36 @@ def test_router_and_controller_together():
     assert step(end, start, *[PLAIN] * 8).close.close_at == 8
     assert controller.is_thinking
     router.remove("r")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "results", "expected"),
+    [
+        (10, 0, dict.fromkeys((Reason.EAT, Reason.RPDI), Obstacle.FLOOR)),
+        (30, 3, {Reason.EAT: Obstacle.WARM_UP, Reason.RPDI: Obstacle.WARM_UP}),
+        (90, 3, {Reason.EAT: Obstacle.NOT_PROBED}),
+        (90, 9, {}),
+    ],
+)
+def test_what_an_end_comes_too_soon_for(tokens, results, expected):
+    """Below the floor all strategies; EAT before its warm-up, or without results; RPDI's window."""
+    controller = controller_of(
+        eat=True,
+        eat_warmup_probes=4,
+        eat_delta=1e-12,
+        rpdi=True,
+        rpdi_window_tokens=20,
+        rpdi_lambda=4.0,
+        min_think_tokens=20,
+        probe_min_gap_tokens=8,
+        probe_max_gap_tokens=8,
+    )
+    probes = []
+    for _ in range(tokens):
+        action = controller.accept([PLAIN], [row(1.0)])
+        if action and action.probe:
+            probes.append(action.probe)
+    for number, probe in enumerate(probes[-results:] if results else ()):
+        controller.probed(probe, 1.0 + number % 2)
+    assert controller.too_soon == expected
+    assert controller.end(1).too_soon == expected

@@ -1,0 +1,132 @@
+"""Says whether a forced close would be undone: what else chooses tokens, in both model runners.
+
+Our masks are applied to the logits first. Everything that comes behind them is listed here, with
+what it can do to the one token that a mask leaves:
+
+=====================  ============================================================================
+structured output      its mask and ours share a row; a token that its grammar does not accept ends
+                       the request with an error, so the grammar is asked
+allowed_token_ids      takes away all others: refused where one of the close is missing
+bad_words              takes away the last token of a word: refused where that is one of the close
+logit_bias             adds to logits: a finite bias cannot lift a masked token, nor take ours
+                       away; refused where a bias is not finite
+min_tokens             takes away stop tokens until then: refused where one of the close is one
+custom processors      may do anything: refused
+penalties, min_p,      keep the one token: penalties add and scale finite numbers, the others
+top_k, top_p           keep the most probable token
+thinking_token_budget  forces vLLM's own close: refused right before it, and where vLLM would not
+                       recognize ours as an end
+trace replay           replaces what was sampled: refused
+=====================  ============================================================================
+"""
+
+import math
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.phase.boundaries import TokenIds
+
+_PROCESSORS_GROUP = "vllm.logits_processors"
+
+
+class CloseChecks:
+    """Checks of one engine.
+
+    Args:
+        scheduler: the phase-aware scheduler.
+        sequence: tokens that a close forces.
+    """
+
+    def __init__(self, scheduler: Any, sequence: TokenIds) -> None:
+        config = scheduler.vllm_config
+        self._manager = scheduler.structured_output_manager
+        self._sequence = sequence
+        self._tokens_per_step = 1 + scheduler.num_spec_tokens
+        self.has_processors = _has_processors(config, is_v2=scheduler.use_v2_model_runner)
+        self._is_end_known = _knows_end(
+            config.reasoning_config, sequence, is_v2=scheduler.use_v2_model_runner
+        )
+
+    def obstacle(self, request: Any, think_tokens: int) -> Obstacle | None:
+        """What would undo a close of this request now; None: nothing.
+
+        Args:
+            request: that is to be closed.
+            think_tokens: known tokens of its thought.
+        """
+        return next(self._obstacles(request, think_tokens), None)
+
+    def _obstacles(self, request: Any, think_tokens: int) -> Iterator[Obstacle]:
+        sampling, close = request.sampling_params, set(self._sequence)
+        if self.has_processors:
+            yield Obstacle.LOGITS_PROCESSORS
+        if sampling.trace_decode_token_ids:
+            yield Obstacle.TRACE_REPLAY
+        if sampling.allowed_token_ids and not close <= set(sampling.allowed_token_ids):
+            yield Obstacle.ALLOWED_TOKENS
+        # Load-bearing: vLLM takes the last token of a bad word out of the choice.
+        if not close.isdisjoint(ids[-1] for ids in sampling.bad_words_token_ids or () if ids):
+            yield Obstacle.BAD_WORDS
+        # Load-bearing: biases are added to the masked logits.
+        if not all(map(math.isfinite, (sampling.logit_bias or {}).values())):
+            yield Obstacle.LOGIT_BIAS
+        # Load-bearing: until then vLLM takes all stop tokens out of the choice.
+        is_short = request.num_output_tokens < sampling.min_tokens
+        if is_short and not close.isdisjoint(sampling.all_stop_token_ids):
+            yield Obstacle.MIN_TOKENS
+        if self._meets_budget(request, think_tokens):
+            yield Obstacle.BUDGET
+        if not self.accepts(request, self._sequence):
+            yield Obstacle.GRAMMAR
+
+    def accepts(self, request: Any, token_ids: TokenIds) -> bool:
+        """Whether the request's grammar, if one binds it now, accepts these tokens next."""
+        structured = request.structured_output_request
+        if structured is None or not request.use_structured_output:
+            return True
+        # Load-bearing: 0 where the next token is the grammar's; more while a thought is free.
+        if self._manager._get_constraint_bounds(request, ()).constraint_start:
+            return True
+        grammar = structured.grammar
+        # Load-bearing: the longest prefix that it accepts; its state stays as it is.
+        return not grammar.is_terminated() and (
+            list(grammar.validate_tokens(list(token_ids))) == list(token_ids)
+        )
+
+    def _meets_budget(self, request: Any, think_tokens: int) -> bool:
+        """Whether vLLM's own close would come among ours, or behind it."""
+        budget = budget_tokens(request)
+        if budget is None:
+            return False
+        # Load-bearing: so many tokens may come before the first one that is forced. vLLM forces
+        # its close at its budget, and goes on counting where it does not see that ours has ended
+        # the thought.
+        in_flight = 1 + self._tokens_per_step
+        left = budget - think_tokens
+        return not self._is_end_known or left <= len(self._sequence) + in_flight
+
+
+def budget_tokens(request: Any) -> int | None:
+    """The request's bound on its thinking that vLLM itself keeps; None: it has none."""
+    budget = getattr(request.sampling_params, "thinking_token_budget", None)
+    # Load-bearing: vLLM takes -1 for no budget.
+    return None if budget is None or budget < 0 else budget
+
+
+def _has_processors(config: Any, *, is_v2: bool) -> bool:
+    if config.model_config.logits_processors:
+        return True
+    # Load-bearing: with speculation V1 leaves out those that are installed.
+    is_used = is_v2 or config.speculative_config is None
+    return is_used and bool(entry_points(group=_PROCESSORS_GROUP))
+
+
+def _knows_end(reasoning: Any, sequence: TokenIds, *, is_v2: bool) -> bool:
+    """Whether vLLM's budget takes the end of our close for the end of the thought."""
+    if reasoning is None:
+        return True
+    # Load-bearing: V1 looks for the text that it would force itself, V2 for the parser's marker.
+    end = reasoning.natural_reasoning_end_token_ids if is_v2 else reasoning.reasoning_end_token_ids
+    return not end or tuple(end) == sequence[-len(end) :]

@@ -1,0 +1,180 @@
+"""A request that asks for thoughts to be closed is told what stood against it."""
+
+from functools import partial
+
+import pytest
+from exit_driver import exit_driver, is_empty, thinker
+from scheduler_driver import THINK_END, WORD, Driver, engine_config
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from meridian_patch.engine import close_checks, unthinking
+from meridian_patch.engine import scheduler as scheduler_module
+from meridian_patch.engine.scheduler import build_phase_scheduler
+
+EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
+CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}
+OTHER = WORD + 1
+
+
+@pytest.fixture
+def driver_for(monkeypatch, demo_model):
+    return partial(exit_driver, monkeypatch, demo_model, EXIT__MODE="observe")
+
+
+def told(driver):
+    """What is told from now on, by request: everything, in order."""
+    seen, drain = {}, driver.scheduler.exits.drain_outcomes
+
+    def drain_outcomes():
+        news = drain()
+        for name, each in news.items():
+            seen.setdefault(name, []).append(each)
+        return news
+
+    driver.scheduler.exits.drain_outcomes = drain_outcomes
+    return seen
+
+
+def run(driver, asked, think_tokens=120, sampling=None, **job):
+    """What a single request is told last."""
+    seen = told(driver)
+    driver.add(thinker("r", think_tokens, **job), asked)
+    for name, value in (sampling or {}).items():
+        setattr(driver.scheduler.requests["r"].sampling_params, name, value)
+    driver.drain()
+    assert is_empty(driver)
+    return seen["r"][-1] if "r" in seen else None
+
+
+UNDONE = {
+    "allowed_tokens": {"allowed_token_ids": [WORD]},
+    "bad_words": {"_bad_words_token_ids": [[OTHER], [WORD, THINK_END]]},
+    "logit_bias": {"logit_bias": {OTHER: float("inf")}},
+    "min_tokens": {"min_tokens": 90, "_all_stop_token_ids": {THINK_END}},
+    "trace_replay": {"trace_decode_token_ids": [WORD]},
+    "budget": {"thinking_token_budget": 42},
+}
+
+
+@pytest.mark.parametrize("why", UNDONE)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_what_would_be_undone(driver_for, is_async, why):
+    """The close is given up, counted, and told with the strategy that wanted it."""
+    driver = driver_for(is_async=is_async)
+    said = run(driver, CAP, sampling=UNDONE[why])
+    assert not driver.forced
+    assert said.not_enforced == {"hard_cap": why}
+    assert driver.scheduler.phase_counters.totals[f"exit_given_up:{why}"] == 1
+
+
+FINE = {
+    "allowed": {"allowed_token_ids": [WORD, THINK_END]},
+    "bad words": {"_bad_words_token_ids": [[THINK_END, WORD]]},
+    "bias": {"logit_bias": {THINK_END: -100.0, WORD: 100.0}},
+    "min_tokens": {"min_tokens": 90},
+    "min_tokens in time": {"min_tokens": 20, "_all_stop_token_ids": {OTHER}},
+    "budget": {"thinking_token_budget": 60},
+    "no budget": {"thinking_token_budget": -1},
+}
+
+
+@pytest.mark.parametrize("what", FINE)
+def test_what_stands_behind_the_masks_and_undoes_nothing(driver_for, what):
+    """The thought is closed, and nothing is told but that."""
+    driver = driver_for()
+    said = run(driver, CAP, sampling=FINE[what])
+    assert driver.forced == [("r", THINK_END)]
+    assert said.outcome.reason == "hard_cap"
+    assert not said.not_enforced
+
+
+def test_custom_logits_processors(driver_for, monkeypatch):
+    """Installed in the server: they may do anything to a forced token."""
+    monkeypatch.setattr(close_checks, "entry_points", lambda group: [group])
+    driver = driver_for()
+    assert run(driver, CAP).not_enforced == {"hard_cap": "logits_processors"}
+    assert not driver.forced
+
+
+def test_nothing_is_measured(driver_for):
+    """As with --scheduler-cls alone: told with the first tokens, for the thought may never end."""
+    driver = driver_for(is_tapped=False)
+    seen = told(driver)
+    driver.add(thinker("r"), EAT)
+    for _ in range(5):
+        driver.step()
+    [said] = seen["r"]
+    assert said == (None, 0, {"eat": "no_signals", "rpdi": "no_signals"})
+    driver.drain()
+    assert seen["r"][-1].outcome.reason == "natural"
+    assert seen["r"][-1].not_enforced == said.not_enforced
+
+
+def test_nothing_can_be_probed(driver_for, demo_model):
+    """Without prefix caching."""
+    driver_for()
+    config = engine_config(demo_model, is_async=False, blocks=200, enable_prefix_caching=False)
+    driver = Driver.build(build_phase_scheduler(Scheduler), config, is_async=False)
+    seen = told(driver)
+    driver.add(thinker("r"), EAT)
+    driver.drain()
+    assert seen["r"][-1].not_enforced["eat"] == "no_prefix_cache"
+
+
+@pytest.mark.parametrize(
+    ("think_tokens", "settings", "expected"),
+    [
+        (15, {}, {"eat": "floor", "rpdi": "floor"}),
+        (100, {"EXIT__EAT_WARMUP_PROBES": "20"}, {"eat": "warm_up", "rpdi": "warm_up"}),
+        (100, {"EXIT__EAT_WARMUP_PROBES": "20", "EXIT__RPDI": "false"}, {"eat": "warm_up"}),
+        # It judged, and found nothing.
+        (100, {"EXIT__EAT_MAX_ENTROPY_NATS": "0.1", "EXIT__RPDI": "false"}, {}),
+    ],
+)
+def test_a_thought_that_is_too_short(driver_for, think_tokens, settings, expected):
+    """Its end came before a strategy could judge."""
+    driver = driver_for(**settings)
+    assert run(driver, EAT, think_tokens).not_enforced == expected
+    assert not driver.forced
+
+
+def test_a_thought_that_never_ends(driver_for):
+    """Told with its last token, where the room for warm-up was missing."""
+    driver = driver_for(EXIT__EAT_WARMUP_PROBES="20", EXIT__RPDI="false")
+    assert run(driver, EAT, 400, max_tokens=90) == (None, 0, {"eat": "warm_up"})
+
+
+def test_probes_that_get_no_place(driver_for):
+    """With all seats taken, in a server that does not keep any for probes."""
+    driver = driver_for(EXIT__RPDI="false")
+    driver.scheduler.max_num_running_reqs = driver.scheduler.max_num_active_reqs = 1
+    assert run(driver, EAT, 200).not_enforced == {"eat": "not_probed"}
+
+
+def test_a_model_without_boundaries(monkeypatch, demo_model):
+    """Nothing of it thinks, as far as is known; told once, and nothing is kept."""
+    monkeypatch.setattr(scheduler_module, "resolve_boundaries", lambda *_: None)
+    said = []
+    monkeypatch.setattr(
+        unthinking.wire, "attach_all", lambda _, told: said.append(told) if told else None
+    )
+    driver = exit_driver(monkeypatch, demo_model)
+    assert driver.scheduler.exits is None
+    driver.add(thinker("asks", 20), EAT)
+    driver.add(thinker("does not", 20))
+    driver.add(thinker("ends at once", 20, max_tokens=1), CAP)
+    driver.add(thinker("aborted", 20), EAT)
+    driver.abort("aborted")
+    driver.drain()
+    off = {"eat": "no_boundary", "rpdi": "no_boundary"}
+    told = {name: each.not_enforced for news in said for name, each in news.items()}
+    assert told == {"asks": off, "ends at once": off | {"hard_cap": "no_boundary"}}
+    assert sum(len(news) for news in said) == 2
+    assert not driver.scheduler._unthinking._news
+
+
+def test_what_did_not_ask_is_not_told(driver_for):
+    """Observed thoughts may not be closed, and their lengths are nothing to be sorry about."""
+    driver = driver_for(is_tapped=False)
+    assert not run(driver, None).not_enforced
+    assert not run(driver, {"meridian_exit": "observe", "meridian_eat_delta": 4.0}).not_enforced
