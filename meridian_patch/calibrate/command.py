@@ -40,12 +40,6 @@ def add_calibrate(commands: Any) -> None:
     calibrate.add_argument(
         "--max-answer-tokens", default="2048", help="behind an early close (default: 2048)"
     )
-    calibrate.add_argument(
-        "--lag",
-        default="2",
-        help="tokens that a thought goes on for behind EAT's place before its close is forced: 2 "
-        "with asynchronous scheduling, vLLM's default, 1 without (default: 2)",
-    )
     calibrate.add_argument("--reasoning-parser", help="as given to vLLM")
     calibrate.add_argument("--family", help="take this family file, whatever matches")
     calibrate.add_argument(
@@ -60,7 +54,8 @@ def add_calibrate(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an argument of vllm.LLM, such as tensor_parallel_size=2",
+        help="an argument of vllm.LLM, such as tensor_parallel_size=2; give the server's: how late "
+        "a close comes depends on them",
     )
     calibrate.add_argument("--out", type=Path, default=Path("out/calibrate"), help="folder")
     calibrate.set_defaults(run=run_calibrate)

@@ -50,6 +50,10 @@ class Engine(Protocol):
         """Replies with their keys as they come."""
         ...
 
+    def pace(self) -> Mapping[str, int]:
+        """Fields of ``Lag`` that are the engine's."""
+        ...
+
 
 class EngineProcess:
     """A stock vLLM engine in a process of its own, started when it is first asked something.
@@ -71,6 +75,7 @@ class EngineProcess:
         self._child: JsonChild | None = None
         # Requests to keep in the engine; 0 until it has started.
         self._seats = 0
+        self._pace: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -113,12 +118,23 @@ class EngineProcess:
                 pending += 1
             yield reply["key"], Reply(reply["ids"], reply["entropies"])
 
+    def pace(self) -> Mapping[str, int]:
+        """Fields of ``Lag`` that are the engine's; it is started for that if need be.
+
+        Raises:
+            CalibrationError: the engine did not start; the message holds its last lines.
+        """
+        self._started()
+        return self._pace
+
     def _started(self) -> JsonChild:
         if self._child is None:
             self._child = JsonChild(_MODULE, _environment(), self._log, CalibrationError)
         if not self._seats:
             self._child.send(self._job)
-            self._seats = int(self._child.receive()["max_num_seqs"])
+            told = self._child.receive()
+            self._seats = int(told["max_num_seqs"])
+            self._pace = {name: int(value) for name, value in told["pace"].items()}
         return self._child
 
 

@@ -29,6 +29,7 @@ class Journal:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
         self._replies: dict[str, Reply] = {}
+        self._notes: dict[str, dict[str, int]] = {}
         # As it comes back from the file.
         self._settings = json.loads(json.dumps(settings))
         whole = self._read() if path.is_file() else 0
@@ -63,6 +64,16 @@ class Journal:
         kept = self._replies[key] = Reply(reply.ids, rounded)
         return kept
 
+    def noted(self, name: str) -> dict[str, int] | None:
+        """Figures of the engine that were kept under this name, if there are any."""
+        return self._notes.get(name)
+
+    def note(self, name: str, figures: Mapping[str, int]) -> dict[str, int]:
+        """Keep figures of the engine, on disk at once; what will be read from there."""
+        self._append({"note": name, "figures": dict(figures)})
+        kept = self._notes[name] = dict(figures)
+        return kept
+
     def _append(self, value: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(value).encode() + b"\n")
         self._file.flush()
@@ -77,6 +88,8 @@ class Journal:
                 values = json.loads(line)
                 if number == 1:
                     self._compare(values["settings"])
+                elif "note" in values:
+                    self._notes[values["note"]] = dict(values["figures"])
                 else:
                     self._replies[values["key"]] = Reply(values["ids"], values["entropies"])
             except (ValueError, KeyError, TypeError):

@@ -9,6 +9,7 @@ Three passes, each over all problems, and each only for what the journal does no
 
 import hashlib
 import math
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from meridian_patch.calibrate.problems import Problem
 from meridian_patch.calibrate.stops import (
     Place,
     eat_places,
-    late,
     probe_places,
     reached,
     rpdi_places,
@@ -31,11 +31,14 @@ from meridian_patch.calibrate.thresholds import EAT, RPDI, Kind
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.lag import Lag
 from meridian_patch.exit.records import Record, Stop
 from meridian_patch.phase.boundaries import Boundaries
 
 PASSES = ("natural", "probes", "early")
 _DIGEST_LENGTH = 12
+# Name of the engine's figures in the journal.
+_PACE = "pace"
 
 # Called with the pass, requests that are done, and requests in all.
 OnProgress = Callable[[str, int, int], None]
@@ -52,8 +55,6 @@ class Subject:
         thresholds: to try, by strategy.
         max_tokens: of a natural output; None: as many as there is room for.
         max_answer_tokens: of an answer behind an early close.
-        lag_tokens: that a live thought goes on for behind EAT's place before it is closed. Behind
-            RPDI's it is one less, for there is no probe to wait for.
         decode: ids to text, without special tokens.
     """
 
@@ -63,7 +64,6 @@ class Subject:
     thresholds: Mapping[Kind, Sequence[float]]
     max_tokens: int | None
     max_answer_tokens: int
-    lag_tokens: int
     decode: Callable[[list[int]], str]
 
 
@@ -104,6 +104,8 @@ class Observer:
         engine: answers what the journal does not have.
         journal: of replies.
         on_progress: called as requests finish.
+        lag: of the engine that will close thoughts; None: that of ``engine``, which is asked for it
+            unless the journal knows.
     """
 
     def __init__(
@@ -113,12 +115,14 @@ class Observer:
         engine: Engine,
         journal: Journal,
         on_progress: OnProgress,
+        lag: Lag | None = None,
     ) -> None:
         self._subject = subject
         self._grader = grader
         self._engine = engine
         self._journal = journal
         self._on_progress = on_progress
+        self._lag = lag
         # By problem and think tokens.
         self.early_answers: dict[tuple[str, int], EarlyAnswer] = {}
 
@@ -158,6 +162,35 @@ class Observer:
             for kind, of_kind in places.items()
         }
 
+    @property
+    def lag(self) -> Lag:
+        """Of the engine that will close thoughts.
+
+        Raises:
+            CalibrationError: the engine did not start.
+        """
+        if self._lag is None:
+            kept = self._journal.noted(_PACE)
+            if kept is None:
+                kept = self._journal.note(_PACE, self._engine.pace())
+            every_steps = self._subject.config.probe_every_steps
+            self._lag = Lag(**kept, probe_every_steps=every_steps)
+        return self._lag
+
+    def _waits(self, natural: Natural) -> Callable[[int], int]:
+        """Steps that a probe of this thought waits for, by think tokens.
+
+        Which step may have probes does not depend on the thought, so any turn is as likely. It is
+        drawn from the place's name: the same in every run.
+        """
+
+        def wait_steps(think_tokens: int) -> int:
+            drawn = zlib.crc32(f"{natural.key}/{think_tokens}".encode())
+            turn = drawn % self.lag.probe_every_steps
+            return self.lag.wait_steps(len(natural.before) + think_tokens, turn)
+
+        return wait_steps
+
     def _natural_key(self, problem: Problem, prompt: Sequence[int]) -> str:
         """Another prompt is another problem, whatever its name."""
         name = f"{problem.name}/{_digest(prompt)}"
@@ -189,22 +222,17 @@ class Observer:
         """Of each problem, the places that some threshold reaches first."""
         config, breaks = self._subject.config, self._subject.breaks
         thresholds = self._subject.thresholds[kind]
+        lag = self.lag
         if kind is EAT:
             probes = self._probe(naturals)
             found = [
-                eat_places(natural.thought, of_problem, config, breaks)
+                eat_places(natural.thought, of_problem, config, breaks, lag, self._waits(natural))
                 for natural, of_problem in zip(naturals, probes, strict=True)
             ]
-            lag = self._subject.lag_tokens
         else:
             of_tokens = (entropy for natural in naturals for entropy in natural.entropies)
             _check_finite(f"the think tokens of {len(naturals)} problems", of_tokens)
-            found = [rpdi_places(n.thought, n.entropies, config, breaks) for n in naturals]
-            lag = max(self._subject.lag_tokens - 1, 0)
-        found = [
-            late(places, lag, len(natural.thought))
-            for natural, places in zip(naturals, found, strict=True)
-        ]
+            found = [rpdi_places(n.thought, n.entropies, config, breaks, lag) for n in naturals]
         return [reached(each, thresholds, fires_below=kind.fires_below) for each in found]
 
     def _probe(self, naturals: Sequence[Natural]) -> list[list[tuple[int, float]]]:

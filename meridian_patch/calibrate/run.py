@@ -26,6 +26,7 @@ from meridian_patch.engine.boundaries import describe_unknown
 from meridian_patch.engine.model_directory import ModelDirectory, read_model
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.breaks import find_breaks
+from meridian_patch.exit.lag import Lag
 from meridian_patch.phase.boundaries import Boundaries
 
 _LOG = "engine.log"
@@ -61,7 +62,7 @@ def calibrate_model(request: Request) -> int:
         check_naturals(naturals, goal)
         records = observer.records(naturals)
     outcomes = decide(naturals, records, observer.early_answers, goal)
-    origin = _origin(request, identity, naturals)
+    origin = _origin(request, identity, naturals, observer.lag)
     paths = write_report(request.out, naturals, outcomes, goal, origin)
     verdicts = [verdict(outcome, goal) for outcome in outcomes]
     if all(outcome.chosen is None for outcome in outcomes):
@@ -97,7 +98,6 @@ def _subject(request: Request, found: ModelDirectory) -> Subject:
         thresholds=request.thresholds,
         max_tokens=request.max_tokens,
         max_answer_tokens=request.max_answer_tokens,
-        lag_tokens=request.lag_tokens,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
     )
 
@@ -130,11 +130,11 @@ def _settings(request: Request, boundaries: Boundaries, identity: dict[str, Any]
 
 
 def _origin(
-    request: Request, identity: dict[str, Any], naturals: Sequence[Natural]
+    request: Request, identity: dict[str, Any], naturals: Sequence[Natural], lag: Lag
 ) -> dict[str, Any]:
     return {
         "model": identity,
-        "lag_tokens": request.lag_tokens,
+        "lag": lag._asdict(),
         "data": request.data.path.name,
         "data_sha256": request.data.sha256,
         "problems": len(naturals),

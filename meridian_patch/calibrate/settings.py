@@ -30,7 +30,6 @@ class Request:
         max_tokens: of a natural output; None: as many as there is room for.
         template: variables of the chat template.
         engine: arguments of ``vllm.LLM``, without the model.
-        lag_tokens: from EAT's place to a live close.
         out: folder for everything that is written.
     """
 
@@ -43,7 +42,6 @@ class Request:
     sampling: dict[str, Any]
     max_tokens: int | None
     max_answer_tokens: int
-    lag_tokens: int
     reasoning_parser: str | None
     family: str | None
     template: dict[str, Any]
@@ -84,7 +82,6 @@ def read_request(parsed: argparse.Namespace) -> Request:
         sampling=sampling,
         max_tokens=None if max_tokens is None else _whole("--max-tokens", max_tokens),
         max_answer_tokens=_whole("--max-answer-tokens", parsed.max_answer_tokens),
-        lag_tokens=_whole("--lag", parsed.lag),
         reasoning_parser=parsed.reasoning_parser,
         family=parsed.family,
         template=_pairs("--template", parsed.template),

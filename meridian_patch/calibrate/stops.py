@@ -1,7 +1,7 @@
 """Where a strategy would close a finished thought, for every threshold."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.base import NO_SIGNALS, Signals
 from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.eat import Eat
+from meridian_patch.exit.lag import Lag
 from meridian_patch.exit.probing import ProbeSchedule
 from meridian_patch.exit.rpdi import Rpdi
 
@@ -37,6 +38,8 @@ def eat_places(
     probes: Iterable[tuple[int, float]],
     config: ExitConfig,
     breaks: Breaks,
+    lag: Lag,
+    wait_steps: Callable[[int], int],
 ) -> list[Place]:
     """Probes at which EAT could fire: warm, and below the entropy's bound.
 
@@ -45,21 +48,27 @@ def eat_places(
         probes: think tokens and entropy (nats) of each, in order.
         config: of early exit.
         breaks: of the vocabulary.
+        lag: of the engine that will close thoughts.
+        wait_steps: that a probe at so many think tokens waits for.
     """
     # With no bound of the variance it fires wherever a bound could make it fire.
     strategy = Eat(
         config.eat_alpha, math.inf, config.eat_warmup_probes, config.eat_max_entropy_nats
     )
     fired = (
-        (place, strategy.variance)
+        (place, lag.result_step(wait_steps(place)), strategy.variance)
         for place, entropy in probes
         if strategy.probed(entropy) is not None
     )
-    return _closed(thought, fired, config, breaks.line)
+    return _closed(thought, fired, config, breaks.line, lag)
 
 
 def rpdi_places(
-    thought: Sequence[int], entropies: Sequence[float], config: ExitConfig, breaks: Breaks
+    thought: Sequence[int],
+    entropies: Sequence[float],
+    config: ExitConfig,
+    breaks: Breaks,
+    lag: Lag,
 ) -> list[Place]:
     """Sentence ends at which RPDI is known.
 
@@ -68,21 +77,12 @@ def rpdi_places(
         entropies: of these tokens, in nats.
         config: of early exit.
         breaks: of the vocabulary.
+        lag: of the engine that will close thoughts.
     """
     ratios = _ratios(thought, entropies, config.rpdi_window_tokens, breaks.sentence)
-    return _closed(thought, ratios, config, breaks.line)
-
-
-def late(places: Sequence[Place], lag: int, think_tokens: int) -> list[Place]:
-    """Places as a live engine closes at them; none where a thought ends by itself before.
-
-    Args:
-        places: of a thought.
-        lag: tokens that it goes on for.
-        think_tokens: of the natural thought.
-    """
-    moved = (place._replace(close_at=place.close_at + lag) for place in places)
-    return [place for place in moved if place.close_at < think_tokens]
+    # It fires when the token itself is known.
+    fired = ((place, 0, ratio) for place, ratio in ratios)
+    return _closed(thought, fired, config, breaks.line, lag)
 
 
 def reached(
@@ -118,16 +118,32 @@ def _ratios(
 
 def _closed(
     thought: Sequence[int],
-    fired: Iterable[tuple[int, float]],
+    fired: Iterable[tuple[int, int, float]],
     config: ExitConfig,
     line_ends: AbstractSet[int],
+    lag: Lag,
 ) -> list[Place]:
-    """From where it fires to where the thought is closed, as ``ThoughtWatch`` has it."""
+    """From where a strategy judges to where the thought is closed.
+
+    The end of the line is looked for as ``ThoughtWatch`` does, from the tokens on that are known
+    when the strategy fires; then come the tokens that are on the way.
+
+    Args:
+        thought: its tokens, without the end marker.
+        fired: think tokens that were judged, the step (see ``Lag``) whose output fires, and the
+            strategy's figure.
+        config: of early exit.
+        line_ends: ids of tokens that end a line.
+        lag: of the engine that will close thoughts.
+    """
     places = []
-    for fired_at, value in fired:
+    for judged_at, step, value in fired:
+        fired_at = judged_at + lag.tokens_before(step)
         latest = fired_at + config.grace_tokens
         within = range(fired_at, min(latest, len(thought) + 1))
-        close_at = next((n for n in within if thought[n - 1] in line_ends), latest)
+        due_at = next((n for n in within if thought[n - 1] in line_ends), latest)
+        decided = max(step, (due_at - judged_at) * lag.stride_steps)
+        close_at = judged_at + lag.tokens_at_close(decided)
         # Where the thought ends before, it ends by itself.
         if fired_at >= config.min_think_tokens and close_at < len(thought):
             places.append(Place(close_at, value))

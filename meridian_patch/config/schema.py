@@ -351,5 +351,6 @@ class Config(StrictModel):
     provenance: dict[str, Any] | None = Field(
         default=None,
         description="Where the file's values come from: `meridian calibrate` writes model, data, "
-        "date and curve here. Nothing acts on it.",
+        "date and curve here. Only its `lag` is read: an engine with another one says so in the "
+        "log when it starts.",
     )

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from meridian_patch.engine.in_process import core_of
+from meridian_patch.engine.pace import pace_of
 from meridian_patch.engine.sampled_entropies import SampledEntropies
 
 if TYPE_CHECKING:
@@ -32,7 +34,12 @@ class CalibrationEngine:
         self._entropies = SampledEntropies(self._llm)
         config = self._engine.vllm_config
         self._max_model_len = config.model_config.max_model_len
-        self._send({"max_num_seqs": config.scheduler_config.max_num_seqs})
+        self._send(
+            {
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
+                "pace": pace_of(core_of(self._llm).scheduler),
+            }
+        )
 
     def serve(self, lines: "queue.Queue[str]") -> None:
         """Answer requests until their end."""

@@ -6,7 +6,8 @@ Reads JSON lines from standard input and writes JSON lines to standard output; w
 goes to standard error.
 
 1. The first line holds ``engine``, arguments of ``vllm.LLM``, and ``sampling``, fields of
-   ``SamplingParams`` that stand in for the model's own. Its reply holds ``max_num_seqs``.
+   ``SamplingParams`` that stand in for the model's own. Its reply holds ``max_num_seqs``
+   and ``pace``, the fields of ``Lag`` that are the engine's.
 2. Each further line is a request: ``key``, ``prompt`` (token ids), ``max_tokens`` (None: as many as
    there is room for) and ``is_measured``. Its reply holds ``key``, ``ids`` (None: the prompt leaves
    no room for a token) and ``entropies`` (nats, by token; None: not measured). Replies come as

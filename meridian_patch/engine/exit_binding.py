@@ -12,6 +12,7 @@ from meridian_patch.engine.close_checks import CloseChecks
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.exits import Exits
+from meridian_patch.engine.pace import lag_of
 from meridian_patch.engine.probes import Probes
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.base import Reason
@@ -52,6 +53,7 @@ def bind_exits(
         return None
     config = exit_config(whole_config, boundaries.family)
     model_config = scheduler.vllm_config.model_config
+    _check_lag(scheduler, whole_config, config)
     unable = _unable(scheduler, boundaries)
     if Reason.EAT in unable and config.eat and config.mode != "off":
         logger.warning(
@@ -89,6 +91,25 @@ def load_breaks(model_config: Any) -> Breaks:
     ids = [[token_id] for token_id in range(len(tokenizer))]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return find_breaks((ids[0], text) for ids, text in zip(ids, texts, strict=True))
+
+
+def _check_lag(scheduler: Any, whole_config: Config, config: ExitConfig) -> None:
+    """Warn where thresholds were calibrated for an engine that closes earlier or later."""
+    provenance = whole_config.provenance or {}
+    if config.mode == "off" or "curve" not in provenance:
+        return
+    here, there = lag_of(scheduler, config.probe_every_steps)._asdict(), provenance.get("lag")
+    if not isinstance(there, dict):
+        there = {}
+    differing = [name for name in here if here[name] != there.get(name)]
+    if differing:
+        logger.warning(
+            "meridian_patch: the thresholds of early exit were calibrated for an engine with %s, "
+            "and this one has %s: thoughts are closed at other tokens than those that were graded. "
+            "Run meridian calibrate again, with this engine's arguments as --engine NAME=VALUE",
+            ", ".join(f"{name} {there.get(name, 'unknown')}" for name in differing),
+            ", ".join(f"{name} {here[name]}" for name in differing),
+        )
 
 
 def _unable(scheduler: Any, boundaries: Boundaries) -> Obstacles:

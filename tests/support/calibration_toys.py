@@ -39,7 +39,6 @@ def toy_subject(thresholds=None, **changes):
             "thresholds": thresholds or {EAT: EAT.thresholds},
             "max_tokens": None,
             "max_answer_tokens": 4,
-            "lag_tokens": 0,
             "decode": lambda ids: "".join(map(chr, ids)),
         }
         | changes
@@ -73,6 +72,10 @@ class ToyEngine:
                 raise KeyboardInterrupt
             self.asked.append(ask.key)
             yield ask.key, self._reply(ask)
+
+    def pace(self):
+        self.asked_pace = True
+        return {"batches_in_flight": 1, "stride_steps": 1, "block_tokens": 1000}
 
     def _reply(self, ask):
         if ask.prompt[-1] == START:
