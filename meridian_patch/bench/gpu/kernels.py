@@ -1,0 +1,115 @@
+"""The kernels: their tests, and their times beside torch's and a copy's."""
+
+import csv
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
+from meridian_patch.errors import BenchError
+
+_END_S = 10.0
+# A served vocabulary: Qwen 3's.
+_COLUMNS = 151936
+_ROWS: tuple[int, ...] = (8, 64, 256, 1024)
+_REHEARSED_COLUMNS = 5000
+_REHEARSED_ROWS: tuple[int, ...] = (2, 3)
+_REHEARSED_TESTS = "one_hot and 1000"
+_COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
+
+
+def run_tests(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+    """``pytest tests/kernels``; in a rehearsal a few of them, in Triton's interpreter.
+
+    Raises:
+        BenchError: a test failed.
+        SkippedError: there is no checkout.
+    """
+    root = _checkout(context)
+    options = ["-q", "-p", "no:cacheprovider"]
+    options += ["-k", _REHEARSED_TESTS] if context.rehearse else []
+    log = context.folder / "kernel-tests.log"
+    code = _run(["-m", "pytest", *options, "tests/kernels"], root, context.base_env, log, left_s())
+    counts = {word: int(count) for count, word in _COUNTS.findall(log_end(log))}
+    for word, count in counts.items():
+        record.add(f"tests {word}", "", [count])
+    if code:
+        raise BenchError(f"pytest tests/kernels ended with exit code {code}. {log_tail(log)}")
+    if not counts.get("passed"):
+        raise BenchError(f"no kernel test ran. {log_tail(log)}")
+    return f"{counts['passed']} tests passed, {counts.get('skipped', 0)} skipped"
+
+
+def run_bench(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+    """``scripts/bench_kernels.py``, which compares each result with float64 first.
+
+    Raises:
+        BenchError: a result was wrong, or the benchmark failed.
+        SkippedError: there is no checkout.
+    """
+    root = _checkout(context)
+    log, rows_file = context.folder / "kernel-bench.log", context.folder / "kernel-bench.csv"
+    env = dict(context.base_env)
+    columns, rows = (_REHEARSED_COLUMNS, _REHEARSED_ROWS) if context.rehearse else (_COLUMNS, _ROWS)
+    options = ["--no-compile", "--csv", str(rows_file)]
+    if context.rehearse:
+        options += ["--rehearse", "--rounds", "2"]
+        env |= {} if context.accelerator else {"TRITON_INTERPRET": "1"}
+    options += ["--columns", str(columns), "--rows", *map(str, rows)]
+    code = _run(["scripts/bench_kernels.py", *options], root, env, log, left_s())
+    found = _read_rows(rows_file)
+    for row in found:
+        size = f"{row['n_rows']} x {row['n_cols']} {row['dtype'].removeprefix('torch.')}"
+        times = [float(row[name]) for name in ("p20_us", "p50_us", "p80_us")]
+        record.add(f"{row['op']} by {row['variant']}, {size}", "us", times)
+        share = float(row["gb_per_s"]) / float(row["copy_gb_per_s"])
+        if row["variant"] == "triton":
+            record.add(f"{row['op']} by triton, {size}, of a copy's bandwidth", "", [share])
+    if code:
+        raise BenchError(f"scripts/bench_kernels.py ended with exit code {code}. {log_tail(log)}")
+    return f"{len(found)} results equal float64's within 1e-4 and were timed"
+
+
+def log_end(log: Path) -> str:
+    """The last line of a log; empty without one."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return lines[-1] if lines else ""
+
+
+def _checkout(context: Context) -> Path:
+    if context.checkout is None:
+        raise SkippedError("tests/ and scripts/ are not here: the package runs without a checkout")
+    return context.checkout
+
+
+def _run(
+    arguments: Sequence[str], root: Path, env: Mapping[str, str], log: Path, limit_s: float
+) -> int:
+    """Exit code of a Python process in the checkout; what it started ends with it."""
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            # -P keeps the repository root off sys.path: see ServerSettings.arguments.
+            [sys.executable, "-P", *arguments],
+            cwd=root,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"did not end within {limit_s:.0f} s. {log_tail(log)}") from None
+        finally:
+            end_group(process, _END_S)
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

