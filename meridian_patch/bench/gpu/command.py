@@ -105,7 +105,7 @@ def _context(
         raise BenchError("--shape makes a model and --model gives one; leave one of them out")
     extra = tuple(shlex.split(args.serve_args))
     if args.shape is not None:
-        model: Path | str = write_shape(args.shape, folder)
+        model: Path | str = write_shape(args.shape, folder, rehearse=args.rehearse)
         extra = ("--load-format", "dummy", "--max-model-len", str(_DUMMY_CONTEXT), *extra)
         extra = ("--reasoning-parser", "deepseek_r1", *extra)
     else:

@@ -44,9 +44,18 @@ _QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# A rehearsal keeps the vocabulary alone.
+_REHEARSED: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 
 
-def write_shape(name: str, folder: Path) -> Path:
+def write_shape(name: str, folder: Path, *, rehearse: bool = False) -> Path:
     """Write a model directory of this shape, without weights.
 
     The tokenizer is the tiny reasoner's: its ids are all within the vocabulary, and its markers are
@@ -55,6 +64,7 @@ def write_shape(name: str, folder: Path) -> Path:
     Args:
         name: of ``SHAPES``.
         folder: takes the directory.
+        rehearse: two narrow layers in place of the shape's.
 
     Returns:
         The directory.
@@ -68,7 +78,7 @@ def write_shape(name: str, folder: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tiny = json.loads((packaged_model() / "config.json").read_text())
     ids = {key: tiny[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = _QWEN3 | SHAPES[name] | ids
+    config = _QWEN3 | SHAPES[name] | ids | (_REHEARSED if rehearse else {})
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     for file in _TOKENIZER:
         shutil.copy(packaged_model() / file, directory / file)
