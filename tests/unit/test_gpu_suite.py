@@ -252,3 +252,28 @@ def test_ratios_of_a_comparison(tmp_path: Path) -> None:
     served._read_comparison(path, record)
     found = {figure.name: figure.spread.median for figure in record.figures}
     assert found == {"tokens_per_s, stock": 110.0, "tokens_per_s, patched over stock": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("of_stock", "note"),
+    [
+        ("3 found", "Stock vLLM fails on the same requests, too: 3 found"),
+        ("", "Stock vLLM serves the same requests under the same check."),
+    ],
+)
+def test_a_failed_check_says_what_stock_does(
+    of_stock: str, note: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure of the patched server is kept; the note says whose it is."""
+
+    def serve(_context, env, _log, _limit_s):
+        failure = "2 found" if env["MERIDIAN_PATCH"] == "1" else of_stock
+        if failure:
+            raise BenchError(failure)
+        return {}
+
+    monkeypatch.setattr(served, "_serve_checked", serve)
+    record = Record("sync-check", "", 600.0)
+    with pytest.raises(BenchError, match="2 found"):
+        served.run_sync_check(context, record, lambda: 600.0)
+    assert record.notes == [note]

@@ -30,8 +30,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MINUTES = "45"
 _SCRIPT = "scripts/gpu_suite"
-# Tokens of a request of random weights; their thoughts are as long as they are told to be.
-_DUMMY_CONTEXT = 4096
+# Tokens of a request: three servers on one GPU have no room for a model's whole context.
+_CONTEXT = 8192
 
 PARTS = (
     Part("kernel-tests", "the kernels compute what float64 does", 0.12, kernels.run_tests),
@@ -106,13 +106,18 @@ def _context(
     extra = tuple(shlex.split(args.serve_args))
     if args.shape is not None:
         model: Path | str = write_shape(args.shape, folder, rehearse=args.rehearse)
-        extra = ("--load-format", "dummy", "--max-model-len", str(_DUMMY_CONTEXT), *extra)
-        extra = ("--reasoning-parser", "deepseek_r1", *extra)
+        # The parser names the markers, which thinking_token_budget needs.
+        extra = ("--load-format", "dummy", "--reasoning-parser", "deepseek_r1", *extra)
     else:
         model = find_model_or_name(args.model)
     is_tiny = isinstance(model, Path) and model == packaged_model().resolve()
-    if is_tiny and accelerator is not None:
+    if not is_tiny:
+        extra = ("--max-model-len", str(_CONTEXT), *extra)
+    elif accelerator is not None:
         extra = ("--dtype", "bfloat16", *extra)
+    if args.rehearse:
+        # Compiling takes longer than what is then run.
+        extra = ("--enforce-eager", *extra)
     blocks = read_whole("--blocks", args.blocks) if args.blocks is not None else None
     settings = any_settings(model, blocks, extra)
     if is_tiny and args.rehearse:

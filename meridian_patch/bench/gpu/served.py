@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from meridian_patch.bench.arms import STOCK, STOCK_AGAIN, Arm
+from meridian_patch.bench.arms import ARM_ENVIRONMENTS, STOCK, STOCK_AGAIN, Arm
 from meridian_patch.bench.client import Client, RequestRecord
 from meridian_patch.bench.gpu.suite import Context, Record
 from meridian_patch.bench.serve_arms import known_arms
@@ -42,6 +42,8 @@ _CAPACITY_SHARE = 0.35
 _MEMORY_OF_THREE = 0.28
 # What a server takes to start, and a trace to end behind its last arrival.
 _START_S, _TAIL_S = 120.0, 20.0
+# Less time than a control run takes.
+_LEAST_S = 60.0
 _RATIOS = ("ttfat_mean_s", "ttft_p50_s", "answer_itl_p50_s", "answer_itl_p99_s", "tokens_per_s")
 
 
@@ -54,23 +56,21 @@ def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]
         BenchError: a synchronisation was found, a request failed, or nothing was probed.
     """
     gaps = _REHEARSED_GAPS if context.rehearse else _GAPS
-    settings = _with_context(context)
     for gap in gaps:
         log = context.folder / f"sync-check-{gap}.log"
         env = {
-            SYNC_VARIABLE: "error",
+            "MERIDIAN_PATCH": "1",
             **_set("exit.probe_min_gap_tokens", gap),
             **_set("exit.probe_max_gap_tokens", gap),
         }
-        with _server(context, settings, env, log, left_s()) as (server, client):
-            records: list[RequestRecord] = []
-            client.play(_with_runaways(context, client), records, server.check_alive)
-            found = _totals(client.metrics_text())
-        _check_requests(records, log)
+        try:
+            found = _serve_checked(context, env, log, left_s())
+        except BenchError:
+            record.notes.append(_what_stock_does(context, left_s()))
+            raise
         measured = found.get(("meridian_probes", "measured"), 0)
         record.add(f"probes measured, a gap of {gap}", "", [measured])
         record.add(f"probes lost, a gap of {gap}", "", [found.get(("meridian_probes", "lost"), 0)])
-        _check_log(log)
         if not measured:
             raise BenchError(f"no probe was measured at a gap of {gap} tokens; see {log}")
         failures = found.get(("meridian_policy_fallbacks", "exception"), 0)
@@ -79,6 +79,32 @@ def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]
     if context.accelerator is None:
         record.notes.append(f"{SYNC_VARIABLE} does nothing without CUDA.")
     return f"no synchronisation, no failed step at gaps of {', '.join(map(str, gaps))} tokens"
+
+
+def _serve_checked(
+    context: Context, env: Mapping[str, str], log: Path, limit_s: float
+) -> dict[tuple[str, str], float]:
+    """Counters of a server that served problems and runaways under the check."""
+    whole = {SYNC_VARIABLE: "error", **env}
+    with _server(context, _with_context(context), whole, log, limit_s) as (server, client):
+        records: list[RequestRecord] = []
+        client.play(_with_runaways(context, client), records, server.check_alive)
+        found = _totals(client.metrics_text())
+    _check_requests(records, log)
+    _check_log(log)
+    return found
+
+
+def _what_stock_does(context: Context, limit_s: float) -> str:
+    """Whether stock vLLM fails in the same way; said of a failure, to know whose it is."""
+    if limit_s < _LEAST_S:
+        return "There was no time to try the same requests on stock vLLM."
+    log = context.folder / "sync-check-stock.log"
+    try:
+        _serve_checked(context, ARM_ENVIRONMENTS[STOCK], log, limit_s)
+    except BenchError as error:
+        return f"Stock vLLM fails on the same requests, too: {error}"
+    return "Stock vLLM serves the same requests under the same check."
 
 
 def run_close_lag(context: Context, record: Record, left_s: Callable[[], float]) -> str:
@@ -90,7 +116,11 @@ def run_close_lag(context: Context, record: Record, left_s: Callable[[], float])
     caps = _REHEARSED_CAPS if context.rehearse else _CAPS
     log, trace = context.folder / "close-lag.log", context.folder / "close-lag.jsonl"
     trace.unlink(missing_ok=True)
-    env = {**_set("exit.mode", "enforce"), **_set("exit.trace", trace)}
+    env = {
+        "MERIDIAN_PATCH": "1",
+        **_set("exit.mode", "enforce"),
+        **_set("exit.trace", trace),
+    }
     problems = _problems(context, len(caps), max(caps) * 2)
     requests = [
         replace(problem, arrival_s=0.0, extra=_extra(context, cap))
@@ -192,9 +222,9 @@ def _read_comparison(path: Path, record: Record) -> None:
 def _server(
     context: Context, settings: ServerSettings, env: Mapping[str, str], log: Path, limit_s: float
 ) -> Iterator[tuple[ServerProcess, Client]]:
-    """A patched server with settings of its own."""
+    """A server with an environment of its own."""
     inherited = {n: v for n, v in context.base_env.items() if n != "VLLM_PLUGINS"}
-    whole = server_environment(inherited) | {"MERIDIAN_PATCH": "1", **env}
+    whole = server_environment(inherited) | dict(env)
     port = pick_port()
     with ServerProcess(settings, whole, log, port, start_limit_s=limit_s) as server:
         yield server, Client(server.url, settings.served_name, request_limit_s=max(30.0, limit_s))
