@@ -190,6 +190,10 @@ def found_by(
             [sys.executable, "-P", "-m", "meridian_patch.demo.run", "--help"], id="scripts/demo"
         ),
         pytest.param(
+            [sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command", "--help"],
+            id="scripts/gpu_suite",
+        ),
+        pytest.param(
             [sys.executable, "-P", "-m", "pytest", "--collect-only", "-q", __file__],
             id="scripts/test",
         ),
