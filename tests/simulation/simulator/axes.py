@@ -1,0 +1,156 @@
+"""What a simulated configuration may be: the axes, their values, and how a seed draws them."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Axis(NamedTuple):
+    """One thing that can be configured.
+
+    Attributes:
+        plain: the value that switches the feature off, or makes it ordinary.
+        values: all values, the plain one included.
+        weights: how often each value is drawn; None: equally often.
+    """
+
+    plain: Any
+    values: tuple[Any, ...]
+    weights: tuple[float, ...] | None = None
+
+
+RULES = ("order", "victims", "step_cut", "pacing", "admission", "time_sharing")
+BOUNDARY_KINDS = (
+    "token", "framed", "spelled", "several", "overlapping", "channel", "unprobed", "none",
+)  # fmt: skip
+TRAFFIC = (
+    "mixed", "thinkers", "plain", "agents", "conversations", "sessions", "runaways",
+    "pool_prompts", "hostile", "siblings",
+)  # fmt: skip
+FAULTS = (
+    "abort", "reset", "pause", "sleep", "lost_probe", "raises", "nan", "late", "empty",
+    "load_failure",
+)  # fmt: skip
+
+AXES: dict[str, Axis] = {
+    "flow": Axis("sync", ("sync", "async", "pp2", "pp3", "pp4", "pp2-async"), (3, 4, 1, 1, 1, 1)),
+    "runner": Axis("v1", ("v1", "v2")),
+    "cache": Axis("dense", ("dense", "window", "hybrid"), (5, 2, 2)),
+    "chunked": Axis(True, (True, False), (4, 1)),
+    "long_prefill": Axis(0, (0, 64), (3, 1)),
+    "images": Axis("none", ("none", "chunked", "whole"), (4, 1, 1)),
+    "encoder": Axis("ample", ("ample", "scarce")),
+    "block": Axis(32, (16, 32, 64)),
+    "prefix": Axis(True, (True, False), (5, 1)),
+    "drafts": Axis(0, (0, 1, 2, 3, 4, 5), (5, 1, 1, 1, 1, 1)),
+    "queue": Axis("fcfs", ("fcfs", "priority"), (4, 1)),
+    "seats": Axis(16, (2, 4, 8, 16, 64), (1, 2, 2, 3, 1)),
+    "budget": Axis(512, (64, 128, 512, 2048)),
+    "pool": Axis("ample", ("starving", "tight", "ample")),
+    "length": Axis(512, (192, 512, 1536), (2, 3, 2)),
+    "grammar": Axis("never", ("never", "behind", "within"), (4, 1, 1)),
+    "lora": Axis("none", ("none", "scarce"), (3, 1)),
+    "connector": Axis("none", ("none", "load", "delayed", "offload"), (6, 1, 1, 1)),
+    "profile": Axis("latency", ("latency", "throughput", "fair", "noop"), (4, 1, 1, 1)),
+    "rule": Axis("profile", ("profile", *RULES), (6, 1, 1, 1, 1, 1, 1)),
+    "haste": Axis("default", ("default", "eager")),
+    "exit": Axis("off", ("off", "observe", "enforce"), (1, 2, 2)),
+    "gap": Axis(64, (1, 4, 64)),
+    "strategy": Axis("eat", ("eat", "rpdi", "end_probability", "cap"), (3, 1, 1, 1)),
+    "tiers": Axis(True, (True, False), (4, 1)),
+    "history": Axis("strip", ("strip", "keep", "keep_in_tool_loop"), (3, 1, 1)),
+    "boundary": Axis("token", BOUNDARY_KINDS, (4, 1, 1, 1, 1, 1, 1, 1)),
+    "traffic": Axis("mixed", TRAFFIC, (4, 1, 2, 1, 1, 1, 1, 1, 1, 1)),
+    **{f"fault_{name}": Axis(False, (False, True), (4, 1)) for name in FAULTS},
+}
+"""Every axis by name."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and the seed of its workload and its faults.
+
+    Attributes:
+        values: by axis.
+        steps: during which requests arrive.
+    """
+
+    seed: int
+    steps: int
+    values: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def is_async(self) -> bool:
+        return self.flow.endswith("async")
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return int(self.flow[2]) if self.flow.startswith("pp") else 1
+
+    def has_fault(self, name: str) -> bool:
+        return bool(self.values[f"fault_{name}"])
+
+    def with_value(self, axis: str, value: Any) -> "Case":
+        """The same with another value of one axis, as far as the others allow it."""
+        return Case(self.seed, self.steps, repair({**self.values, axis: value}))
+
+    def describe(self) -> str:
+        """The values that are not plain."""
+        odd = {name: v for name, v in self.values.items() if v != AXES[name].plain}
+        return ", ".join(f"{name}={value}" for name, value in odd.items()) or "all plain"
+
+
+def draw(seed: int, steps: int) -> Case:
+    """The case of a seed."""
+    rng = random.Random(f"axes {seed}")
+    values = {
+        name: rng.choices(axis.values, weights=axis.weights)[0] for name, axis in AXES.items()
+    }
+    return Case(seed, steps, repair(values))
+
+
+def repair(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that vLLM takes together; what cannot be is made plain or moved to the next value."""
+    new = dict(values)
+    if new["flow"] == "pp2-async":
+        new["runner"] = "v2"
+    if new["cache"] == "hybrid":
+        # Mamba states at block borders need prefix caching and chunks.
+        new.update(prefix=True, chunked=True)
+        new["block"] = min(new["block"], new["budget"], 32)
+    if new["cache"] != "dense" and new["connector"] == "offload":
+        new["connector"] = "none"
+    if new["cache"] == "hybrid":
+        new["connector"] = "none"
+    if new["connector"] == "offload":
+        new["prefix"] = True
+    if not new["chunked"]:
+        new["budget"] = 2048
+        new["long_prefill"] = 0
+    # A step must have a token for each seat, its drafts included.
+    while new["seats"] * (1 + new["drafts"]) > new["budget"]:
+        lower = [seats for seats in AXES["seats"].values if seats < new["seats"]]
+        new["seats"] = lower[-1]
+    if new["images"] == "none":
+        new["encoder"] = "ample"
+    if new["exit"] == "off":
+        new.update(gap=64, strategy="eat", fault_lost_probe=False, fault_nan=False)
+    if new["strategy"] != "eat":
+        new.update(gap=64, fault_lost_probe=False)
+    if new["connector"] != "load":
+        new["fault_load_failure"] = False
+    if new["boundary"] == "none":
+        new.update(history="strip", exit="off", gap=64, strategy="eat", fault_nan=False)
+        new["fault_lost_probe"] = False
+        if new["grammar"] == "behind":
+            new["grammar"] = "within"
+    if new["connector"] != "none" and new["traffic"] == "sessions":
+        new["traffic"] = "mixed"
+    return new

@@ -1,0 +1,251 @@
+"""One engine without a model: its core's loop, around a scheduler of vLLM's or ours.
+
+The loop is that of vLLM's ``EngineCore``: ``step`` with one batch in flight, else
+``step_with_batch_queue``. Time is virtual: a step takes longer the more tokens it computes.
+"""
+
+from collections import deque
+from concurrent.futures import Future
+from copy import copy
+from typing import Any
+
+from simulator.axes import Case
+from simulator.build import build, pool_blocks
+from simulator.ledger import Ledger, Record
+from simulator.entropies import Entropies
+from simulator.worker import Step, Workers
+from simulator.workload import Ask, Workload
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+STEP_S, TOKEN_S, TICK_S = 0.01, 1e-4, 1e-4
+
+
+class Clock:
+    """Seconds of virtual time; stands in for the functions of module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Arm:
+    """One scheduler with its load.
+
+    Attributes:
+        tick: iterations of the core's loop so far.
+        num_steps: calls of ``schedule``.
+        watch: is told of every step; see ``Watch``.
+    """
+
+    def __init__(self, case: Case, clock: Clock, *, is_stock: bool) -> None:
+        self.case = case
+        self.clock = clock
+        self.is_stock = is_stock
+        built = build(case, is_stock=is_stock)
+        self.scheduler, self._grammars = built.scheduler, built.grammars
+        self._depth, self._tier = built.depth, built.tier
+        self.scheduler.kv_event_publisher = self
+        self.workload = Workload(case, (pool_blocks(case) - 1) * case.block)
+        self.ledger = Ledger(case, self.workload.boundaries, is_stock=is_stock)
+        self.entropies = Entropies(case, self.ledger)
+        self.workers = Workers(
+            case.length, self.ledger.speaker_for, self.entropies, case.drafts, case.seed
+        )
+        self.tick = 0
+        self.num_steps = 0
+        self.in_flight: deque[Step] = deque()
+        self.watch = Watch()
+        # Time at which each step under way is done, in order; and of the last.
+        self._done_s: dict[int, float] = {}
+        self._last_done_s = 0.0
+        # Grammars that are being compiled, and when each is done.
+        self._compiling: list[tuple[int, Future[Any], Any]] = []
+        self._hasher = None
+        if case.prefix or case.connector != "none":
+            per_hash = self.scheduler.hash_block_size
+            self._hasher = get_request_block_hasher(per_hash, sha256)
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing is left to do, and nobody else will come."""
+        return (
+            self.tick > self.workload.last_tick
+            and not self.scheduler.has_requests()
+            and not self.in_flight
+        )
+
+    def publish(self, batch: Any) -> None:
+        """Take the place of vLLM's event publisher."""
+
+    def begin_tick(self) -> None:
+        """Requests come in."""
+        self.tick += 1
+        self.clock.now += TICK_S
+        for due in [each for each in self._compiling if each[0] <= self.tick]:
+            self._compiling.remove(due)
+            due[1].set_result(due[2])
+        for ask in self.workload.arrivals.pop(self.tick, ()):
+            self.add(ask)
+
+    def step(self) -> None:
+        """One iteration of the core's loop."""
+        scheduler = self.scheduler
+        deferred = None
+        if scheduler.has_requests():
+            step, is_pending = self._begin()
+            executed = step.output.total_num_scheduled_tokens > 0
+            if executed and is_pending and self._depth > 1:
+                deferred = step
+            else:
+                masks = scheduler.get_grammar_bitmask(step.output) if executed else None
+                self._sample(step, masks)
+                self.in_flight.append(step)
+                is_full = len(self.in_flight) >= self._depth
+                if not is_full and (executed or scheduler.has_requests()):
+                    return
+        elif not self.in_flight:
+            return
+        if self.in_flight:
+            self._deliver(self.in_flight.popleft())
+        if deferred is not None:
+            if self.case.drafts:
+                drafts = self.workers.take_drafts()
+                if drafts is not None:
+                    scheduler.update_draft_token_ids_in_output(drafts, deferred.output)
+            deferred.is_deferred = True
+            self._sample(deferred, scheduler.get_grammar_bitmask(deferred.output))
+            self.in_flight.append(deferred)
+
+    def deliver_all(self) -> None:
+        """Wait for everything that is in flight, as a pause does."""
+        while self.in_flight:
+            self._deliver(self.in_flight.popleft())
+
+    def abort(self, names: list[str] | None) -> None:
+        """Abort requests; None: all."""
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        for name in self.ledger.records if names is None else names:
+            self.ledger.aborted(name)
+
+    def add(self, ask: Ask) -> None:
+        """A request, or a session's next chunk, comes in."""
+        record = self.ledger.records.get(ask.name)
+        if record is not None and (record.is_over or ask.name not in self.scheduler.requests):
+            # The session is gone.
+            return
+        request = self._make(ask)
+        if record is None:
+            self.ledger.add(ask, request, self.tick)
+            self.scheduler.add_request(request)
+            return
+        is_paused = record.request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        self.scheduler.add_request(request)
+        if is_paused:
+            if ask.session:
+                self.ledger.went_on(record)
+            else:
+                self.ledger.aborted(ask.name)
+
+    def live(self) -> list[Record]:
+        """Requests that have not ended."""
+        return [record for record in self.ledger.records.values() if not record.is_over]
+
+    def _begin(self) -> tuple[Step, bool]:
+        output: SchedulerOutput = self.watch.schedule(self)
+        self.num_steps += 1
+        step = self.workers.execute(output)
+        begin_s = max(self.clock.now, self._last_done_s)
+        self._last_done_s = begin_s + STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+        self._done_s[id(output)] = self._last_done_s
+        return step, output.pending_structured_output_tokens
+
+    def _sample(self, step: Step, masks: Any) -> None:
+        self.workers.sample(step, masks)
+        assert step.result is not None
+        if self._tier is not None:
+            if step.result is EMPTY_MODEL_RUNNER_OUTPUT:
+                step.result = copy(EMPTY_MODEL_RUNNER_OUTPUT)
+            self._tier.run(step.output, step.result, self.clock.now, STEP_S)
+        elif self.scheduler.connector is not None:
+            report = self.scheduler.connector.report(step.output.finished_req_ids)
+            if step.result is EMPTY_MODEL_RUNNER_OUTPUT:
+                step.result = ModelRunnerOutput.with_kv_conn_output_only(report)
+            else:
+                step.result.kv_connector_output = report
+
+    def _deliver(self, step: Step) -> None:
+        self.clock.now = max(self.clock.now, self._done_s.pop(id(step.output)))
+        outputs = self.watch.update(self, step)
+        self.ledger.take(outputs, self.tick)
+        for record in self.ledger.take_ended():
+            self.workload.next_turn(record.ask, record.speaker.said, self.tick)
+        if self.case.drafts and not self.case.is_async and step.result.req_ids:
+            drafts = self.workers.take_drafts()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids(drafts)
+
+    def _make(self, ask: Ask) -> Request:
+        parameters = SamplingParams(
+            temperature=0,
+            max_tokens=ask.max_tokens,
+            extra_args=ask.extra or None,
+            stop_token_ids=list(ask.stops),
+            structured_outputs=(
+                StructuredOutputsParams(regex=ask.script.rules) if ask.script.rules else None
+            ),
+        )
+        parameters.update_from_generation_config({}, 259)
+        lora = None
+        if ask.adapter:
+            lora = LoRARequest(f"adapter{ask.adapter}", ask.adapter, f"adapter{ask.adapter}")
+        request = Request(
+            request_id=ask.name,
+            prompt_token_ids=list(ask.prompt),
+            sampling_params=parameters,
+            pooling_params=None,
+            arrival_time=self.clock.now,
+            priority=ask.priority,
+            lora_request=lora,
+            cache_salt=ask.salt,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=None,
+                    modality="image",
+                    identifier=identity,
+                    mm_position=PlaceholderRange(offset=offset, length=length),
+                )
+                for offset, length, identity in ask.images
+            ],
+            block_hasher=self._hasher,
+            resumable=bool(ask.session),
+        )
+        if ask.script.rules:
+            self._compile(ask, request)
+        return request
+
+    def _compile(self, ask: Ask, request: Request) -> None:
+        self._grammars.grammar_init(request)
+        if ask.grammar_delay:
+            structured = request.structured_output_request
+            later: Future[Any] = Future()
+            self._compiling.append((self.tick + ask.grammar_delay, later, structured.grammar))
+            structured.grammar = later
+
+
+class Watch:
+    """Calls the scheduler; others look at what goes in and out."""
+
+    def schedule(self, arm: Arm) -> SchedulerOutput:
+        return arm.scheduler.schedule()
+
+    def update(self, arm: Arm, step: Step) -> dict[int, Any]:
+        return arm.scheduler.update_from_output(step.output, step.result)

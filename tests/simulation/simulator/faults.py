@@ -1,0 +1,141 @@
+"""What goes wrong around an engine: drawn per tick from the seed, alike for every arm."""
+
+import random
+from typing import Any
+
+from simulator.axes import Case
+from simulator.engine import Arm
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+# Methods of ours that are made to fail; each must exist.
+HOOKS = (
+    "steering.plan", "steering.scheduled", "steering.ended", "steering.changed",
+    "steering.arrived", "steering.left", "_phase_order.arrange", "phase_router.observe",
+    "exits.arrange", "exits.scheduled", "exits.returned", "exits.took_in", "exits.changed",
+    "exits.freed",
+)  # fmt: skip
+
+
+class InjectedError(Exception):
+    """A hook of ours fails on purpose."""
+
+
+class Faults:
+    """The faults of one arm.
+
+    Attributes:
+        num_raised: hooks that failed so far.
+    """
+
+    def __init__(self, case: Case, arm: Arm) -> None:
+        self._case = case
+        self._arm = arm
+        self._rng = random.Random(f"faults {case.seed}")
+        self._paused_until = 0
+        self._lost_until = 0
+        self._armed: str | None = None
+        self.num_raised = 0
+        # What each fault did, for the report.
+        self.met: dict[str, int] = {}
+        if case.has_fault("raises") and not arm.is_stock:
+            for path in HOOKS:
+                self._hook(path)
+        connector = arm.scheduler.connector
+        if case.has_fault("load_failure"):
+            draws = random.Random(f"loads {case.seed}")
+            connector.fails = lambda: draws.random() < 0.3
+
+    @property
+    def is_paused(self) -> bool:
+        return self._arm.tick < self._paused_until
+
+    def before_step(self) -> None:
+        """Faults of one tick."""
+        case, rng, arm = self._case, self._rng, self._arm
+        # Always the same number of draws: a fault that is switched off moves no other.
+        draws = [rng.random() for _ in range(10)]
+        pick = rng.random()
+        is_on = arm.tick < 2 * case.steps
+        if self._paused_until == arm.tick:
+            arm.scheduler.set_pause_state(PauseState.UNPAUSED)
+        if case.has_fault("abort") and draws[0] < 0.02 and is_on:
+            self._abort(pick)
+        if case.has_fault("reset") and draws[1] < 0.01 and is_on:
+            self._reset(running=pick < 0.7)
+        if case.has_fault("pause") and draws[2] < 0.005 and is_on and not self.is_paused:
+            self._pause(PauseState.PAUSED_ALL if pick < 0.5 else PauseState.PAUSED_NEW, 10)
+        if case.has_fault("sleep") and draws[3] < 0.002 and is_on and not self.is_paused:
+            self._sleep()
+        if case.has_fault("late") and draws[4] < 0.02:
+            self._count("late")
+            arm.clock.now += 0.3 if pick < 0.9 else 40.0
+        if draws[5] < 0.01:
+            self._lost_until = arm.tick + 5
+        is_lossy = arm.tick < self._lost_until
+        arm.workers.loses_probes = case.has_fault("lost_probe") and is_lossy
+        arm.workers.loses_signals = case.has_fault("empty") and is_lossy
+        arm.entropies.is_nan = case.has_fault("nan")
+        if case.has_fault("empty") and draws[6] < 0.02 and not arm.is_drained:
+            # The core wakes up although there is nothing to be done.
+            self._count("empty")
+        if case.has_fault("raises") and draws[7] < 0.03 and not arm.is_stock:
+            self._armed = HOOKS[int(pick * len(HOOKS))]
+        else:
+            self._armed = None
+
+    def _count(self, name: str) -> None:
+        self.met[name] = self.met.get(name, 0) + 1
+
+    def _abort(self, pick: float) -> None:
+        names = [record.ask.name for record in self._arm.live()]
+        if names:
+            self._count("abort")
+            self._arm.abort([names[int(pick * len(names))]])
+
+    def _reset(self, *, running: bool) -> None:
+        scheduler = self._arm.scheduler
+        self._count("reset")
+        is_held = any(r.num_computed_tokens for r in scheduler.kv_holding_waiting)
+        is_held |= any(
+            r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in scheduler.kv_holding_waiting
+        )
+        is_held |= bool(scheduler.deferred_frees) or scheduler.connector is not None
+        # Load-bearing: upstream fails where blocks are held by what does not run.
+        scheduler.reset_prefix_cache(reset_running_requests=running and not is_held)
+
+    def _pause(self, state: PauseState, ticks: int) -> None:
+        self._count("pause")
+        self._arm.scheduler.set_pause_state(state)
+        self._paused_until = self._arm.tick + ticks
+
+    def _sleep(self) -> None:
+        """As ``EngineCore.sleep`` with its default mode: everybody is aborted, caches are reset."""
+        self._count("sleep")
+        arm = self._arm
+        arm.abort(None)
+        arm.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        arm.deliver_all()
+        if arm.scheduler.connector is None and not arm.scheduler.deferred_frees:
+            arm.scheduler.reset_prefix_cache(reset_running_requests=True)
+            arm.scheduler.reset_encoder_cache()
+        self._paused_until = arm.tick + 15
+
+    def _hook(self, path: str) -> None:
+        *owners, name = path.split(".")
+        owner: Any = self._arm.scheduler
+        for each in owners:
+            owner = getattr(owner, each)
+            if owner is None:
+                return
+        original = getattr(owner, name)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if self._armed == path:
+                self._armed = None
+                self.num_raised += 1
+                self._count("raises")
+                raise InjectedError(path)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, failing)

@@ -1,0 +1,162 @@
+"""What must hold of a scheduler after every step, whatever the configuration."""
+
+from typing import Any
+
+from simulator.engine import Arm
+from simulator.failure import Failure
+from simulator.leaks import find_leaks
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.kv_integrity import find_faults
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.phase.router import Phase
+from meridian_patch.telemetry import counters
+
+# The blocks are all looked at in one step of so many, where there are more than so many.
+_LARGE_POOL, _EVERY = 64, 8
+
+
+def check_places(arm: Arm) -> None:
+    """Invariant 1: each request is in one place, and the counts are those of the requests."""
+    scheduler = arm.scheduler
+    running, waiting = list(scheduler.running), list(scheduler.waiting)
+    holding = list(scheduler.kv_holding_waiting)
+    queued = [*running, *waiting, *holding]
+    users = [r for r in queued if r.request_id in arm.ledger.records]
+    if len(set(queued)) != len(queued):
+        raise Failure("place", "a request stands in two queues, or twice in one")
+    for request in queued:
+        if scheduler.requests.get(request.request_id) is not request:
+            raise Failure("place", f"{request.request_id} is queued and not known")
+        if request.is_finished():
+            raise Failure("place", f"{request.request_id} is queued and finished")
+    for request in running:
+        if request.status != RequestStatus.RUNNING:
+            raise Failure("place", f"{request.request_id} runs and is {request.status!s}")
+    live = {record.ask.name for record in arm.live()}
+    places = {request.request_id for request in users}
+    if live != places:
+        lost, extra = sorted(live - places)[:3], sorted(places - live)[:3]
+        raise Failure("place", f"lost: {lost}; queued though they ended: {extra}")
+    _check_counts(arm, running, [*waiting, *holding])
+
+
+def _check_counts(arm: Arm, running: list[Any], waiting: list[Any]) -> None:
+    scheduler = arm.scheduler
+    truth = tuple(
+        sum(not isinstance(request, ProbeRequest) for request in each)
+        for each in (running, waiting)
+    )
+    counts = scheduler.get_request_counts()
+    if counts != truth:
+        raise Failure("counts", f"get_request_counts() is {counts}, in truth {truth}")
+    if min(counts) < 0 or scheduler.get_num_unfinished_requests() < 0:
+        raise Failure("counts", f"a negative count among {counts}")
+
+
+def check_blocks(arm: Arm) -> None:
+    """Invariant 2: every block is free, cached or held, and counted right."""
+    scheduler = arm.scheduler
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    if len(pool.blocks) > _LARGE_POOL and arm.num_steps % _EVERY and not arm.is_drained:
+        return
+    if getattr(manager, "queues", ()):
+        faults = find_faults(pool)
+        if faults:
+            raise Failure("blocks", "; ".join(faults[:3]))
+    if arm.case.connector == "offload" or arm.case.cache == "hybrid":
+        # Transfers, and copies of states, hold blocks of their own.
+        return
+    holders: dict[int, int] = {}
+    for each in manager.coordinator.single_type_managers:
+        for blocks in each.req_to_blocks.values():
+            for block in blocks:
+                if not block.is_null:
+                    holders[block.block_id] = holders.get(block.block_id, 0) + 1
+    for _, blocks in scheduler.deferred_frees:
+        for block in blocks:
+            if not block.is_null:
+                holders[block.block_id] = holders.get(block.block_id, 0) + 1
+    for block in pool.blocks:
+        if not block.is_null and block.ref_cnt != holders.get(block.block_id, 0):
+            raise Failure(
+                "blocks",
+                f"block {block.block_id} counts {block.ref_cnt} holders, it has "
+                f"{holders.get(block.block_id, 0)}",
+            )
+
+
+def check_phases(arm: Arm, names: Any) -> None:
+    """Invariant 3: phases and their lengths follow from the tokens."""
+    router = arm.scheduler.phase_router
+    for name in names:
+        record = arm.ledger.records.get(name)
+        state = router.get(name)
+        if record is None or state is None or record.is_over:
+            continue
+        speaker = record.speaker
+        if not speaker.said:
+            if state.phase is not Phase.PREFILL:
+                raise Failure("phases", f"{name} said nothing and is in phase {state.phase}")
+            continue
+        truth = Phase.THINK if speaker.is_thinking else Phase.ANSWER
+        if state.phase is not truth:
+            raise Failure("phases", f"{name} is in phase {state.phase}, in truth {truth}")
+        if state.think_tokens != speaker.think_tokens:
+            raise Failure(
+                "phases",
+                f"{name} counts {state.think_tokens} think tokens, it has {speaker.think_tokens}",
+            )
+
+
+def check_tables(arm: Arm) -> None:
+    """Invariant 1, of our own tables: what they say of a request is so."""
+    scheduler = arm.scheduler
+    for name, request in scheduler._waiting_answers.items():
+        if request.status not in {
+            RequestStatus.PREEMPTED,
+            RequestStatus.WAITING_FOR_REMOTE_KVS,
+        }:
+            raise Failure(
+                "tables", f"{name} is taken for a preempted answer, and is {request.status!s}"
+            )
+    exits = scheduler.exits
+    probes = exits.probes if exits else None
+    if probes is not None:
+        lost = [name for name in probes.live if name not in scheduler.requests]
+        if lost:
+            raise Failure("tables", f"probes that are gone count as live: {lost[:3]}")
+    known = scheduler.steering._readers._since_s
+    for name in known:
+        request = scheduler.requests.get(name)
+        if request is not None and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            raise Failure("tables", f"{name} is a paused session and counts as a reader")
+
+
+def check_health(arm: Arm) -> None:
+    """Invariant 6: nothing of ours failed or was switched off."""
+    totals = arm.scheduler.phase_counters.totals
+    faults = {
+        name: number
+        for name, number in totals.items()
+        if name.startswith(f"{counters.FALLBACK}:") and number
+    }
+    if faults:
+        raise Failure("health", f"fallbacks: {faults}")
+
+
+def check_drained(arm: Arm) -> None:
+    """Invariant 8: with nobody left, nothing is held and nobody is remembered."""
+    scheduler = arm.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    if arm.scheduler.requests:
+        raise Failure("drained", f"requests are left: {sorted(scheduler.requests)[:3]}")
+    if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        raise Failure("drained", f"{held} blocks are held by nobody")
+    if arm.is_stock:
+        return
+    leaks = find_leaks(scheduler, set(arm.ledger.records))
+    if leaks:
+        raise Failure("drained", "; ".join(leaks[:4]))

@@ -1,0 +1,64 @@
+"""Looks for what our own tables still hold of requests that are gone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.request import Request
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
+
+
+def find_leaks(scheduler: Any, names: set[str]) -> list[str]:
+    """Where objects of ours hold a request, or the name of one; paths such as ``exits._watched``.
+
+    Args:
+        scheduler: ours, of which everything that is not vLLM's own is walked through.
+        names: of all requests that ever were; probes' names are known by their beginning.
+    """
+    seen: set[int] = set()
+    found = []
+    for attribute, value in vars(scheduler).items():
+        if _is_ours(value) or attribute in _own_tables(scheduler):
+            found += list(_walk(value, attribute, names, seen))
+    manager = scheduler.kv_cache_manager
+    for queue in getattr(manager, "queues", ()):
+        found += list(_walk(queue.retention, "queues.retention", names, seen))
+    return found
+
+
+def _own_tables(scheduler: Any) -> set[str]:
+    """Containers that our mixin put on the scheduler."""
+    from meridian_patch.engine.scheduler import PhaseScheduling  # noqa: PLC0415
+
+    code = PhaseScheduling.__init__.__code__.co_names
+    return {name for name in code if name in vars(scheduler)} - {"running", "waiting", "requests"}
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("meridian_patch.")
+
+
+def _walk(value: Any, path: str, names: set[str], seen: set[int]) -> Iterator[str]:
+    if isinstance(value, Request):
+        yield f"{path} holds {value.request_id}"
+        return
+    if isinstance(value, str):
+        if value in names or value.startswith("meridian-probe"):
+            yield f"{path} holds {value}"
+        return
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _walk(key, path, names, seen)
+            yield from _walk(each, path, names, seen)
+    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        for each in value:
+            yield from _walk(each, path, names, seen)
+    elif _is_ours(value):
+        slots = [s for kind in type(value).__mro__ for s in getattr(kind, "__slots__", ())]
+        members = {**getattr(value, "__dict__", {})}
+        members |= {slot: getattr(value, slot, None) for slot in slots if slot != "__dict__"}
+        for name, each in members.items():
+            yield from _walk(each, f"{path}.{name}", names, seen)

@@ -1,0 +1,203 @@
+"""What every request was owed and got: each delivered token is checked against the oracle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulator.axes import Case
+from simulator.failure import Failure
+from simulator.oracle import TURN_END, Speaker, starts_thinking
+from simulator.workload import Ask
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.phase.boundaries import Boundaries
+
+# Of the exit settings of every case, see ``build``.
+FLOOR_TOKENS = 16
+
+
+@dataclass
+class Record:
+    """One request and what came of it.
+
+    Attributes:
+        request: vLLM's.
+        finish: how it ended; None while it has not.
+        closes: output indices at which a close of ours began, of the present chunk.
+        delivered_tick: of its last tokens.
+    """
+
+    ask: Ask
+    request: Any
+    speaker: Speaker
+    prompt: list[int]
+    arrived_tick: int
+    may_close: bool
+    floor_tokens: int
+    finish: str | None = None
+    closes: list[int] = field(default_factory=list)
+    delivered_tick: int = -1
+    num_chunks: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None
+
+
+class Ledger:
+    """The records of one arm.
+
+    Args:
+        is_stock: nothing is closed early there.
+    """
+
+    def __init__(self, case: Case, boundaries: Boundaries | None, *, is_stock: bool) -> None:
+        self._case = case
+        self.boundaries = boundaries
+        self._is_stock = is_stock
+        self._close = close_sequence(boundaries) if boundaries else ()
+        self.records: dict[str, Record] = {}
+        # Those that ended by themselves since the last call of ``take_ended``.
+        self._ended: list[Record] = []
+        self.num_closes = 0
+        self.num_tokens = 0
+
+    def speaker_for(self, name: str, prompt: Sequence[int]) -> Speaker | None:
+        """A speaker of its own for a request; None for one that no user sent."""
+        record = self.records.get(name)
+        if record is None:
+            return None
+        thinks = starts_thinking(prompt, self.boundaries)
+        return Speaker(record.ask.script, self.boundaries, thinks=thinks)
+
+    def add(self, ask: Ask, request: Any, tick: int) -> None:
+        thinks = starts_thinking(ask.prompt, self.boundaries)
+        speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
+        mode = ask.extra.get("meridian_exit", self._case.exit)
+        floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
+        bounds = [ask.extra.get("meridian_max_think_tokens")]
+        if self._case.strategy == "cap":
+            bounds.append(60)
+        known = [bound for bound in bounds if bound is not None]
+        self.records[ask.name] = Record(
+            ask,
+            request,
+            speaker,
+            list(ask.prompt),
+            tick,
+            may_close=mode == "enforce" and not self._is_stock,
+            floor_tokens=min([floor, *known]) - len(self._close),
+        )
+
+    def take(self, outputs: dict[int, Any], tick: int) -> None:
+        """What a step's ``update_from_output`` returned."""
+        for client in outputs.values():
+            for item in client.outputs:
+                record = self.records.get(item.request_id)
+                if record is None:
+                    raise Failure("tokens", f"output of {item.request_id}, which no user sent")
+                self._take_one(record, item, tick)
+
+    def take_ended(self) -> list[Record]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def aborted(self, name: str) -> None:
+        record = self.records[name]
+        if not record.is_over:
+            record.finish = "abort"
+
+    def went_on(self, record: Record) -> None:
+        """A session goes on with its next chunk, which vLLM has made its prompt."""
+        prompt = list(record.request.prompt_token_ids)
+        known = [*record.prompt, *record.speaker.said]
+        common = 0
+        while common < min(len(known), len(prompt)) and known[common] == prompt[common]:
+            common += 1
+        # What was sampled last is computed by no step, and drafts behind an end are none.
+        if common < len(record.prompt):
+            raise Failure("tokens", f"{record.ask.name} lost prompt tokens between two chunks")
+        record.prompt = prompt
+        thinks = starts_thinking(prompt, self.boundaries)
+        record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
+        record.closes.clear()
+        record.num_chunks += 1
+
+    def _take_one(self, record: Record, item: Any, tick: int) -> None:
+        name = item.request_id
+        if record.is_over:
+            raise Failure("place", f"{name} ended by {record.finish} and has an output after that")
+        for token in item.new_token_ids:
+            self._hear(record, token)
+        if item.new_token_ids:
+            record.delivered_tick = tick
+            self.num_tokens += len(item.new_token_ids)
+        if len(record.prompt) + len(record.speaker.said) > self._case.length:
+            raise Failure("tokens", f"{name} is longer than {self._case.length}")
+        if item.finish_reason is not None:
+            self._end(record, item.finish_reason)
+
+    def _hear(self, record: Record, token: int) -> None:
+        speaker, name = record.speaker, record.ask.name
+        wanted = speaker.next()
+        if token != wanted:
+            begin = self._begin_of_close(speaker.said, token)
+            place = f"{name} says {token} at output token {len(speaker.said)}, not {wanted}"
+            if begin is None or not record.may_close:
+                raise Failure("tokens", place)
+            if not speaker.is_thinking:
+                raise Failure("tokens", f"{place}: a close behind the end of the thought")
+            began = len(speaker.said) - begin
+            thought = speaker.in_phase - (len(speaker.said) - began)
+            if thought < record.floor_tokens:
+                raise Failure("tokens", f"{place}: closed after {thought} think tokens")
+            if began not in record.closes:
+                record.closes.append(began)
+                self.num_closes += 1
+        speaker.hear(token)
+
+    def _begin_of_close(self, said: list[int], token: int) -> int | None:
+        """How many tokens of the close sequence stand before ``token``; None: it is none."""
+        for index in range(len(self._close) - 1, -1, -1):
+            behind = said[len(said) - index :] if index else []
+            if self._close[index] == token and tuple(behind) == self._close[:index]:
+                return index
+        return None
+
+    def _end(self, record: Record, reason: FinishReason) -> None:
+        said, ask, name = record.speaker.said, record.ask, record.ask.name
+        request = record.request
+        last = said[-1] if said else None
+        is_stop = last == TURN_END or last in ask.stops
+        total = len(record.prompt) + len(said)
+        max_tokens = request.sampling_params.max_tokens
+        is_length = len(said) >= max_tokens or total >= self._case.length
+        if ask.session is not None:
+            # Its parameters are the next chunk's already.
+            is_length = True
+        expected = {FinishReason.STOP: is_stop, FinishReason.LENGTH: is_length}
+        if reason is FinishReason.ABORT and ask.session is not None:
+            expected[reason] = True
+        if not expected.get(reason, False):
+            raise Failure(
+                "tokens",
+                f"{name} ends by {reason!s} after {len(said)} tokens, the last of them {last}",
+            )
+        if ask.session is None:
+            record.finish = str(reason)
+            self._ended.append(record)
+            return
+        if request.is_finished():
+            record.finish = str(reason)
+        elif request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self.went_on(record)
+
+
+def close_sequence(boundaries: Boundaries) -> tuple[int, ...]:
+    """The close sequence up to the end of the thought."""
+    for length in range(1, len(boundaries.close) + 1):
+        part = boundaries.close[:length]
+        if any(part[-len(end) :] == end for end in boundaries.end):
+            return part
+    return boundaries.close

@@ -1,0 +1,135 @@
+"""Runs one case: ours with every check, and vLLM's own scheduler on the same seed."""
+
+import hashlib
+import time
+import traceback
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from simulator.axes import Case
+from simulator.build import surroundings
+from simulator.engine import Arm, Clock
+from simulator.failure import Failure
+from simulator.faults import Faults
+from simulator.invariants import check_drained
+from simulator.watching import Checker, Recorder
+
+# Iterations that ours may take: so many times stock's, and so many more.
+STRETCH, MORE_TICKS = 3, 600
+_MOST_TICKS = 40_000
+
+
+@dataclass
+class Result:
+    """What came of a case.
+
+    Attributes:
+        failure: None when everything held.
+        is_void: stock itself does not serve this case, so it says nothing about ours.
+        digest: of every decision of ours, in hex.
+        counts: of what happened.
+    """
+
+    case: Case
+    steps: int = 0
+    invariant: str = ""
+    message: str = ""
+    where: str = ""
+    is_void: bool = False
+    digest: str = ""
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+def run_case(case: Case) -> Result:
+    """Run a case; never raises for what the scheduler does."""
+    result = Result(case)
+    clock = Clock()
+    with (
+        surroundings(case),
+        patch.object(time, "monotonic", clock),
+        patch.object(time, "perf_counter", clock),
+        patch.object(time, "time", clock),
+    ):
+        stock, recorder, limit = None, Recorder(), _MOST_TICKS
+        try:
+            stock, limit = _run_stock(case, clock, recorder)
+        except Exception as error:
+            result.is_void, result.message = True, f"stock: {error!r}"
+            result.where = _where(error)
+            return result
+        clock.now = Clock().now
+        try:
+            _run_ours(case, clock, limit, stock, recorder, result)
+        except Failure as failure:
+            result.invariant, result.message = failure.invariant, failure.message
+            result.where = _where(failure)
+        except Exception as error:
+            result.invariant, result.message = "crash", repr(error)
+            result.where = _where(error)
+    return result
+
+
+def _run_stock(case: Case, clock: Clock, recorder: Recorder) -> tuple[Arm, int]:
+    stock = Arm(case, clock, is_stock=True)
+    stock.watch = recorder
+    _loop(stock, Faults(case, stock), _MOST_TICKS, lambda: None)
+    check_drained(stock)
+    return stock, STRETCH * stock.tick + MORE_TICKS
+
+
+def _run_ours(
+    case: Case, clock: Clock, limit: int, stock: Arm, recorder: Recorder, result: Result
+) -> None:
+    ours = Arm(case, clock, is_stock=False)
+    faults = Faults(case, ours)
+    checker = Checker(ours, faults)
+    ours.watch = checker
+    try:
+        _loop(ours, faults, limit, checker.after_tick)
+    finally:
+        result.steps = ours.num_steps
+        result.digest = hashlib.sha256(b"".join(checker.digests)).hexdigest()
+        exits = ours.scheduler.exits
+        result.counts = {
+            "stock_steps": stock.num_steps,
+            "tokens": ours.ledger.num_tokens,
+            "requests": len(ours.ledger.records),
+            "closes": ours.ledger.num_closes,
+            "displaced": checker.num_displaced,
+            "steered": checker.num_steered,
+            "learnt": checker.num_learnt,
+            "probes": exits.probes.num_probes if exits and exits.probes else 0,
+            **{f"fault_{name}": number for name, number in faults.met.items()},
+        }
+    checker.at_end()
+    check_drained(ours)
+    if case.profile == "noop" and case.rule == "profile" and case.exit == "off":
+        _compare(recorder, checker)
+
+
+def _compare(stock: Recorder, ours: Recorder) -> None:
+    """Invariant 7."""
+    for index, (theirs, own) in enumerate(zip(stock.digests, ours.digests, strict=False)):
+        if theirs != own:
+            raise Failure("stock", f"step {index} differs from stock's")
+    if len(stock.digests) != len(ours.digests):
+        raise Failure("stock", f"{len(ours.digests)} steps, stock has {len(stock.digests)}")
+
+
+def _loop(arm: Arm, faults: Faults, limit: int, after_tick) -> None:  # noqa: ANN001
+    while not arm.is_drained:
+        arm.begin_tick()
+        faults.before_step()
+        arm.step()
+        after_tick()
+        if arm.tick >= limit:
+            left = [record.ask.name for record in arm.live()]
+            raise Failure(
+                "progress",
+                f"{len(left)} requests are left after {arm.tick} iterations ({limit} allowed): "
+                f"{left[:3]}",
+            )
+
+
+def _where(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,258 @@
+"""Looks at what goes into a scheduler of ours and what comes out, step by step."""
+
+import hashlib
+from typing import Any
+
+from simulator.engine import Arm, Watch
+from simulator.failure import Failure
+from simulator.faults import Faults
+from simulator.invariants import (
+    check_blocks,
+    check_health,
+    check_phases,
+    check_places,
+    check_tables,
+)
+from simulator.worker import Step
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.phase.router import Phase
+
+# Steps in a row in which somebody may wait although there is room, and for whom there is.
+PATIENCE_STEPS = 120
+# Of the steps in which something ran, the share that the step-time model learns from.
+LEAST_LEARNT = 0.9
+_FEWEST_STEPS = 60
+
+
+def digest_of(output: Any) -> bytes:
+    """Everything that a step tells the workers and that decisions show in."""
+    cached = output.scheduled_cached_reqs
+    parts = (
+        list(output.num_scheduled_tokens.items()),
+        [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+        list(zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)),
+        sorted(cached.resumed_req_ids),
+        sorted(output.finished_req_ids),
+        sorted(output.preempted_req_ids or ()),
+        list(output.scheduled_spec_decode_tokens.items()),
+        list(output.scheduled_encoder_inputs.items()),
+    )
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+class Recorder(Watch):
+    """Keeps a digest of each step; what an arm decided, in one line."""
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+
+    def schedule(self, arm: Arm) -> Any:
+        output = super().schedule(arm)
+        self.digests.append(digest_of(output))
+        return output
+
+
+class Checker(Recorder):
+    """All invariants that can be seen in a single arm of ours.
+
+    Args:
+        arm: ours.
+        faults: of this arm.
+    """
+
+    def __init__(self, arm: Arm, faults: Faults) -> None:
+        super().__init__()
+        self._arm = arm
+        self._faults = faults
+        self._is_scheduling = False
+        self._expects_health = not arm.case.has_fault("raises")
+        scheduler = arm.scheduler
+        rules = scheduler._phase_rules
+        self._is_answers_first = (
+            rules.order and arm.case.queue == "fcfs" and not arm.case.has_fault("raises")
+        )
+        self._steered: dict[int, bool] = {}
+        self.num_steered = 0
+        self.num_learnt = 0
+        self._idle_heads: dict[str, int] = {}
+        # Displaced by us since the step began, with who stood first then.
+        self._displaced: list[Any] = []
+        self.num_displaced = 0
+        self._wrap(scheduler)
+
+    def schedule(self, arm: Arm) -> Any:
+        scheduler = arm.scheduler
+        is_steered = bool(scheduler.phase_router.num_reasoning) and not scheduler._is_stock
+        answers = self._waiting_answers()
+        self._displaced.clear()
+        self._is_scheduling = True
+        try:
+            output = super().schedule(arm)
+        finally:
+            self._is_scheduling = False
+        self._steered[id(output)] = is_steered
+        if self._is_answers_first and is_steered:
+            self._check_waiting_answers(output, answers)
+        self._check_displacing(output)
+        self._check_idle(output)
+        return output
+
+    def update(self, arm: Arm, step: Step) -> dict[int, Any]:
+        before = self.num_learnt
+        outputs = super().update(arm, step)
+        is_steered = self._steered.pop(id(step.output))
+        if is_steered and step.output.total_num_scheduled_tokens:
+            self.num_steered += 1
+        elif self.num_learnt > before:
+            self.num_learnt = before
+        return outputs
+
+    def after_tick(self) -> None:
+        """A tick is over."""
+        arm = self._arm
+        check_places(arm)
+        check_blocks(arm)
+        if self._expects_health:
+            check_health(arm)
+            check_tables(arm)
+            check_phases(arm, [r.request_id for r in arm.scheduler.running])
+            check_phases(arm, [r.request_id for r in arm.scheduler.waiting])
+
+    def at_end(self) -> None:
+        """The arm is drained."""
+        if self.num_steered >= _FEWEST_STEPS and self._expects_health:
+            share = self.num_learnt / self.num_steered
+            if share < LEAST_LEARNT and self._arm.scheduler._phase_rules.step_cut:
+                raise Failure(
+                    "learning",
+                    f"the step-time model learnt from {self.num_learnt} of {self.num_steered} "
+                    "steps",
+                )
+
+    def _wrap(self, scheduler: Any) -> None:
+        observe, preempt = scheduler.steering.model.observe, scheduler._preempt_request
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self.num_learnt += 1
+            return observe(*args, **kwargs)
+
+        def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_scheduling:
+                self._check_preemption(request)
+            return preempt(request, *args, **kwargs)
+
+        scheduler.steering.model.observe = observed
+        scheduler._preempt_request = preempted
+
+    def _check_preemption(self, request: Any) -> None:
+        """Invariant 5: no answer makes room while a thinker or a prompt holds blocks."""
+        scheduler = self._arm.scheduler
+        state = scheduler.phase_router.get(request.request_id)
+        is_ours = scheduler.max_num_scheduled_tokens and self._is_before_upstream()
+        if is_ours and not isinstance(request, ProbeRequest):
+            self._displaced.append(request)
+            self.num_displaced += 1
+        if not self._is_answers_first or state is None or state.phase is not Phase.ANSWER:
+            return
+        if not scheduler.phase_router.num_reasoning:
+            return
+        for other in scheduler.running:
+            phase = scheduler.phase_router.get(other.request_id)
+            is_lesser = phase is not None and phase.phase is not Phase.ANSWER
+            if is_lesser and other is not request:
+                raise Failure(
+                    "answers",
+                    f"{request.request_id} answers and is preempted while {other.request_id} in "
+                    f"phase {phase.phase} runs",
+                )
+
+    def _is_before_upstream(self) -> bool:
+        """Whether upstream's part of the step has not begun."""
+        return bool(self._arm.scheduler.current_step == self._arm.num_steps)
+
+    def _waiting_answers(self) -> list[Any]:
+        scheduler = self._arm.scheduler
+        answers = []
+        for request in scheduler.waiting:
+            state = scheduler.phase_router.get(request.request_id)
+            if (
+                request.status == RequestStatus.PREEMPTED
+                and state is not None
+                and state.phase is Phase.ANSWER
+                and not request.num_stale_output_tokens
+                and not request.lora_request
+                and not request.has_encoder_inputs
+            ):
+                answers.append(request)
+        return answers
+
+    def _check_waiting_answers(self, output: Any, answers: list[Any]) -> None:
+        """Invariant 5: nobody is let in before an answer that waits."""
+        left = [each for each in answers if each.status == RequestStatus.PREEMPTED]
+        if not left or self._arm.case.connector != "none":
+            return
+        scheduler = self._arm.scheduler
+        names = [new.req_id for new in output.scheduled_new_reqs]
+        names += list(output.scheduled_cached_reqs.resumed_req_ids)
+        for name in names:
+            state = scheduler.phase_router.get(name)
+            if state is not None and state.phase is not Phase.ANSWER:
+                raise Failure(
+                    "answers",
+                    f"{name} in phase {state.phase} comes in while the answer "
+                    f"{left[0].request_id} waits",
+                )
+
+    def _check_displacing(self, output: Any) -> None:
+        """Invariant 4: who makes room makes it for somebody."""
+        if not self._displaced:
+            return
+        gone = {request.request_id for request in self._displaced}
+        came = {new.req_id for new in output.scheduled_new_reqs}
+        came |= set(output.scheduled_cached_reqs.resumed_req_ids)
+        is_loading = any(
+            r.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for r in self._arm.scheduler.kv_holding_waiting
+        )
+        if not came - gone and not is_loading:
+            raise Failure("displacing", f"{sorted(gone)} made room and nobody came in")
+
+    def _check_idle(self, output: Any) -> None:
+        """Invariant 4: with tokens, seats and blocks to spare nobody waits for long."""
+        scheduler = self._arm.scheduler
+        if scheduler._pause_state != PauseState.UNPAUSED:
+            self._idle_heads.clear()
+            return
+        still = {}
+        budget = scheduler.max_num_scheduled_tokens
+        spare_tokens = budget - output.total_num_scheduled_tokens
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        seats = scheduler.max_num_running_reqs - scheduler.num_waiting_for_streaming_input
+        for request in scheduler.running:
+            name = request.request_id
+            if name not in output.num_scheduled_tokens and request.is_prefill_chunk:
+                still[name] = self._idle_heads.get(name, 0) + 1
+        head = next(iter(scheduler.waiting), None)
+        if head is not None and len(scheduler.running) < seats - 1:
+            needed = num_groups * (-(-head.num_tokens // scheduler.block_size) + 2)
+            slack = len(scheduler.running) * num_groups + needed
+            is_blocked = head.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+            if (
+                not is_blocked
+                and spare_tokens > min(head.num_tokens, budget // 2)
+                and free > 2 * slack
+                and not head.num_stale_output_tokens
+            ):
+                still[head.request_id] = self._idle_heads.get(head.request_id, 0) + 1
+        self._idle_heads = still
+        for name, steps in still.items():
+            if steps > PATIENCE_STEPS:
+                raise Failure(
+                    "progress",
+                    f"{name} waits for {steps} steps with {spare_tokens} tokens and {free} blocks "
+                    "to spare",
+                )

@@ -1,0 +1,260 @@
+"""The requests of a seed: who comes when, and what each will say."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulator.axes import Case
+from simulator.grammar import write_rules
+from simulator.oracle import NEWLINE, STOP_TOKEN, Script, boundaries_of, words
+
+from meridian_patch.phase.boundaries import Boundaries
+
+MIN64, MAX64 = -(2**63), 2**63 - 1
+ADAPTERS = 4
+
+
+@dataclass
+class Ask:
+    """One request, or one chunk of a streaming session.
+
+    Attributes:
+        chain: name of the conversation it belongs to.
+        thinks: whether the prompt ends within a thought.
+        images: offset, length and identity of each.
+        session: None for an ordinary request; else whether further chunks follow this one.
+    """
+
+    name: str
+    prompt: list[int]
+    script: Script
+    max_tokens: int
+    chain: str = ""
+    thinks: bool = False
+    priority: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    adapter: int = 0
+    images: list[tuple[int, int, str]] = field(default_factory=list)
+    session: bool | None = None
+    salt: str | None = None
+    stops: tuple[int, ...] = ()
+    grammar_delay: int = 0
+    seed: int | None = None
+    think_budget: int | None = None
+
+
+class Workload:
+    """Draws the requests of a case; equal for stock and for ours.
+
+    Args:
+        case: the configuration.
+        pool_tokens: of the KV pool.
+    """
+
+    def __init__(self, case: Case, pool_tokens: int) -> None:
+        self._case = case
+        self._rng = random.Random(f"workload {case.seed}")
+        self.boundaries = boundaries_of(case.boundary, case.history)
+        self._pool_tokens = pool_tokens
+        self._length = case.length
+        self._number = 0
+        # What comes, by tick.
+        self.arrivals: dict[int, list[Ask]] = {}
+        # Further turns of conversations, by the request that they follow.
+        self._turns_left: dict[str, int] = {}
+        self._draw_all()
+
+    @property
+    def last_tick(self) -> int:
+        """The tick of the last arrival known so far."""
+        return max(self.arrivals, default=0)
+
+    def next_turn(self, ask: Ask, output: list[int], tick: int) -> None:
+        """A request ended by itself; what its client says to that."""
+        left = self._turns_left.pop(ask.name, 0)
+        if not left:
+            return
+        rng = random.Random(f"turn {self._case.seed} {ask.name}")
+        said = _answer_of(output, self.boundaries) if rng.random() < 0.6 else output
+        history = ask.prompt + said
+        if len(history) + 40 > self._length:
+            return
+        follow = self._ask(rng, "agents" if left > 1 else "conversations", history=history)
+        follow.adapter, follow.chain = ask.adapter, ask.chain
+        self._turns_left[follow.name] = left - 1
+        self.arrivals.setdefault(tick + rng.randrange(1, 25), []).append(follow)
+
+    def _draw_all(self) -> None:
+        rng, steps = self._rng, self._case.steps
+        tick = 1
+        # Some tokens per tick keep an engine of this size busy, or leave it idle at times.
+        load = rng.choice((0.4, 1.0, 2.0))
+        while tick < steps:
+            kind = self._case.traffic
+            if kind == "mixed" or rng.random() < 0.4:
+                kind = rng.choices(
+                    ("thinkers", "plain", "agents", "conversations", "sessions", "runaways",
+                     "pool_prompts", "hostile", "siblings"),
+                    weights=(6, 3, 2, 2, 1, 1, 1, 1, 1),
+                )[0]  # fmt: skip
+                if self._case.traffic == "plain":
+                    kind = "plain"
+            if kind == "sessions" and self._case.connector != "none":
+                kind = "thinkers"
+            asks = self._draw(rng, kind, tick)
+            for ask in asks:
+                self.arrivals.setdefault(tick, []).append(ask)
+            weight = sum(len(a.prompt) / self._case.budget + _length_of(a) for a in asks)
+            seats = min(self._case.seats, 8)
+            mean = weight / seats / load
+            tick += int(rng.expovariate(1 / max(mean, 0.5)))
+
+    def _draw(self, rng: random.Random, kind: str, tick: int) -> list[Ask]:
+        if kind == "siblings":
+            first = self._ask(rng, "thinkers")
+            return [first, *(self._sibling(rng, first) for _ in range(rng.randrange(1, 4)))]
+        if kind == "sessions":
+            return self._session(rng, tick)
+        ask = self._ask(rng, kind)
+        if kind in {"agents", "conversations"}:
+            ask.chain = ask.name
+            self._turns_left[ask.name] = rng.randrange(1, 5)
+        return [ask]
+
+    def _sibling(self, rng: random.Random, first: Ask) -> Ask:
+        other = self._ask(rng, "thinkers")
+        other.prompt, other.thinks = list(first.prompt), first.thinks
+        other.images, other.adapter, other.salt = first.images, first.adapter, first.salt
+        other.max_tokens = min(other.max_tokens, self._length - len(other.prompt))
+        return other
+
+    def _session(self, rng: random.Random, tick: int) -> list[Ask]:
+        """The first chunk of a session; the others come later, be it finished then or not."""
+        chunks = rng.randrange(2, 5)
+        room = self._length // chunks - 2
+        name = self._name()
+        asks = []
+        for index in range(chunks):
+            ask = self._ask(rng, "thinkers" if rng.random() < 0.7 else "plain", name=name)
+            ask.prompt = ask.prompt[-max(room // 2, 8) :]
+            ask.max_tokens = max(room - len(ask.prompt) - 4, 4)
+            ask.session = index + 1 < chunks
+            ask.images, ask.extra, ask.stops = [], {}, ()
+            ask.script = Script(ask.script.seed, ask.script.turns)
+            ask.priority, ask.adapter, ask.salt = 0, 0, None
+            asks.append(ask)
+        for later in asks[1:]:
+            tick += rng.randrange(1, 60)
+            self.arrivals.setdefault(tick, []).append(later)
+        # The client hangs up.
+        over = Ask(name, [1], Script(0, ((0, 0),)), 1, session=False)
+        self.arrivals.setdefault(tick + rng.randrange(1, 80), []).append(over)
+        asks[-1].session = True
+        return asks[:1]
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"r{self._number}"
+
+    def _ask(
+        self, rng: random.Random, kind: str, history: list[int] | None = None, name: str = ""
+    ) -> Ask:
+        case, length = self._case, self._length
+        thinks = kind != "plain" and self.boundaries is not None and rng.random() < 0.9
+        prompt = self._prompt(rng, kind, history)
+        if thinks:
+            assert self.boundaries is not None
+            prompt += rng.choice(self.boundaries.start)
+        prompt = prompt[-(length - 2) :]
+        room = length - len(prompt)
+        scale = min(length // 2, 600)
+        turns = tuple(
+            (1 + int(rng.expovariate(3 / scale)), int(rng.expovariate(6 / scale)))
+            for _ in range(2 if rng.random() < 0.1 else 1)
+        )
+        if kind == "runaways":
+            turns = ((10**9, 0),)
+        ask = Ask(
+            name or self._name(),
+            prompt,
+            Script(rng.randrange(10**6), turns),
+            room if rng.random() < 0.5 or kind == "runaways" else rng.randrange(1, room + 1),
+            thinks=thinks,
+        )
+        self._decorate(rng, ask, kind)
+        return ask
+
+    def _prompt(self, rng: random.Random, kind: str, history: list[int] | None) -> list[int]:
+        if history is not None:
+            return history + words(rng, rng.randrange(1, 30))
+        longest = self._length - 8
+        if kind == "pool_prompts":
+            return words(rng, min(self._pool_tokens, longest) - rng.randrange(3))
+        common = words(random.Random(rng.randrange(4)), longest // 2)
+        shared = common[: rng.randrange(len(common))] if rng.random() < 0.6 else []
+        own = words(rng, 1 + min(int(rng.expovariate(8 / longest)), longest // 2 - 2))
+        if rng.random() < 0.1 and self.boundaries is not None:
+            # An earlier turn's thought in the prompt.
+            thought = [*self.boundaries.start[0], 65, NEWLINE, *self.boundaries.end[0], 97]
+            shared = [*shared, *thought]
+        return [*shared, *own]
+
+    def _decorate(self, rng: random.Random, ask: Ask, kind: str) -> None:
+        case = self._case
+        if case.queue == "priority":
+            ask.priority = rng.randrange(3)
+        if case.lora != "none" and rng.random() < 0.7:
+            ask.adapter = rng.randrange(1, ADAPTERS + 1)
+        if rng.random() < 0.05:
+            ask.salt = f"salt{rng.randrange(2)}"
+        if rng.random() < 0.05:
+            ask.stops = (STOP_TOKEN, NEWLINE if rng.random() < 0.2 else STOP_TOKEN)
+        if case.grammar != "never" and rng.random() < 0.4:
+            rules = write_rules(rng.randrange(1, 30), rng.randrange(9))
+            ask.script = Script(
+                ask.script.seed, ask.script.turns[:1], rules, case.grammar == "within"
+            )
+            ask.stops = ()
+            ask.grammar_delay = rng.choice((0, 0, 1, 5, 60))
+        if case.images != "none" and rng.random() < 0.5:
+            self._add_images(rng, ask)
+        if rng.random() < 0.15:
+            ask.extra = self._wishes(rng)
+        if kind == "hostile":
+            ask.extra = rng.choice((
+                {"meridian_itl_ms": 1e-9}, {"meridian_itl_ms": 5.0},
+                {"meridian_priority": MIN64}, {"meridian_priority": MAX64},
+                {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
+                {"meridian_min_think_tokens": MAX64}, {"meridian_rpdi_lambda": 1.0000001},
+            ))  # fmt: skip
+            if case.queue == "priority":
+                ask.priority = rng.choice((MIN64, MAX64))
+
+    def _wishes(self, rng: random.Random) -> dict[str, Any]:
+        return rng.choice((
+            {"meridian_exit": rng.choice(("off", "observe", "enforce"))},
+            {"meridian_itl_ms": rng.choice((1.0, 20.0, 500.0))},
+            {"meridian_priority": rng.randrange(-3, 4)},
+            {"meridian_max_think_tokens": rng.randrange(8, 200)},
+            {"meridian_min_think_tokens": rng.randrange(8, 200)},
+        ))  # fmt: skip
+
+    def _add_images(self, rng: random.Random, ask: Ask) -> None:
+        length = rng.randrange(4, 17)
+        at = rng.randrange(max(len(ask.prompt) - length - 4, 1))
+        if at + length + 4 < len(ask.prompt):
+            ask.images = [(at, length, f"image{rng.randrange(5)}-{length}")]
+
+
+def _length_of(ask: Ask) -> float:
+    thought, answer = ask.script.turns[0]
+    return min(ask.max_tokens, (thought if ask.thinks else 0) + answer)
+
+
+def _answer_of(output: list[int], boundaries: Boundaries | None) -> list[int]:
+    """What a chat template keeps of an output: what stands behind the last end of a thought."""
+    for end in range(len(output), 0, -1):
+        for each in boundaries.end if boundaries else ():
+            if tuple(output[end - len(each) : end]) == each:
+                return output[end:]
+    return output
