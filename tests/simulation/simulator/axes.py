@@ -138,6 +138,9 @@ def repair(values: dict[str, Any]) -> dict[str, Any]:
     while new["seats"] * (1 + new["drafts"]) > new["budget"]:
         lower = [seats for seats in AXES["seats"].values if seats < new["seats"]]
         new["seats"] = lower[-1]
+    if new["traffic"] == "sessions" and new["pool"] == "starving":
+        # A paused session holds its blocks: vLLM has none for anybody else then.
+        new["pool"] = "tight"
     if new["images"] == "none":
         new["encoder"] = "ample"
     if new["exit"] == "off":

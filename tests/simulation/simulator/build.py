@@ -188,6 +188,7 @@ def _transfer(case: Case) -> KVTransferConfig | None:
     return KVTransferConfig(
         kv_connector="SimConnector",
         kv_connector_module_path="simulator.connector",
+        kv_load_failure_policy="recompute" if case.seed % 2 else "fail",
         kv_role="kv_consumer" if case.connector == "load" else "kv_producer",
         kv_connector_extra_config={
             "loads": case.connector == "load",

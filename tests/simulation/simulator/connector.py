@@ -34,8 +34,8 @@ class SimConnector(KVConnectorBase_V1, SupportsHMA):
         self._sending: dict[str, int] = {}
         self._asked: set[str] = set()
         self.fails = lambda: False
-        # What was reported failed since the simulator looked.
-        self.num_failed = 0
+        # Requests that a failed load may end.
+        self.failed: set[str] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -55,7 +55,7 @@ class SimConnector(KVConnectorBase_V1, SupportsHMA):
         for name in received:
             _, blocks = self._loading.pop(name)
             if self.fails():
-                self.num_failed += 1
+                self.failed.add(name)
                 if len(blocks) == 1 and blocks[0] and self._step % 2:
                     output.invalid_block_ids.add(blocks[0][-1])
                 else:
@@ -69,7 +69,7 @@ class SimConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         name = request.request_id
         draw = zlib.crc32(name.encode())
-        if not self._loads or draw % 2:
+        if not self._loads or draw % 2 or name in self.failed:
             return 0, False
         if name not in self._asked:
             # It is looked up first, which takes a step.

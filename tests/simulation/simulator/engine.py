@@ -115,10 +115,12 @@ class Arm:
         elif not self.in_flight:
             return
         if self.in_flight:
+            last = self.in_flight[-1]
             self._deliver(self.in_flight.popleft())
         if deferred is not None:
             if self.case.drafts:
-                drafts = self.workers.take_drafts()
+                # Load-bearing: those of the step sampled last, which may not be back yet.
+                drafts = self.workers.take_drafts(last)
                 if drafts is not None:
                     scheduler.update_draft_token_ids_in_output(drafts, deferred.output)
             deferred.is_deferred = True
@@ -189,7 +191,7 @@ class Arm:
         for record in self.ledger.take_ended():
             self.workload.next_turn(record.ask, record.speaker.said, self.tick)
         if self.case.drafts and not self.case.is_async and step.result.req_ids:
-            drafts = self.workers.take_drafts()
+            drafts = self.workers.take_drafts(step)
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
 

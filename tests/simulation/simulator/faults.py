@@ -45,6 +45,7 @@ class Faults:
         if case.has_fault("load_failure"):
             draws = random.Random(f"loads {case.seed}")
             connector.fails = lambda: draws.random() < 0.3
+            connector.failed = arm.ledger.failed_loads
 
     @property
     def is_paused(self) -> bool:

@@ -60,6 +60,8 @@ class Ledger:
         self.records: dict[str, Record] = {}
         # Those that ended by themselves since the last call of ``take_ended``.
         self._ended: list[Record] = []
+        # Requests whose KV could not be loaded, and that may end by an error.
+        self.failed_loads: set[str] = set()
         self.num_closes = 0
         self.num_tokens = 0
 
@@ -177,6 +179,8 @@ class Ledger:
             # Its parameters are the next chunk's already.
             is_length = True
         expected = {FinishReason.STOP: is_stop, FinishReason.LENGTH: is_length}
+        if self._case.has_fault("load_failure") and record.request.request_id in self.failed_loads:
+            expected[FinishReason.ERROR] = True
         if reason is FinishReason.ABORT and ask.session is not None:
             expected[reason] = True
         if not expected.get(reason, False):

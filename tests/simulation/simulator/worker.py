@@ -59,7 +59,6 @@ class Workers:
         self._num_drafts = num_drafts
         self._rng = random.Random(f"drafts {seed}")
         self._rows: dict[str, _Row] = {}
-        self._last_sampled: list[str] = []
         # Faults: rows of these requests' signals are lost; no signals come back at all.
         self.loses_probes = False
         self.loses_signals = False
@@ -102,7 +101,6 @@ class Workers:
         masks = _masks(grammar, output.scheduled_spec_decode_tokens)
         names = list(output.num_scheduled_tokens)
         sampled = [self._sample(step, name, masks.get(name)) for name in names]
-        self._last_sampled = [n for n, tokens in zip(names, sampled, strict=True) if tokens]
         step.result = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -112,9 +110,11 @@ class Workers:
         if plan is not None and not self.loses_signals:
             self._measure(step, plan)
 
-    def take_drafts(self) -> DraftTokenIds | None:
-        """Guesses at what follows the tokens sampled last."""
-        names = [name for name in self._last_sampled if name in self._rows]
+    def take_drafts(self, step: Step) -> DraftTokenIds | None:
+        """Guesses at what follows the tokens that a step sampled."""
+        assert step.result is not None
+        sampled = zip(step.result.req_ids, step.result.sampled_token_ids, strict=True)
+        names = [name for name, tokens in sampled if tokens and name in self._rows]
         if not names:
             return None
         return DraftTokenIds(names, [list(self._rows[name].drafts) for name in names])

@@ -58,6 +58,7 @@ class Workload:
         self._pool_tokens = pool_tokens
         self._length = case.length
         self._number = 0
+        self._num_sessions = 0
         # What comes, by tick.
         self.arrivals: dict[int, list[Ask]] = {}
         # Further turns of conversations, by the request that they follow.
@@ -99,8 +100,11 @@ class Workload:
                 )[0]  # fmt: skip
                 if self._case.traffic == "plain":
                     kind = "plain"
-            if kind == "sessions" and self._case.connector != "none":
-                kind = "thinkers"
+            if kind == "sessions":
+                most = {"starving": 0, "tight": 1, "ample": 4}[self._case.pool]
+                if self._case.connector != "none" or self._num_sessions >= most:
+                    kind = "thinkers"
+                self._num_sessions += kind == "sessions"
             asks = self._draw(rng, kind, tick)
             for ask in asks:
                 self.arrivals.setdefault(tick, []).append(ask)
