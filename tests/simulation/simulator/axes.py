@@ -101,6 +101,11 @@ class Case:
         """The same with another value of one axis, as far as the others allow it."""
         return Case(self.seed, self.steps, repair({**self.values, axis: value}))
 
+    @property
+    def num_odd(self) -> int:
+        """How many axes are not plain."""
+        return sum(value != AXES[name].plain for name, value in self.values.items())
+
     def describe(self) -> str:
         """The values that are not plain."""
         odd = {name: v for name, v in self.values.items() if v != AXES[name].plain}

@@ -24,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-STEP_S, TOKEN_S, TICK_S = 0.01, 1e-4, 1e-4
+STEP_S, TOKEN_S, TICK_S = 0.01, 5e-4, 1e-4
 
 
 class Clock:

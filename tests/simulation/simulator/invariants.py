@@ -38,11 +38,13 @@ def check_places(arm: Arm) -> None:
     if live != places:
         lost, extra = sorted(live - places)[:3], sorted(places - live)[:3]
         raise Failure("place", f"lost: {lost}; queued though they ended: {extra}")
-    _check_counts(arm, running, [*waiting, *holding])
 
 
-def _check_counts(arm: Arm, running: list[Any], waiting: list[Any]) -> None:
+def check_counts(arm: Arm) -> None:
+    """Invariant 1: what is told of the requests is so, and never negative."""
     scheduler = arm.scheduler
+    running = list(scheduler.running)
+    waiting = [*scheduler.waiting, *scheduler.kv_holding_waiting]
     truth = tuple(
         sum(not isinstance(request, ProbeRequest) for request in each)
         for each in (running, waiting)
@@ -87,10 +89,11 @@ def check_blocks(arm: Arm) -> None:
             )
 
 
-def check_phases(arm: Arm, names: Any) -> None:
+def check_phases(arm: Arm) -> None:
     """Invariant 3: phases and their lengths follow from the tokens."""
     router = arm.scheduler.phase_router
-    for name in names:
+    for request in (*arm.scheduler.running, *arm.scheduler.waiting):
+        name = request.request_id
         record = arm.ledger.records.get(name)
         state = router.get(name)
         if record is None or state is None or record.is_over:

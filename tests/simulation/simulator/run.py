@@ -24,7 +24,8 @@ class Result:
     """What came of a case.
 
     Attributes:
-        failure: None when everything held.
+        failures: invariants that do not hold, and how that shows; the first one first.
+        message: why it is void.
         is_void: stock itself does not serve this case, so it says nothing about ours.
         digest: of every decision of ours, in hex.
         counts: of what happened.
@@ -32,7 +33,7 @@ class Result:
 
     case: Case
     steps: int = 0
-    invariant: str = ""
+    failures: dict[str, str] = field(default_factory=dict)
     message: str = ""
     where: str = ""
     is_void: bool = False
@@ -61,10 +62,10 @@ def run_case(case: Case) -> Result:
         try:
             _run_ours(case, clock, limit, stock, recorder, result)
         except Failure as failure:
-            result.invariant, result.message = failure.invariant, failure.message
+            result.failures.setdefault(failure.invariant, failure.message)
             result.where = _where(failure)
         except Exception as error:
-            result.invariant, result.message = "crash", repr(error)
+            result.failures["crash"] = repr(error)
             result.where = _where(error)
     return result
 
@@ -88,6 +89,7 @@ def _run_ours(
         _loop(ours, faults, limit, checker.after_tick)
     finally:
         result.steps = ours.num_steps
+        result.failures = checker.failures
         result.digest = hashlib.sha256(b"".join(checker.digests)).hexdigest()
         exits = ours.scheduler.exits
         result.counts = {
@@ -102,7 +104,8 @@ def _run_ours(
             **{f"fault_{name}": number for name, number in faults.met.items()},
         }
     checker.at_end()
-    check_drained(ours)
+    if not faults.num_raised:
+        check_drained(ours)
     if case.profile == "noop" and case.rule == "profile" and case.exit == "off":
         _compare(recorder, checker)
 

@@ -1,13 +1,15 @@
 """Looks at what goes into a scheduler of ours and what comes out, step by step."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
-from simulator.engine import Arm, Watch
+from simulator.engine import STEP_S, TOKEN_S, Arm, Watch
 from simulator.failure import Failure
 from simulator.faults import Faults
 from simulator.invariants import (
     check_blocks,
+    check_counts,
     check_health,
     check_phases,
     check_places,
@@ -25,6 +27,8 @@ PATIENCE_STEPS = 120
 # Of the steps in which something ran, the share that the step-time model learns from.
 LEAST_LEARNT = 0.9
 _FEWEST_STEPS = 60
+# Of predicted seconds: a step's true length follows from its tokens here.
+MOST_ERROR = 0.25
 
 
 def digest_of(output: Any) -> bytes:
@@ -81,7 +85,24 @@ class Checker(Recorder):
         # Displaced by us since the step began, with who stood first then.
         self._displaced: list[Any] = []
         self.num_displaced = 0
+        # The first failure of each kind that a run can go on after.
+        self.failures: dict[str, str] = {}
+        self._is_probe_due: dict[str, int] = {}
+        # Predicted and true seconds of steps that only decode.
+        self._predictions: list[tuple[float, float]] = []
         self._wrap(scheduler)
+
+    def note(self, failure: Failure) -> None:
+        """An invariant is broken; the run goes on, to see what else is."""
+        self.failures.setdefault(
+            failure.invariant, f"{failure.message} (step {self._arm.num_steps})"
+        )
+
+    def _soft(self, check: Callable[..., None], *args: Any) -> None:
+        try:
+            check(*args)
+        except Failure as failure:
+            self.note(failure)
 
     def schedule(self, arm: Arm) -> Any:
         scheduler = arm.scheduler
@@ -95,9 +116,12 @@ class Checker(Recorder):
             self._is_scheduling = False
         self._steered[id(output)] = is_steered
         if self._is_answers_first and is_steered:
-            self._check_waiting_answers(output, answers)
-        self._check_displacing(output)
-        self._check_idle(output)
+            self._soft(self._check_waiting_answers, output, answers)
+        self._soft(self._check_displacing, output)
+        self._soft(self._check_idle, output)
+        self._soft(self._check_probes, output)
+        if is_steered and self._expects_health:
+            self._predict(output)
         return output
 
     def update(self, arm: Arm, step: Step) -> dict[int, Any]:
@@ -114,23 +138,25 @@ class Checker(Recorder):
         """A tick is over."""
         arm = self._arm
         check_places(arm)
+        self._soft(check_counts, arm)
         check_blocks(arm)
         if self._expects_health:
-            check_health(arm)
-            check_tables(arm)
-            check_phases(arm, [r.request_id for r in arm.scheduler.running])
-            check_phases(arm, [r.request_id for r in arm.scheduler.waiting])
+            for check in (check_health, check_tables, check_phases):
+                self._soft(check, arm)
 
     def at_end(self) -> None:
         """The arm is drained."""
         if self.num_steered >= _FEWEST_STEPS and self._expects_health:
             share = self.num_learnt / self.num_steered
             if share < LEAST_LEARNT and self._arm.scheduler._phase_rules.step_cut:
-                raise Failure(
-                    "learning",
-                    f"the step-time model learnt from {self.num_learnt} of {self.num_steered} "
-                    "steps",
-                )
+                message = f"{self.num_learnt} of {self.num_steered} steps"
+                self.note(Failure("learning", f"the step-time model learnt from {message}"))
+        late = self._predictions[len(self._predictions) // 2 :]
+        if len(late) >= _FEWEST_STEPS:
+            error = sum(abs(guess - truth) / truth for guess, truth in late) / len(late)
+            if error > MOST_ERROR:
+                message = f"steps that decode are predicted {error:.0%} wrong"
+                self.note(Failure("prediction", message))
 
     def _wrap(self, scheduler: Any) -> None:
         observe, preempt = scheduler.steering.model.observe, scheduler._preempt_request
@@ -141,7 +167,7 @@ class Checker(Recorder):
 
         def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_scheduling:
-                self._check_preemption(request)
+                self._soft(self._check_preemption, request)
             return preempt(request, *args, **kwargs)
 
         scheduler.steering.model.observe = observed
@@ -219,6 +245,42 @@ class Checker(Recorder):
         )
         if not came - gone and not is_loading:
             raise Failure("displacing", f"{sorted(gone)} made room and nobody came in")
+
+    def _check_probes(self, output: Any) -> None:
+        """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made."""
+        scheduler = self._arm.scheduler
+        probes = scheduler.exits.probes if scheduler.exits else None
+        if probes is None:
+            return
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        is_roomy = (
+            len(scheduler.running) < scheduler.max_num_running_reqs - 1
+            and free > 4 + 2 * len(scheduler.running)
+            and output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens - 70
+            and not self._waiting_answers()
+            and scheduler._pause_state == PauseState.UNPAUSED
+        )
+        if not is_roomy:
+            self._is_probe_due.clear()
+            return
+        ready = [name for name, due in probes._due.items() if probes._is_ready(due)]
+        self._is_probe_due = {name: self._is_probe_due.get(name, 0) + 1 for name in ready}
+        for name, steps in self._is_probe_due.items():
+            if steps > PATIENCE_STEPS:
+                raise Failure("probes", f"a probe of {name} is due for {steps} steps with room")
+
+    def _predict(self, output: Any) -> None:
+        scheduler = self._arm.scheduler
+        new = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        most = 1 + self._arm.case.drafts
+        if new or not output.num_scheduled_tokens:
+            return
+        if max(output.num_scheduled_tokens.values()) > most or scheduler.steering.num_prefilling():
+            return
+        guess = scheduler.steering.model.decode_seconds(scheduler.steering._shape)
+        if guess is not None:
+            truth = STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+            self._predictions.append((guess, truth))
 
     def _check_idle(self, output: Any) -> None:
         """Invariant 4: with tokens, seats and blocks to spare nobody waits for long."""
