@@ -1,0 +1,245 @@
+"""Negative controls: one changed line of ours each, which the simulator has to notice.
+
+A mutant is applied to the source of its module before that is imported, in a process of its own;
+where its text does not occur exactly once, it says so instead of passing by.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+STEPS = 250
+
+
+class Mutant(NamedTuple):
+    """One change.
+
+    Attributes:
+        module: below ``meridian_patch``.
+        old, new: text that occurs once, and what stands there instead.
+        seeds: within so many it must be noticed.
+        fixed: axis values in which it can show at all, so that few seeds do.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    seeds: int = 20
+    fixed: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+ENFORCE = {"exit": "enforce", "gap": 1, "strategy": "eat", "boundary": "token", "prefix": True,
+           "cache": "dense", "connector": "none", "traffic": "thinkers"}  # fmt: skip
+TIGHT = {"pool": "starving", "profile": "latency", "rule": "profile", "traffic": "thinkers",
+         "boundary": "token", "queue": "fcfs", "connector": "none"}  # fmt: skip
+SHARED = {**TIGHT, "haste": "eager"}
+TIERED = {**TIGHT, "tiers": True, "prefix": True, "cache": "dense"}
+
+MUTANTS = (
+    Mutant("budget not restored", "engine.steering",
+           "        scheduler.max_num_scheduled_tokens = budget\n", "        pass\n",
+           fixed={**TIGHT, "budget": 2048}),
+    Mutant("seats not restored", "engine.steering",
+           "        scheduler.max_num_active_reqs = active\n", "        pass\n",
+           fixed={"profile": "fair", "boundary": "token"}),
+    Mutant("a displaced request is forgotten", "engine.room",
+           "        scheduler._preempt_request(\n",
+           "        (lambda *a, **k: None)(\n", fixed=SHARED),
+    Mutant("a displaced request keeps its place among those that run", "engine.room",
+           "        scheduler.running.remove(request)\n", "", fixed=SHARED),
+    Mutant("a step's successor is popped", "engine.step_timer",
+           "            if noted is output:\n", "            if noted is not output:\n",
+           fixed=TIGHT),
+    Mutant("counts include probes", "engine.scheduler",
+           "        return self.exits.without_probes(counts) if self.exits else counts\n",
+           "        return counts\n", fixed=ENFORCE),
+    Mutant("probes leave the engine", "engine.scheduler",
+           "                strip(result, ended)\n", "                pass\n", fixed=ENFORCE),
+    Mutant("answers that wait are not first", "engine.scheduler",
+           "                self.waiting.prepend_request(request)\n",
+           "                self.waiting.add_request(request)\n", fixed=TIGHT),
+    Mutant("requests that leave stay in the order", "engine.scheduler",
+           "        self.phase_router.remove(request.request_id)\n", "        pass\n", fixed=TIGHT),
+    Mutant("a close one token too late", "engine.closing",
+           "        index = request.num_output_tokens + on_the_way - closing.begin\n",
+           "        index = request.num_output_tokens + on_the_way - closing.begin - 1\n",
+           fixed={**ENFORCE, "boundary": "framed"}),
+    Mutant("a close while tokens are on the way", "engine.closing",
+           "            if on_the_way or request.num_stale_output_tokens:\n",
+           "            if request.num_stale_output_tokens:\n",
+           fixed={**ENFORCE, "flow": "async", "boundary": "framed"}),
+    Mutant("closes go on behind the thought", "engine.exits",
+           "        self.closings.end(name)\n", "        pass\n", fixed=ENFORCE),
+    Mutant("drafts beside a forced token", "engine.closing",
+           "            request.spec_token_ids = []\n", "            pass\n",
+           fixed={**ENFORCE, "drafts": 3, "boundary": "framed"}),
+    Mutant("a probe is never given back", "engine.probes",
+           "            scheduler.waiting.remove_request(request)\n            # Load-bearing: who",
+           "            # Load-bearing: who", fixed={**ENFORCE, "seats": 4, "pool": "starving"}),
+    Mutant("probes outlive their thought", "engine.exits",
+           "        if self.probes is not None:\n            self.probes.cancel(name)\n\n    def _count",
+           "\n    def _count", fixed=ENFORCE),
+    Mutant("an ended probe stays live", "engine.probes",
+           "        del self._live_of[due.parent.request_id]\n", "", fixed=ENFORCE),
+    Mutant("a phase changes one token late", "phase.router",
+           "is_changed |= self._match(state, token_id, index + 1)",
+           "is_changed |= self._match(state, token_id, index + 2)", fixed=TIGHT),
+    Mutant("thinking is counted twice", "phase.router",
+           "            state.think_tokens_before += known - state.tokens_before\n",
+           "            state.think_tokens_before += 2 * (known - state.tokens_before)\n",
+           fixed={"boundary": "token", "traffic": "mixed"}, seeds=40),
+    Mutant("the floor is not kept", "exit.controller", "min_think_tokens", "max_think_tokens",
+           fixed=ENFORCE),
+    Mutant("fences one tier off", "engine.free_queue",
+           "            move_before(self._tier_ends[tier], first, last)\n",
+           "            move_before(first, first, last)\n", fixed=TIERED),
+    Mutant("passed fences are not put back", "engine.free_queue",
+           "                link_before(following, node)\n", "                pass\n", fixed=TIERED),
+    Mutant("fences count as blocks", "engine.free_queue",
+           "        self.num_free_blocks += num_fences\n", "        pass\n", fixed=TIERED),
+    Mutant("retention outlives the free", "engine.kv_phases",
+           "        self._manager.end_free()\n", "        pass\n", fixed=TIERED),
+    Mutant("finished requests' retention is kept", "engine.kv_phases",
+           "            retention = self._finished.pop(request.request_id, None)\n",
+           "            retention = self._finished.get(request.request_id)\n", fixed=TIERED),
+    Mutant("readers stay when they leave", "engine.steering",
+           "        self._readers.left(request.request_id)\n", "        pass\n", fixed=TIGHT),
+    Mutant("what was asked for is kept", "engine.steering",
+           "        self._wishes.pop(request.request_id, None)\n", "        pass\n",
+           fixed={"traffic": "hostile"}),
+    Mutant("prefill is served before answers", "policy.latency",
+           "    HANDOFF = 0\n", "    HANDOFF = 9\n", fixed=TIGHT, seeds=40),
+    Mutant("thinkers stand before answers", "policy.latency",
+           "            return Standing.ANSWER\n", "            return Standing.PREFILL\n",
+           fixed=TIGHT, seeds=40),
+    Mutant("noop orders requests", "policy.rules",
+           "        order=False,\n", "        order=True,\n",
+           fixed={"profile": "noop", "exit": "off", "boundary": "token", "rule": "profile",
+                  "pool": "starving", "tiers": False}, seeds=40),
+    Mutant("the order loses a request", "engine.ordering",
+           "        return (running if running == self._order else self._order.copy()), True\n",
+           "        return (running if running == self._order else self._order[:-1]), True\n",
+           fixed=TIGHT),
+)  # fmt: skip
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads one module from a changed source."""
+
+    def __init__(self, name: str, path: str, mutant: Mutant) -> None:
+        super().__init__(name, path)
+        self._mutant = mutant
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(change(self.get_source(fullname) or "", self._mutant), self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != f"meridian_patch.{self._mutant.module}":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _Loader(fullname, spec.origin, self._mutant)
+        return spec
+
+
+def change(source: str, mutant: Mutant) -> str:
+    """The source with the mutant's text in place.
+
+    Raises:
+        ValueError: the text does not occur exactly once.
+    """
+    number = source.count(mutant.old)
+    if number != 1:
+        raise ValueError(
+            f"mutant {mutant.name!r}: its text occurs {number} times in {mutant.module}, "
+            "expected once"
+        )
+    return source.replace(mutant.old, mutant.new)
+
+
+def source_of(mutant: Mutant) -> str:
+    path = ROOT / "meridian_patch" / Path(*mutant.module.split("."))
+    return path.with_suffix(".py").read_text()
+
+
+def hunt(name: str) -> dict[str, Any]:
+    """Run seeds on one mutant until one notices; in a process of its own."""
+    (mutant,) = (each for each in MUTANTS if each.name == name)
+    sys.meta_path.insert(0, _Finder(mutant))
+    sys.path.insert(0, str(HERE))
+    from simulator.axes import Case, draw, repair  # noqa: PLC0415
+    from simulator.run import run_case  # noqa: PLC0415
+
+    steps = 0
+    for seed in range(mutant.seeds):
+        case = draw(seed, STEPS)
+        quiet = {axis: False for axis in case.values if axis.startswith("fault_raises")}
+        case = Case(seed, STEPS, repair({**case.values, **quiet, **mutant.fixed}))
+        result = run_case(case)
+        steps += result.steps
+        if result.failures:
+            invariant, text = next(iter(result.failures.items()))
+            return {"seeds": seed + 1, "steps": steps, "invariant": invariant, "text": text}
+    return {"seeds": mutant.seeds, "steps": steps, "invariant": "", "text": ""}
+
+
+def run(mutant: Mutant) -> dict[str, Any]:
+    """``hunt`` in a child process."""
+    change(source_of(mutant), mutant)
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # noqa: TID251 - handed on
+    child = subprocess.run(
+        [sys.executable, "-P", str(HERE / "mutants.py"), mutant.name],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if child.returncode:
+        raise RuntimeError(f"mutant {mutant.name!r}: {child.stderr[-2000:]}")
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def main(only: Sequence[str], workers: int, page: Path | None) -> int:
+    """Print the table of all mutants; 1 when one goes unnoticed."""
+    chosen = [each for each in MUTANTS if not only or any(word in each.name for word in only)]
+    began = time.monotonic()
+    lines = [
+        "| mutant | changed in | noticed by | after seeds | of at most |", "|---|---|---|---|---|"
+    ]  # fmt: skip
+    missed = []
+    with ThreadPoolExecutor(workers) as pool:
+        for mutant, found in zip(chosen, pool.map(run, chosen), strict=True):
+            caught = found["invariant"] or "**nothing**"
+            if not found["invariant"]:
+                missed.append(mutant.name)
+            lines.append(
+                f"| {mutant.name} | {mutant.module} | {caught} | {found['seeds']} | "
+                f"{mutant.seeds} |"
+            )
+            print(f"{mutant.name}: {caught} after {found['seeds']} seeds: {found['text'][:150]}",
+                  file=sys.stderr)  # fmt: skip
+    lines += ["", f"{len(chosen) - len(missed)} of {len(chosen)} mutants were noticed, in "
+              f"{time.monotonic() - began:.0f} s."]  # fmt: skip
+    text = "\n".join(lines) + "\n"
+    if page:
+        page.write_text(text)
+    print(text)
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    print(json.dumps(hunt(sys.argv[1])))
