@@ -88,8 +88,8 @@ MUTANTS = (
            "            scheduler.waiting.remove_request(request)\n            # Load-bearing: who",
            "            # Load-bearing: who", fixed={**ENFORCE, "seats": 4, "pool": "starving"}),
     Mutant("probes outlive their thought", "engine.exits",
-           "        if self.probes is not None:\n            self.probes.cancel(name)\n\n    def _count",
-           "\n    def _count", fixed=ENFORCE),
+           "        if self.probes is not None:\n            self.probes.cancel(name)\n\n"
+           "    def _count", "\n    def _count", fixed=ENFORCE),
     Mutant("an ended probe stays live", "engine.probes",
            "        del self._live_of[due.parent.request_id]\n", "", fixed=ENFORCE),
     Mutant("a phase changes one token late", "phase.router",
@@ -105,7 +105,8 @@ MUTANTS = (
            "            move_before(self._tier_ends[tier], first, last)\n",
            "            move_before(first, first, last)\n", fixed=TIERED),
     Mutant("passed fences are not put back", "engine.free_queue",
-           "                link_before(following, node)\n", "                pass\n", fixed=TIERED),
+           "                link_before(following, node)\n", "                pass\n",
+           fixed=TIERED),
     Mutant("fences count as blocks", "engine.free_queue",
            "        self.num_free_blocks += num_fences\n", "        pass\n", fixed=TIERED),
     Mutant("retention outlives the free", "engine.kv_phases",
@@ -184,8 +185,8 @@ def hunt(name: str) -> dict[str, Any]:
     (mutant,) = (each for each in MUTANTS if each.name == name)
     sys.meta_path.insert(0, _Finder(mutant))
     sys.path.insert(0, str(HERE))
-    from simulator.axes import Case, draw, repair  # noqa: PLC0415
-    from simulator.run import run_case  # noqa: PLC0415
+    from simulator.axes import Case, draw, repair
+    from simulator.run import run_case
 
     steps = 0
     for seed in range(mutant.seeds):
@@ -232,8 +233,9 @@ def main(only: Sequence[str], workers: int, page: Path | None) -> int:
             )
             print(f"{mutant.name}: {caught} after {found['seeds']} seeds: {found['text'][:150]}",
                   file=sys.stderr)  # fmt: skip
-    lines += ["", f"{len(chosen) - len(missed)} of {len(chosen)} mutants were noticed, in "
-              f"{time.monotonic() - began:.0f} s."]  # fmt: skip
+    seconds = time.monotonic() - began
+    share = f"{len(chosen) - len(missed)} of {len(chosen)}"
+    lines += ["", f"{share} mutants were noticed, in {seconds:.0f} s."]
     text = "\n".join(lines) + "\n"
     if page:
         page.write_text(text)

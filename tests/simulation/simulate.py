@@ -36,7 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main() -> int:
     options = parse(sys.argv[1:])
     if options.mutants:
-        import mutants  # noqa: PLC0415 - beside this file
+        import mutants
 
         return mutants.main(options.only, options.workers, options.page)
     if options.seed is not None:
@@ -71,7 +71,7 @@ def many(options: argparse.Namespace) -> int:
         task = progress.add_task("seeds", total=len(seeds))
         steps = failures = 0
 
-        def told(result) -> None:  # noqa: ANN001
+        def told(result) -> None:
             nonlocal steps, failures
             steps += result.steps
             failures += bool(result.failures)

@@ -35,13 +35,13 @@ FAULTS = (
 AXES: dict[str, Axis] = {
     "flow": Axis("sync", ("sync", "async", "pp2", "pp3", "pp4", "pp2-async"), (3, 4, 1, 1, 1, 1)),
     "runner": Axis("v1", ("v1", "v2")),
-    "cache": Axis("dense", ("dense", "window", "hybrid"), (5, 2, 2)),
+    "cache": Axis("dense", ("dense", "window", "hybrid"), (6, 2, 2)),
     "chunked": Axis(True, (True, False), (4, 1)),
     "long_prefill": Axis(0, (0, 64), (3, 1)),
     "images": Axis("none", ("none", "chunked", "whole"), (4, 1, 1)),
     "encoder": Axis("ample", ("ample", "scarce")),
     "block": Axis(32, (16, 32, 64)),
-    "prefix": Axis(True, (True, False), (5, 1)),
+    "prefix": Axis(True, (True, False), (8, 1)),
     "drafts": Axis(0, (0, 1, 2, 3, 4, 5), (5, 1, 1, 1, 1, 1)),
     "queue": Axis("fcfs", ("fcfs", "priority"), (4, 1)),
     "seats": Axis(16, (2, 4, 8, 16, 64), (1, 2, 2, 3, 1)),
@@ -53,10 +53,11 @@ AXES: dict[str, Axis] = {
     "connector": Axis("none", ("none", "load", "delayed", "offload"), (6, 1, 1, 1)),
     "profile": Axis("latency", ("latency", "throughput", "fair", "noop"), (4, 1, 1, 1)),
     "rule": Axis("profile", ("profile", *RULES), (6, 1, 1, 1, 1, 1, 1)),
+    "machine": Axis("slow", ("slow", "fast")),
     "haste": Axis("default", ("default", "eager")),
     "exit": Axis("off", ("off", "observe", "enforce"), (1, 2, 2)),
-    "gap": Axis(64, (1, 4, 64)),
-    "strategy": Axis("eat", ("eat", "rpdi", "end_probability", "cap"), (3, 1, 1, 1)),
+    "gap": Axis(64, (1, 4, 64), (2, 1, 1)),
+    "strategy": Axis("eat", ("eat", "rpdi", "end_probability", "cap"), (6, 1, 1, 1)),
     "tiers": Axis(True, (True, False), (4, 1)),
     "history": Axis("strip", ("strip", "keep", "keep_in_tool_loop"), (3, 1, 1)),
     "boundary": Axis("token", BOUNDARY_KINDS, (4, 1, 1, 1, 1, 1, 1, 1)),
@@ -124,45 +125,60 @@ def draw(seed: int, steps: int) -> Case:
 def repair(values: dict[str, Any]) -> dict[str, Any]:
     """Values that vLLM takes together; what cannot be is made plain or moved to the next value."""
     new = dict(values)
+    for part in (_repair_pipeline, _repair_cache, _repair_budget, _repair_traffic, _repair_exit):
+        part(new)
+    return new
+
+
+def _repair_pipeline(new: dict[str, Any]) -> None:
     if new["flow"] == "pp2-async":
         new["runner"] = "v2"
-    if new["cache"] == "hybrid":
-        # Mamba states at block borders need prefix caching and chunks.
-        new.update(prefix=True, chunked=True)
-        new["block"] = min(new["block"], new["budget"], 32)
-    if new["cache"] != "dense" and new["connector"] == "offload":
-        new["connector"] = "none"
-    if new["cache"] == "hybrid":
-        new["connector"] = "none"
-    if new["connector"] == "offload":
-        new["prefix"] = True
-    if not new["chunked"]:
-        new["budget"] = 2048
-        new["long_prefill"] = 0
-    # A step must have a token for each seat, its drafts included.
-    while new["seats"] * (1 + new["drafts"]) > new["budget"]:
-        lower = [seats for seats in AXES["seats"].values if seats < new["seats"]]
-        new["seats"] = lower[-1]
-    if new["traffic"] == "sessions" and new["pool"] == "starving":
-        # A paused session holds its blocks: vLLM has none for anybody else then.
-        new["pool"] = "tight"
     if new["flow"].startswith("pp"):
         # Load-bearing: vLLM 0.32 counts the adapters of scheduled requests alone, and under
         # pipeline parallelism not all that run are scheduled: it fails by an assertion.
         new["lora"] = "none"
-    if new["images"] == "none":
-        new["encoder"] = "ample"
-    if new["exit"] == "off":
-        new.update(gap=64, strategy="eat", fault_lost_probe=False, fault_nan=False)
-    if new["strategy"] != "eat":
-        new.update(gap=64, fault_lost_probe=False)
+
+
+def _repair_cache(new: dict[str, Any]) -> None:
+    if new["cache"] == "hybrid":
+        # States at block borders need prefix caching and chunks.
+        new.update(prefix=True, chunked=True, connector="none")
+        new["block"] = min(new["block"], new["budget"], 32)
+    if new["connector"] == "offload":
+        if new["cache"] == "dense":
+            new["prefix"] = True
+        else:
+            new["connector"] = "none"
     if new["connector"] != "load":
         new["fault_load_failure"] = False
+
+
+def _repair_budget(new: dict[str, Any]) -> None:
+    if not new["chunked"]:
+        new.update(budget=2048, long_prefill=0)
+    # A step must have a token for each seat, its drafts included.
+    while new["seats"] * (1 + new["drafts"]) > new["budget"]:
+        new["seats"] = max(seats for seats in AXES["seats"].values if seats < new["seats"])
+    if new["images"] == "none":
+        new["encoder"] = "ample"
+
+
+def _repair_traffic(new: dict[str, Any]) -> None:
+    if new["traffic"] != "sessions":
+        return
+    if new["connector"] != "none" or new["drafts"]:
+        new["traffic"] = "mixed"
+    elif new["pool"] == "starving":
+        # A paused session holds its blocks: vLLM has none for other requests then.
+        new["pool"] = "tight"
+
+
+def _repair_exit(new: dict[str, Any]) -> None:
     if new["boundary"] == "none":
-        new.update(history="strip", exit="off", gap=64, strategy="eat", fault_nan=False)
-        new["fault_lost_probe"] = False
+        new.update(history="strip", exit="off")
         if new["grammar"] == "behind":
             new["grammar"] = "within"
-    if new["traffic"] == "sessions" and (new["connector"] != "none" or new["drafts"]):
-        new["traffic"] = "mixed"
-    return new
+    if new["exit"] == "off":
+        new.update(strategy="eat", fault_lost_probe=False, fault_nan=False, gap=64)
+    elif new["strategy"] != "eat":
+        new.update(fault_lost_probe=False, gap=64)

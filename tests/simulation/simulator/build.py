@@ -1,6 +1,7 @@
 """Builds the scheduler of a case: vLLM's own, or ours in its place."""
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -9,9 +10,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from simulator.axes import Case
-from simulator.grammar import SimGrammarBackend, reasoner_for
-from simulator.oracle import boundaries_of
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -33,20 +31,35 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import worker_base
 
 import meridian_patch.demo
+from meridian_patch.config import families
 from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.engine import exit_binding
 from meridian_patch.engine import scheduler as ours
 from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
 from meridian_patch.engine.replay_offload import OffloadTier, transfer_config
 from meridian_patch.engine.replay_types import ReplayArm
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.policy.rules import choose_rules
+from simulator.axes import Case
+from simulator.grammar import SimGrammarBackend, reasoner_for
+from simulator.oracle import boundaries_of
 
 MODEL = Path(meridian_patch.demo.__file__).parent / "tiny-reasoner"
 WINDOW = 96
 MAX_LORAS = 2
-# Ends of texts cost a look at the whole vocabulary; it is one for all cases.
-_BREAKS: list[Any] = []
 _OFFLOAD_GB_PER_S = 0.02
+
+
+# Family files and the vocabulary are the same for all cases, and take long to read.
+_read_families = functools.cache(families.load_families)
+_find_breaks = exit_binding.load_breaks
+_BREAKS: list[Any] = []
+
+
+def _load_breaks(model_config: Any) -> Any:
+    if not _BREAKS:
+        _BREAKS.append(_find_breaks(model_config))
+    return _BREAKS[0]
 
 
 class Built(NamedTuple):
@@ -120,6 +133,8 @@ def build(case: Case, *, is_stock: bool) -> Built:
         patch.object(scheduler_module, "KVCacheManager", manager),
         patch.object(ours, "resolve_boundaries", lambda *_: boundaries),
         patch.object(ours.status, "publish", lambda *_, **__: None),
+        patch.object(families, "load_families", _read_families),
+        patch.object(exit_binding, "load_breaks", _load_breaks),
     ):
         scheduler = chosen(
             vllm_config=config,
@@ -243,7 +258,7 @@ def _settings(case: Case) -> dict[str, str]:
         settings |= {
             "POLICY__SHARING_MIN_TOKENS": "40",
             "POLICY__AGING_S": "2.0",
-            "POLICY__DRAIN_S": "0.5",
+            "POLICY__DRAIN_S": "0.05",
             "POLICY__PROTECTED_ANSWER_TOKENS": "4",
             "POLICY__SHARING_OVERHEAD": "0.5",
         }
@@ -279,4 +294,3 @@ def _tapped() -> Iterator[None]:
     """Workers that measure: the simulator stands in for them."""
     with patch.object(worker_base.WorkerBase, MARK, "worker", create=True):
         yield
-

@@ -9,12 +9,6 @@ from concurrent.futures import Future
 from copy import copy
 from typing import Any
 
-from simulator.axes import Case
-from simulator.build import build, pool_blocks
-from simulator.ledger import Ledger, Record
-from simulator.entropies import Entropies
-from simulator.worker import Step, Workers
-from simulator.workload import Ask, Workload
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -24,7 +18,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-STEP_S, TOKEN_S, TICK_S = 0.01, 5e-4, 1e-4
+from simulator.axes import Case
+from simulator.build import build, pool_blocks
+from simulator.entropies import Entropies
+from simulator.ledger import Ledger, Record
+from simulator.worker import Step, Workers
+from simulator.workload import Ask, Workload
+
+STEP_S, TICK_S = 0.01, 1e-4
+# What a token adds to a step: on a machine that is slow at them, and on one that is not.
+TOKEN_S = {"slow": 5e-4, "fast": 2e-5}
 
 
 class Clock:
@@ -82,6 +85,10 @@ class Arm:
             and not self.scheduler.has_requests()
             and not self.in_flight
         )
+
+    def seconds(self, tokens: int) -> float:
+        """What a step of so many tokens takes."""
+        return STEP_S + TOKEN_S[self.case.machine] * tokens
 
     def publish(self, batch: Any) -> None:
         """Take the place of vLLM's event publisher."""
@@ -166,7 +173,7 @@ class Arm:
         self.num_steps += 1
         step = self.workers.execute(output)
         begin_s = max(self.clock.now, self._last_done_s)
-        self._last_done_s = begin_s + STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+        self._last_done_s = begin_s + self.seconds(output.total_num_scheduled_tokens)
         self._done_s[id(output)] = self._last_done_s
         return step, output.pending_structured_output_tokens
 

@@ -1,7 +1,7 @@
 """What a simulation reports."""
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818 - the name is what happened
     """An invariant does not hold.
 
     Attributes:

@@ -3,10 +3,11 @@
 import random
 from typing import Any
 
-from simulator.axes import Case
-from simulator.engine import Arm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
+
+from simulator.axes import Case
+from simulator.engine import Arm
 
 # Methods of ours that are made to fail; each must exist.
 HOOKS = (
@@ -62,7 +63,7 @@ class Faults:
             arm.scheduler.set_pause_state(PauseState.UNPAUSED)
         if case.has_fault("abort") and draws[0] < 0.02 and is_on:
             self._abort(pick)
-        if case.has_fault("reset") and draws[1] < 0.01 and is_on:
+        if case.has_fault("reset") and draws[1] < 0.03 and is_on:
             self._reset(running=pick < 0.7)
         if case.has_fault("pause") and draws[2] < 0.005 and is_on and not self.is_paused:
             self._pause(PauseState.PAUSED_ALL if pick < 0.5 else PauseState.PAUSED_NEW, 10)

@@ -1,16 +1,18 @@
 """What must hold of a scheduler after every step, whatever the configuration."""
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from simulator.engine import Arm
-from simulator.failure import Failure
-from simulator.leaks import find_leaks
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.kv_integrity import find_faults
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.router import Phase
 from meridian_patch.telemetry import counters
+from simulator.engine import Arm
+from simulator.failure import Failure
+from simulator.leaks import find_leaks
 
 # The blocks are all looked at in one step of so many, where there are more than so many.
 _LARGE_POOL, _EVERY = 64, 8
@@ -70,23 +72,23 @@ def check_blocks(arm: Arm) -> None:
     if arm.case.connector == "offload" or arm.case.cache == "hybrid":
         # Transfers, and copies of states, hold blocks of their own.
         return
-    holders: dict[int, int] = {}
-    for each in manager.coordinator.single_type_managers:
-        for blocks in each.req_to_blocks.values():
-            for block in blocks:
-                if not block.is_null:
-                    holders[block.block_id] = holders.get(block.block_id, 0) + 1
-    for _, blocks in scheduler.deferred_frees:
-        for block in blocks:
-            if not block.is_null:
-                holders[block.block_id] = holders.get(block.block_id, 0) + 1
+    holders = Counter(block.block_id for block in _held(arm))
     for block in pool.blocks:
-        if not block.is_null and block.ref_cnt != holders.get(block.block_id, 0):
+        if not block.is_null and block.ref_cnt != holders[block.block_id]:
             raise Failure(
                 "blocks",
                 f"block {block.block_id} counts {block.ref_cnt} holders, it has "
-                f"{holders.get(block.block_id, 0)}",
+                f"{holders[block.block_id]}",
             )
+
+
+def _held(arm: Arm) -> Iterator[Any]:
+    """Every block once for each that holds it."""
+    for each in arm.scheduler.kv_cache_manager.coordinator.single_type_managers:
+        for blocks in each.req_to_blocks.values():
+            yield from (block for block in blocks if not block.is_null)
+    for _, blocks in arm.scheduler.deferred_frees:
+        yield from (block for block in blocks if not block.is_null)
 
 
 def check_phases(arm: Arm) -> None:

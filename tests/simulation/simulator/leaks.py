@@ -1,5 +1,6 @@
 """Looks for what our own tables still hold of requests that are gone."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ def find_leaks(scheduler: Any, names: set[str]) -> list[str]:
 
 def _own_tables(scheduler: Any) -> set[str]:
     """Containers that our mixin put on the scheduler."""
-    from meridian_patch.engine.scheduler import PhaseScheduling  # noqa: PLC0415
+    from meridian_patch.engine.scheduler import PhaseScheduling
 
     code = PhaseScheduling.__init__.__code__.co_names
     return {name for name in code if name in vars(scheduler)} - {"running", "waiting", "requests"}
@@ -41,24 +42,24 @@ def _is_ours(value: Any) -> bool:
 def _walk(value: Any, path: str, names: set[str], seen: set[int]) -> Iterator[str]:
     if isinstance(value, Request):
         yield f"{path} holds {value.request_id}"
-        return
-    if isinstance(value, str):
+    elif isinstance(value, str):
         if value in names or value.startswith("meridian-probe"):
             yield f"{path} holds {value}"
-        return
-    if isinstance(value, _PLAIN) or id(value) in seen:
-        return
-    seen.add(id(value))
+    elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        seen.add(id(value))
+        for name, each in _members(value):
+            yield from _walk(each, f"{path}.{name}" if name else path, names, seen)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object of ours or a container holds; names of attributes, or an empty one."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _walk(key, path, names, seen)
-            yield from _walk(each, path, names, seen)
-    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
-        for each in value:
-            yield from _walk(each, path, names, seen)
+        yield from (("", each) for pair in value.items() for each in pair)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from (("", each) for each in value)
     elif _is_ours(value):
-        slots = [s for kind in type(value).__mro__ for s in getattr(kind, "__slots__", ())]
-        members = {**getattr(value, "__dict__", {})}
-        members |= {slot: getattr(value, slot, None) for slot in slots if slot != "__dict__"}
-        for name, each in members.items():
-            yield from _walk(each, f"{path}.{name}", names, seen)
+        yield from getattr(value, "__dict__", {}).items()
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                yield slot, getattr(value, slot, None)

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulator.axes import Case
-from simulator.failure import Failure
-from simulator.oracle import TURN_END, Speaker, starts_thinking
-from simulator.workload import Ask
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.boundaries import Boundaries
+from simulator.axes import Case
+from simulator.failure import Failure
+from simulator.oracle import TURN_END, Speaker, starts_thinking
+from simulator.workload import Ask
 
 # Of the exit settings of every case, see ``build``.
 FLOOR_TOKENS = 16

@@ -8,9 +8,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from simulator.grammar import GrammarState, grammar_rules
-
 from meridian_patch.phase.boundaries import Boundaries
+from simulator.grammar import GrammarState, grammar_rules
 
 THINK_START, THINK_END, TURN_END, NEWLINE = 256, 257, 259, 10
 STOP_TOKEN = 7

@@ -9,6 +9,7 @@ def page(campaign: Campaign, seconds: float, command: str) -> str:
     pairs = list(possible_pairs())
     unmet = campaign.unmet_pairs
     fewest = min((campaign.pairs[pair] for pair in pairs), default=0)
+    num_values = sum(len(axis.values) for axis in AXES.values())
     lines = [
         f"`{command}`",
         "",
@@ -24,10 +25,9 @@ def page(campaign: Campaign, seconds: float, command: str) -> str:
         f"| thoughts closed | {int(campaign.counts['closes']):,} |",
         f"| requests displaced | {int(campaign.counts['displaced']):,} |",
         f"| failures | {len(campaign.failed):,} |",
-        f"| axis values met | {len(campaign.values):,} of "
-        f"{sum(len(axis.values) for axis in AXES.values()):,} |",
-        f"| pairs of axis values met | {len(pairs) - len(unmet):,} of {len(pairs):,} that vLLM "
-        f"takes together; the rarest {fewest} times |",
+        f"| axis values met | {len(campaign.values):,} of {num_values:,} |",
+        f"| pairs that vLLM takes together, met | {len(pairs) - len(unmet):,} of {len(pairs):,} |",
+        f"| the rarest pair met | {fewest} times |",
         f"| time | {seconds:.0f} s |",
         "",
         "Cases in which each value of each axis was met:",

@@ -119,7 +119,7 @@ def _compare(stock: Recorder, ours: Recorder) -> None:
         raise Failure("stock", f"{len(ours.digests)} steps, stock has {len(stock.digests)}")
 
 
-def _loop(arm: Arm, faults: Faults, limit: int, after_tick) -> None:  # noqa: ANN001
+def _loop(arm: Arm, faults: Faults, limit: int, after_tick) -> None:
     while faults.is_paused or not arm.is_drained:
         arm.begin_tick()
         faults.before_step()

@@ -4,7 +4,12 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from simulator.engine import STEP_S, TOKEN_S, Arm, Watch
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.phase.router import Phase
+from simulator.engine import Arm, Watch
 from simulator.failure import Failure
 from simulator.faults import Faults
 from simulator.invariants import (
@@ -16,11 +21,6 @@ from simulator.invariants import (
     check_tables,
 )
 from simulator.worker import Step
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import RequestStatus
-
-from meridian_patch.engine.probe_request import ProbeRequest
-from meridian_patch.phase.router import Phase
 
 # Steps in a row in which somebody may wait although there is room, and for whom there is.
 PATIENCE_STEPS = 120
@@ -29,6 +29,8 @@ LEAST_LEARNT = 0.9
 _FEWEST_STEPS = 60
 # Of predicted seconds: a step's true length follows from its tokens here.
 MOST_ERROR = 0.25
+# After so many times ``drain_s`` in which every step was cut, prefill makes steps so much longer.
+PATIENCE_DRAINS, LEAST_STRETCH = 8, 1.25
 
 
 def digest_of(output: Any) -> bytes:
@@ -87,6 +89,7 @@ class Checker(Recorder):
         self.num_displaced = 0
         # The first failure of each kind that a run can go on after.
         self.failures: dict[str, str] = {}
+        self._cut_since_s: float | None = None
         self._is_probe_due: dict[str, int] = {}
         # Predicted and true seconds of steps that only decode.
         self._predictions: list[tuple[float, float]] = []
@@ -120,6 +123,7 @@ class Checker(Recorder):
         self._soft(self._check_displacing, output)
         self._soft(self._check_idle, output)
         self._soft(self._check_probes, output)
+        self._soft(self._check_throttle, output)
         if is_steered and self._expects_health:
             self._predict(output)
         return output
@@ -269,6 +273,35 @@ class Checker(Recorder):
             if steps > PATIENCE_STEPS:
                 raise Failure("probes", f"a probe of {name} is due for {steps} steps with room")
 
+    def _check_throttle(self, output: Any) -> None:
+        """Invariant 4: where prompts wait for long, no request's wish keeps all of them out."""
+        arm, scheduler = self._arm, self._arm.scheduler
+        budget, total = scheduler.max_num_scheduled_tokens, output.total_num_scheduled_tokens
+        chunks = [r for r in scheduler.running if r.is_prefill_chunk]
+        backlog = sum(request.num_tokens - request.num_computed_tokens for request in chunks)
+        is_cut = (
+            scheduler._pause_state == PauseState.UNPAUSED
+            and arm.case.images == "none"
+            and arm.case.long_prefill == 0
+            and arm.case.cache != "hybrid"
+            and 0 < total < min(budget, total + backlog) - arm.case.block
+            and any(request.request_id in output.num_scheduled_tokens for request in chunks)
+        )
+        if not is_cut:
+            self._cut_since_s = None
+            return
+        if self._cut_since_s is None:
+            self._cut_since_s = arm.clock.now
+        waited_s = arm.clock.now - self._cut_since_s
+        prefill = sum(output.num_scheduled_tokens.get(r.request_id, 0) for r in chunks)
+        is_little = arm.seconds(total) < LEAST_STRETCH * arm.seconds(total - prefill)
+        drain_s = scheduler.steering._cut._settings.drain_s
+        if is_little and waited_s > PATIENCE_DRAINS * drain_s:
+            raise Failure(
+                "throttle",
+                f"prompts wait for {waited_s:.1f} s with {prefill} prefill tokens per step",
+            )
+
     def _predict(self, output: Any) -> None:
         scheduler = self._arm.scheduler
         new = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
@@ -279,7 +312,7 @@ class Checker(Recorder):
             return
         guess = scheduler.steering.model.decode_seconds(scheduler.steering._shape)
         if guess is not None:
-            truth = STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+            truth = self._arm.seconds(output.total_num_scheduled_tokens)
             self._predictions.append((guess, truth))
 
     def _check_idle(self, output: Any) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from simulator.failure import Failure
-from simulator.oracle import Speaker
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from simulator.failure import Failure
+from simulator.oracle import Speaker
 
 PROBE_TOKEN = 97
 

@@ -4,11 +4,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from meridian_patch.phase.boundaries import Boundaries
 from simulator.axes import Case
 from simulator.grammar import write_rules
 from simulator.oracle import NEWLINE, STOP_TOKEN, Script, boundaries_of, words
-
-from meridian_patch.phase.boundaries import Boundaries
 
 MIN64, MAX64 = -(2**63), 2**63 - 1
 ADAPTERS = 4
@@ -165,7 +164,7 @@ class Workload:
     def _ask(
         self, rng: random.Random, kind: str, history: list[int] | None = None, name: str = ""
     ) -> Ask:
-        case, length = self._case, self._length
+        length = self._length
         thinks = kind != "plain" and self.boundaries is not None and rng.random() < 0.9
         prompt = self._prompt(rng, kind, history)
         if thinks:
