@@ -37,7 +37,7 @@ class _Watched:
     request: Any
     controller: ExitController
     state: RequestPhase
-    mode: str
+    config: ExitConfig
     # Known tokens that the controller has been told of, and the signals of think tokens behind
     # them that it has not: nearly every token is only kept.
     seen: int
@@ -51,8 +51,6 @@ class _Watched:
     due: Close | None = None
     # Of thoughts that have ended, all together.
     think_tokens: int = 0
-    # The request has a field of early exit of its own.
-    is_asked_for: bool = False
     # Strategies that cannot close its thoughts, and whether its caller was told so.
     not_enforced: Obstacles = field(default_factory=dict)
     is_told: bool = True
@@ -272,6 +270,12 @@ class Exits:
         assert self.probes is not None
         self.probes.displaced(request.request_id)
 
+    def lost(self, obstacles: Obstacles) -> None:
+        """Strategies that cannot be carried out in this engine any more, and why."""
+        self._unable = {**obstacles, **self._unable}
+        for watched in self._watched.values():
+            self._cannot(watched, self._unable_of(watched.config))
+
     def take_ended(self) -> set[str]:
         """Probes that ended since the last call: nobody outside may hear of them."""
         ended, self._ended = self._ended, set()
@@ -294,11 +298,8 @@ class Exits:
 
     def _measure(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
         controller = ExitController(config, self._breaks, budget_tokens(request))
-        watched = _Watched(request, controller, state, config.mode, len(state.known))
-        watched.is_asked_for = config is not self._config
-        self._cannot(
-            watched, {each: why for each, why in self._unable.items() if getattr(config, each)}
-        )
+        watched = _Watched(request, controller, state, config, len(state.known))
+        self._cannot(watched, self._unable_of(config))
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
 
@@ -343,8 +344,8 @@ class Exits:
         if outcome is not None and outcome is not before:
             watched.think_tokens += outcome.think_tokens
             self._count(outcome)
-            self._counters.count(counters.MEASURED, watched.mode)
-            if watched.is_asked_for:
+            self._counters.count(counters.MEASURED, watched.config.mode)
+            if watched.config is not self._config:
                 self._cannot(watched, outcome.too_soon)
             watched.is_told = False
             if self._trace is not None:
@@ -409,14 +410,18 @@ class Exits:
 
     def _cut_short(self, watched: _Watched) -> None:
         """A request is gone; its caller is told why a thought under way was not closed."""
-        if watched.is_asked_for and watched.controller.verdict is None:
+        if watched.config is not self._config and watched.controller.verdict is None:
             self._cannot(watched, watched.controller.too_soon)
         self._tell(watched)
+
+    def _unable_of(self, config: ExitConfig) -> Obstacles:
+        """Of the strategies that are on, those that this engine cannot carry out."""
+        return {each: why for each, why in self._unable.items() if getattr(config, each)}
 
     def _cannot(self, watched: _Watched, obstacles: Obstacles) -> None:
         """Strategies cannot close a thought; what is known of them already is the better reason."""
         known = watched.not_enforced
-        if watched.mode == "enforce" and not obstacles.keys() <= known.keys():
+        if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
             watched.not_enforced = {**obstacles, **known}
             watched.is_told = False
 

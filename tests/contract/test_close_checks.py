@@ -22,7 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from meridian_patch.engine.close_checks import CloseChecks
 
 # The tiny reasoner's ids of "b" and "7".
-assert WORD == ord("b") - ord("!")
+assert ord("b") - ord("!") == WORD
 SEVEN = ord("7") - ord("!")
 VOCABULARY = 260
 MASKED = -float("inf")

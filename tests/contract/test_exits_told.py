@@ -10,6 +10,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from meridian_patch.engine import close_checks, unthinking
 from meridian_patch.engine import scheduler as scheduler_module
 from meridian_patch.engine.scheduler import build_phase_scheduler
+from meridian_patch.exit.base import Reason
+from meridian_patch.exit.obstacles import Obstacle
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
 CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}
@@ -108,6 +110,25 @@ def test_nothing_is_measured(driver_for):
     driver.drain()
     assert seen["r"][-1].outcome.reason == "natural"
     assert seen["r"][-1].not_enforced == said.not_enforced
+
+
+def test_what_is_lost_while_a_thought_is_under_way(driver_for):
+    """A worker that stops measuring: told with the next tokens that are looked at, once."""
+    driver = driver_for(EXIT__EAT_WARMUP_PROBES="20")
+    seen = told(driver)
+    driver.add(thinker("r", 300), EAT)
+    driver.add(thinker("observed", 300))
+    for _ in range(50):
+        driver.step()
+    assert not seen
+    driver.scheduler.exits.lost({Reason.EAT: Obstacle.NO_SIGNALS})
+    for _ in range(30):
+        driver.step()
+    assert seen == {"r": [(None, 0, {"eat": "no_signals"})]}
+    driver.drain()
+    assert seen["r"][-1].not_enforced == {"eat": "no_signals", "rpdi": "warm_up"}
+    assert not seen["observed"][-1].not_enforced
+    assert is_empty(driver)
 
 
 def test_nothing_can_be_probed(driver_for, demo_model):

@@ -32,7 +32,6 @@ CLOSED = {
     },
     "narrow": {"temperature": 1.0, "min_p": 0.5, "top_k": 1, "top_p": 0.5},
     "allowed": {"allowed_token_ids": [*range(256), THINK_END]},
-    "logprobs": {"logprobs": 3},
     "min_tokens": {"min_tokens": 100},
     "stops there": {"stop_token_ids": [THINK_END]},
 }
