@@ -18,7 +18,7 @@ from meridian_patch.bench.lab.lengths import CHAT_ANSWER, CHAT_PROMPT, CHAT_THIN
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.errors import BenchError
 
-STOCK = "stock"
+STOCK, AGAIN = "stock", "stock again"
 # Without the time budget's fallback: a step that took long is to be seen as that.
 ARMS = {
     name: {
@@ -31,6 +31,13 @@ ARMS = {
     }
     for name in ("noop", "latency")
 }
+# With the time budget as it ships; thoughts make room early and often.
+DEEP = {
+    "MERIDIAN_PATCH_SET_POLICY__SHARING_MIN_TOKENS": "200",
+    "MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD": "1.0",
+    "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
+}
+DEEP_RUNNING, DEEP_SETTLING, DEEP_DISPLACED = 64, 150, 40
 FIGURES = "policy-micro.json"
 EXIT_INTERRUPTED = 130
 
@@ -51,11 +58,13 @@ def run_policy_micro(parsed: argparse.Namespace) -> int:
     ]
     steps = read_whole("--steps", parsed.steps)
     seed = read_whole("--seed", parsed.seed)
+    deep = 0 if parsed.deep == "0" else read_whole("--deep", parsed.deep)
     end_like_ctrl_c()
     console = Console()
     rows: list[Row] = []
     parsed.out.mkdir(parents=True, exist_ok=True)
     is_interrupted = False
+    operations: Row = {}
     try:
         with Progress(console=console, transient=True, refresh_per_second=2) as progress:
             task = progress.add_task("steps", total=len(running) * len(waiting) * steps)
@@ -63,10 +72,14 @@ def run_policy_micro(parsed: argparse.Namespace) -> int:
                 for behind in waiting:
                     seen = measure(many, behind, steps, seed, lambda: progress.advance(task))
                     rows += figures(many, behind, seen)
+        if deep:
+            operations = measure_operations(DEEP_RUNNING, deep, steps, seed)
     except KeyboardInterrupt:
         is_interrupted = True
         print("meridian: interrupted, what was measured so far is written", file=sys.stderr)
     console.print(table_of(rows))
+    if operations:
+        console.print(operations_table(operations))
     report = {
         "provenance": "measured-cpu",
         "machine": str(describe_machine()),
@@ -74,6 +87,7 @@ def run_policy_micro(parsed: argparse.Namespace) -> int:
         "seed": seed,
         "is_interrupted": is_interrupted,
         "rows": rows,
+        "deep_queue": operations,
     }
     (parsed.out / FIGURES).write_text(json.dumps(report, indent=1) + "\n")
     console.print(str(parsed.out / FIGURES), highlight=False)
@@ -89,7 +103,9 @@ def measure(running: int, waiting: int, steps: int, seed: int, on_step: Callable
     from meridian_patch.engine.policy_micro import PolicyMicro
     from meridian_patch.engine.replay_types import ReplayArm
 
-    arms = [ReplayArm(STOCK), *(ReplayArm(name, True, values) for name, values in ARMS.items())]
+    # The second stock arm shows how far two equal arms differ.
+    arms = [ReplayArm(STOCK), ReplayArm(AGAIN)]
+    arms += [ReplayArm(name, True, values) for name, values in ARMS.items()]
     micro = PolicyMicro(arms, running, waiting, Load(running, seed).draw)
     micro.settle()
     seen: Seen = {arm.name: [] for arm in arms}
@@ -109,6 +125,43 @@ def measure(running: int, waiting: int, steps: int, seed: int, on_step: Callable
             "did not do the same work; choose another --seed"
         )
     return seen
+
+
+def measure_operations(running: int, waiting: int, steps: int, seed: int) -> Row:
+    """CPU time of each operation of ours with a full pool and a deep queue, by operation."""
+    from meridian_patch.engine.deep_queue import DeepQueue
+    from meridian_patch.engine.replay_types import ReplayArm
+
+    queue = DeepQueue(ReplayArm("latency", True, DEEP), running, waiting, Load(running, seed).draw)
+    for _ in range(DEEP_SETTLING):
+        queue.step()
+    queue.displace(DEEP_DISPLACED)
+    queue.forget()
+    slow, displaced = queue.num_slow, 0
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(steps):
+            queue.step()
+            displaced = max(displaced, queue.num_displaced)
+    finally:
+        gc.unfreeze()
+    taken = {name: np.array(seconds) * 1e6 for name, seconds in queue.seconds.items()}
+    return {
+        "running": queue.num_running,
+        "waiting": queue.num_waiting,
+        "most_displaced": displaced,
+        "slow": queue.num_slow - slow,
+        "operations": {
+            name: {
+                "calls": len(us),
+                "p50_us": float(np.median(us)),
+                "p99_us": float(np.percentile(us, 99)),
+                "max_us": float(us.max()),
+            }
+            for name, us in taken.items()
+        },
+    }
 
 
 class Load:
@@ -187,4 +240,18 @@ def table_of(rows: list[Row]) -> Table:
             f"{row['p99_us']:.0f}",
             shown,
         )
+    return table
+
+
+def operations_table(deep: Row) -> Table:
+    """What each operation takes in front of a deep queue."""
+    table = Table(
+        title=f"CPU µs per call: {deep['running']} running, {deep['waiting']} waiting, up to "
+        f"{deep['most_displaced']} displaced; {deep['slow']} over the time budget, 0 dropped"
+    )
+    for heading in ("operation", "calls", "p50", "p99", "max"):
+        table.add_column(heading, justify="right")
+    for name, row in deep["operations"].items():
+        shown = (f"{row[key]:.1f}" for key in ("p50_us", "p99_us", "max_us"))
+        table.add_row(name, str(row["calls"]), *shown)
     return table

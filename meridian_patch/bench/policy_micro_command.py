@@ -12,6 +12,9 @@ def add_policy_micro(benches: Any) -> None:
     )
     micro.add_argument("--running", default="64,256,1024", help="requests that run")
     micro.add_argument("--waiting", default="0,1000", help="requests that wait behind them")
+    micro.add_argument(
+        "--deep", default="5000", help="requests that wait behind a full KV pool; 0: leave that out"
+    )
     micro.add_argument("--steps", default="400", help="measured steps per arm")
     micro.add_argument("--seed", default="1", help="of the lengths")
     micro.add_argument("--out", type=Path, default=Path("out/bench/policy-micro"), help="folder")

@@ -174,18 +174,25 @@ class Exits:
             may_probe: whether probes may be part of it.
         """
         self.closings.arrange(current_step)
-        if self.probes is not None and may_probe:
-            self.probes.offer()
+        if self.probes is not None:
+            self.probes.share_seats(is_kept=self._keeps_seats)
+            if may_probe:
+                self.probes.offer()
 
     def user_seats(self, all_seats: int) -> int | None:
         """How many requests may run, the probes that are offered among them; None: as many as may.
 
         Where thoughts are to be closed by what probes say, a full batch must not keep them out.
         """
-        config, probes = self._config, self.probes
-        if probes is None or config.mode != "enforce" or not (config.eat and self._measured):
+        probes = self.probes
+        if probes is None or not self._keeps_seats:
             return None
         return all_seats - probes.kept_seats(all_seats) + len(probes.live)
+
+    @property
+    def _keeps_seats(self) -> bool:
+        config = self._config
+        return config.mode == "enforce" and config.eat and bool(self._measured)
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: say what is to be measured in it."""

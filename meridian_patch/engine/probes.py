@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.probe_seats import ProbeSeats
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
@@ -52,6 +53,7 @@ class Probes:
         self, scheduler: Any, suffix: TokenIds, most_in_flight: int, every_steps: int
     ) -> None:
         self._scheduler = scheduler
+        self.seats = ProbeSeats(scheduler)
         self._every_steps = every_steps
         self._steps = 0
         self._suffix = list(suffix)
@@ -105,6 +107,15 @@ class Probes:
         """Of the requests that may run at a time, how many seats to keep for probes."""
         return min(self._most_in_flight, all_seats // _SEATS_PER_PROBE)
 
+    def share_seats(self, *, is_kept: bool) -> None:
+        """Once per step, before ``offer``: which free seats probes may take.
+
+        Args:
+            is_kept: whether seats are to be kept for probes where a request waits for one.
+        """
+        kept = self.kept_seats(self._scheduler.max_num_running_reqs) if is_kept else 0
+        self.seats.share(kept, len(self._live), self._most_in_flight)
+
     def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
         """A probe is due behind the parent's first ``prefix_tokens`` tokens, if it may be made."""
         full = self._num_full(prefix_tokens)
@@ -133,7 +144,7 @@ class Probes:
             return
         scheduler = self._scheduler
         ready = (due for due in self._due.values() if self._is_ready(due))
-        for due in list(islice(ready, max(self._num_places(), 0))):
+        for due in list(islice(ready, max(min(self._num_places(), self.seats.places), 0))):
             name = next(self._names)
             request = self._make(name, due)
             del self._due[due.parent.request_id]

@@ -103,12 +103,15 @@ class ReplayEngine:
         counted = getattr(self.scheduler, "phase_counters", None)
         return dict(sorted(counted.totals.items())) if counted else {}
 
-    def add(self, request: ReplayRequest, arrival_s: float) -> None:
-        """Submit a request; ``arrival_s`` is not after ``now``."""
+    def add(
+        self, request: ReplayRequest, arrival_s: float, wishes: dict[str, Any] | None = None
+    ) -> None:
+        """Submit a request; ``arrival_s`` is not after ``now``, ``wishes`` are its vllm_xargs."""
         sampling = self._sampling
-        if request.max_tokens is not None:
+        if request.max_tokens is not None or wishes:
             sampling = copy.copy(sampling)
-            sampling.max_tokens = request.max_tokens
+            sampling.max_tokens = request.max_tokens or sampling.max_tokens
+            sampling.extra_args = wishes
         upstream = Request(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,

@@ -35,7 +35,18 @@ def test_all_arms_do_the_same_work_and_stay_full():
 
 def test_the_command_writes_its_figures(tmp_path, capsys):
     """Each call of each arm, its cost over stock, and how it was obtained."""
-    options = ["--running", "8", "--waiting", "0,4", "--steps", "20", "--out", str(tmp_path)]
+    options = [
+        "--running",
+        "8",
+        "--waiting",
+        "0,4",
+        "--steps",
+        "20",
+        "--deep",
+        "300",
+        "--out",
+        str(tmp_path),
+    ]
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "policy-micro", *options])
     assert ended.value.code == 0
@@ -43,10 +54,15 @@ def test_the_command_writes_its_figures(tmp_path, capsys):
     assert report["provenance"] == "measured-cpu"
     assert not report["is_interrupted"]
     rows = {(row["waiting"], row["arm"], row["call"]): row for row in report["rows"]}
-    assert len(rows) == len(report["rows"]) == 2 * 3 * 2
+    assert len(rows) == len(report["rows"]) == 2 * 4 * 2
     for (_, arm, _), row in rows.items():
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert ("extra_us" in row) == (arm != STOCK)
+    deep = report["deep_queue"]
+    assert deep["waiting"] >= 250
+    assert deep["most_displaced"] > 0
+    assert {"plan", "order", "place an arrival"} <= set(deep["operations"])
+    assert all(0 < row["p50_us"] <= row["max_us"] for row in deep["operations"].values())
     assert "extra over stock" in capsys.readouterr().out
 
 
@@ -71,7 +87,18 @@ def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
 
     measure = policy_micro.measure
     monkeypatch.setattr(policy_micro, "measure", interrupted)
-    options = ["--running", "8,9", "--waiting", "0", "--steps", "5", "--out", str(tmp_path)]
+    options = [
+        "--running",
+        "8,9",
+        "--waiting",
+        "0",
+        "--steps",
+        "5",
+        "--deep",
+        "0",
+        "--out",
+        str(tmp_path),
+    ]
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "policy-micro", *options])
     assert ended.value.code == 130

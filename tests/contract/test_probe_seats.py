@@ -1,0 +1,89 @@
+"""Probes and users' requests for the same seats, on vLLM's real scheduler."""
+
+import pytest
+from exit_driver import exit_driver, thinker
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.phase.router import Phase
+
+SEATS = 16
+OFTEN = {"EXIT__PROBE_MIN_GAP_TOKENS": "8", "EXIT__PROBE_MAX_GAP_TOKENS": "8"}
+# None of them takes the thought for converged.
+NEVER = {"EXIT__EAT_DELTA": "0.000000000001", "EXIT__EAT_WARMUP_PROBES": "1000"}
+
+
+@pytest.mark.parametrize("mode", ["observe", "enforce"])
+@pytest.mark.parametrize("policy", ["throughput", "fair", "latency"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_admission_leaves_places_for_probes(monkeypatch, demo_model, policy, mode, is_async):
+    """A newcomer that admission holds back does not keep probes out of a pool that is free."""
+    settings = {
+        **OFTEN,
+        **NEVER,
+        "EXIT__MODE": mode,
+        "POLICY__NAME": policy,
+        "POLICY__ADMISSION_RESERVE_TOKENS": "4000",
+    }
+    driver = exit_driver(monkeypatch, demo_model, is_async=is_async, blocks=60, **settings)
+    scheduler = driver.scheduler
+    driver.add(thinker("runs", 1000))
+    while scheduler.phase_router.get("runs").phase is not Phase.THINK:
+        driver.step()
+    driver.add(thinker("waits", 1000))
+    before = scheduler.exits.probes.num_probes
+    for _ in range(200):
+        driver.step()
+    if policy != "latency":
+        assert scheduler.requests["waits"].status == RequestStatus.WAITING
+    assert scheduler.exits.probes.num_probes - before > 5
+
+
+@pytest.mark.parametrize(("mode", "thinkers"), [("observe", SEATS - 1), ("enforce", SEATS - 2)])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_probes_do_not_starve_a_newcomer(monkeypatch, demo_model, mode, thinkers, is_async):
+    """Thinkers that are probed every eight tokens leave it one seat of sixteen.
+
+    In mode enforce another one is kept for probes: without one a full batch could not be closed.
+    """
+    settings = {**OFTEN, **NEVER, "EXIT__MODE": mode, "EXIT__PROBE_EVERY_STEPS": "1"}
+    driver = exit_driver(monkeypatch, demo_model, is_async=is_async, blocks=900, **settings)
+    scheduler = driver.scheduler
+    for number in range(thinkers):
+        driver.add(thinker(f"thinker{number}", 1400))
+        driver.step()
+    for _ in range(60):
+        driver.step()
+    probes = scheduler.exits.probes
+    assert probes.num_probes > 5
+    driver.add(thinker("new", 20))
+    steps = 0
+    while scheduler.requests["new"].status != RequestStatus.RUNNING:
+        driver.step()
+        steps += 1
+        assert steps <= 12
+    # It holds the last seat then; probes come back when it ends.
+    while "new" in scheduler.requests:
+        driver.step()
+    before = probes.num_probes
+    for _ in range(60):
+        driver.step()
+    assert probes.num_probes > before
+
+
+def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):
+    """Seats are free and the newcomer cannot use one: probes do."""
+    settings = {**OFTEN, **NEVER, "EXIT__MODE": "observe", "POLICY__TIME_SHARING": "false"}
+    driver = exit_driver(monkeypatch, demo_model, blocks=60, **settings)
+    scheduler = driver.scheduler
+    scheduler.max_num_active_reqs = scheduler.max_num_running_reqs = 2
+    driver.add(thinker("runs", 1200))
+    while scheduler.phase_router.get("runs").phase is not Phase.THINK:
+        driver.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 20)
+    driver.add(thinker("waits", 20, prompt_tokens=1000))
+    before = scheduler.exits.probes.num_probes
+    for _ in range(200):
+        driver.step()
+    assert scheduler.requests["waits"].status == RequestStatus.WAITING
+    assert scheduler.exits.probes.num_probes - before > 5
