@@ -1,6 +1,8 @@
 """Renders docs/configuration.md from the schema and the family files."""
 
 from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt
 from pydantic import BaseModel
@@ -127,14 +129,19 @@ def _bound(constraint: object) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    text = str(field.annotation)
-    if isinstance(field.annotation, type):
-        text = field.annotation.__name__
-    for noise in ("typing.", "pathlib._local.", "pathlib.", " | None"):
-        text = text.replace(noise, "")
-    if not text.startswith("Literal["):
-        return text
-    return text.removeprefix("Literal[").removesuffix("]").replace("'", "").replace(", ", " or ")
+    return _type_name(field.annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if origin in {Union, UnionType}:
+        kinds = [each for each in get_args(annotation) if each is not NoneType]
+        return " or ".join(map(_type_name, kinds))
+    if origin is None and isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
 
 
 def _required(field: FieldInfo) -> str:

@@ -1,6 +1,7 @@
 """What a request may ask for by itself, in ``vllm_xargs``: every field of ours, checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -10,14 +11,17 @@ from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
 
+# JSON numbers up to here are whole in every client.
+_MOST = 2**53
+
 
 class RequestFields(StrictModel):
     """None leaves a field to the configuration."""
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    meridian_priority: int = 0
-    meridian_max_think_tokens: int | None = Field(default=None, ge=1)
-    meridian_min_think_tokens: int | None = Field(default=None, ge=0)
+    meridian_priority: int = Field(default=0, ge=-_MOST, le=_MOST)
+    meridian_max_think_tokens: int | None = Field(default=None, ge=1, le=_MOST)
+    meridian_min_think_tokens: int | None = Field(default=None, ge=0, le=_MOST)
     meridian_exit: Literal["off", "observe", "enforce"] | None = None
     meridian_eat_delta: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     meridian_rpdi_lambda: float | None = Field(default=None, gt=1, allow_inf_nan=False)
@@ -34,6 +38,33 @@ class RequestFields(StrictModel):
 
 
 NO_FIELDS: Final = RequestFields()
+
+
+def allowed_names(allowed: Sequence[str] | Literal["all"]) -> frozenset[str]:
+    """The names of the fields that ``requests.allowed_fields`` lets through."""
+    return frozenset(RequestFields.model_fields if allowed == "all" else allowed)
+
+
+def check_allowed(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str]) -> None:
+    """Refuse fields of ours that exist and that the operator does not allow.
+
+    Raises:
+        ConfigError: it names the first such field, and those that are allowed.
+    """
+    refused = refused_names(extra_args, allowed)
+    if refused:
+        raise ConfigError(
+            f"vllm_xargs field {refused[0]} is not allowed on this server "
+            f"(requests.allowed_fields), expected only: {', '.join(sorted(allowed)) or 'none'}"
+        )
+
+
+def refused_names(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str]) -> list[str]:
+    """Our fields among a request's extra arguments that exist and are not allowed."""
+    known = RequestFields.model_fields
+    if len(allowed) == len(known):
+        return []
+    return [name for name in extra_args or () if name in known and name not in allowed]
 
 
 def read_fields(extra_args: Mapping[str, Any] | None) -> RequestFields:

@@ -1,7 +1,7 @@
 """What can be configured. The defaults are the product's behaviour."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -322,6 +322,35 @@ class ExitConfig(StrictModel):
         return self
 
 
+RequestField = Literal[
+    "meridian_itl_ms",
+    "meridian_priority",
+    "meridian_max_think_tokens",
+    "meridian_min_think_tokens",
+    "meridian_exit",
+    "meridian_eat_delta",
+    "meridian_rpdi_lambda",
+]
+
+
+def _field_names(value: Any) -> Any:
+    names = get_args(RequestField)
+    if value == "all" or (isinstance(value, list) and all(name in names for name in value)):
+        return value
+    raise ValueError(f"'all' or a list of names among {', '.join(names)}")
+
+
+class RequestsConfig(StrictModel):
+    """What requests may ask for by themselves."""
+
+    allowed_fields: Annotated[Literal["all"] | list[str], BeforeValidator(_field_names)] = Field(
+        default="all",
+        description="Fields of `vllm_xargs` that requests may set: `all`, or a list of "
+        "[their names](requests.md); an empty list allows none. A request with another field of "
+        "ours is refused with HTTP 400.",
+    )
+
+
 class Config(StrictModel):
     """The whole configuration."""
 
@@ -347,6 +376,9 @@ class Config(StrictModel):
     )
     exit: ExitConfig = Field(
         default_factory=ExitConfig, description="When thinking is ended early."
+    )
+    requests: RequestsConfig = Field(
+        default_factory=RequestsConfig, description="What requests may ask for by themselves."
     )
     provenance: dict[str, Any] | None = Field(
         default=None,

@@ -8,6 +8,9 @@ from meridian_patch.policy.wishes import Wishes
 class Readers:
     """The answers under way.
 
+    A request's own target counts down to the default, which is what the policy keeps when nothing
+    is asked for. No step could keep a lower one: it would only hold prefill back.
+
     Args:
         itl_s: the configured inter-token latency; None where it follows the step time.
     """
@@ -44,14 +47,15 @@ class Readers:
         if not self._wished_s:
             return common_s
         everybody_wishes = len(self._wished_s) == len(self._since_s)
-        tightest_s = min(self._wished_s.values())
+        tightest_s = max(min(self._wished_s.values()), default_s)
         return tightest_s if everybody_wishes else min(common_s, tightest_s)
 
     def due_s(self, default_s: float, now_s: float) -> float:
         """Seconds until somebody has read all there is; not below ``target_s``'s value."""
         common_s = self._itl_s or default_s
+        wished_s = {name: max(wish_s, default_s) for name, wish_s in self._wished_s.items()}
         readings = (
-            Reading(since_s, self._tokens(request_id), self._wished_s.get(request_id, common_s))
+            Reading(since_s, self._tokens(request_id), wished_s.get(request_id, common_s))
             for request_id, since_s in self._since_s.items()
         )
         return next_due_s(readings, now_s) or default_s

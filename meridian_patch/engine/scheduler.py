@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status, wire
+from meridian_patch.engine.allowed import AllowedFields
 from meridian_patch.engine.begun import begun_in
 from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.exit_binding import bind_exits
@@ -64,8 +65,9 @@ class PhaseScheduling(UpstreamScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loaded = load_config(envs.environment())
+        config = loaded.config
         boundaries = resolve_boundaries(self.vllm_config, loaded)
-        policy_config = loaded.config.policy
+        policy_config = config.policy
         rules = choose_rules(policy_config)
         if self.policy == SchedulingPolicy.PRIORITY:
             # Who makes room for whom is the operator's to say then.
@@ -80,6 +82,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_router = PhaseRouter(boundaries, policy_config.protected_answer_tokens)
         self.phase_counters = PhaseCounters()
         self._phase_guard = StepGuard(self.phase_counters)
+        self._allowed_fields = AllowedFields(config.requests, self.phase_counters)
         self._phase_rules = rules
         self._is_stock = rules.are_all_off
         self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
@@ -104,16 +107,14 @@ class PhaseScheduling(UpstreamScheduler):
         )
         self._kv_phases = bind_kv_phases(
             self.kv_cache_manager,
-            loaded.config,
+            config,
             boundaries,
             self.phase_router,
             self._phase_guard,
             self.phase_counters,
         )
-        self.exits = bind_exits(
-            self, loaded.config, boundaries, self.phase_router, self.phase_counters
-        )
-        self._unthinking = Unthinking(loaded.config.exit) if boundaries is None else None
+        self.exits = bind_exits(self, config, boundaries, self.phase_router, self.phase_counters)
+        self._unthinking = Unthinking(config.exit) if boundaries is None else None
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
         # Requests by phase, as last told to the API server.
@@ -142,8 +143,13 @@ class PhaseScheduling(UpstreamScheduler):
 
     def add_request(self, request: Any) -> None:
         is_new = request.request_id not in self.requests
-        if is_new:
-            with self._phase_guard.protect("reading vllm_xargs", request.request_id):
+        with self._phase_guard.protect("reading vllm_xargs", request.request_id):
+            self._allowed_fields.apply(request)
+            if is_new:
+                # Load-bearing: upstream looks at priorities where it schedules by them, and only
+                # there. Elsewhere ours alone count, which operators may allow or not.
+                if self._phase_rules.order and self.policy != SchedulingPolicy.PRIORITY:
+                    request.priority = 0
                 self.steering.asks(request)
         super().add_request(request)
         if is_new:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from meridian_patch.config.request_fields import RequestFields
 from meridian_patch.engine import stats_field
 from meridian_patch.exit.base import Reason
 from meridian_patch.exit.obstacles import TO_CLOSES
@@ -25,6 +26,7 @@ LABELS = {
     counters.VERDICT: tuple(Reason),
     counters.PROBE: ("measured", "lost"),
     counters.INVALID: ("think",),
+    counters.IGNORED_FIELD: tuple(RequestFields.model_fields),
 }
 
 

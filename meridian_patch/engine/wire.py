@@ -12,12 +12,20 @@ All but the scheduler is in the API server, or in the process of ``vllm.LLM``.
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Final
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import output_processor
 
-from meridian_patch.config.request_fields import read_fields
+from meridian_patch import envs
+from meridian_patch.config.load import load_config
+from meridian_patch.config.request_fields import (
+    NO_FIELDS,
+    allowed_names,
+    check_allowed,
+    read_fields,
+)
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.actions import Told
 from meridian_patch.exit.summary import Summary, summarize
@@ -40,14 +48,21 @@ class RequestRefused(VLLMValidationError, ValueError):  # noqa: N818 - the name 
         self.parameter = "vllm_xargs"
 
 
+@cache
+def allowed_fields() -> frozenset[str]:
+    """The fields that this process's configuration allows; read once."""
+    return allowed_names(load_config(envs.environment()).config.requests.allowed_fields)
+
+
 def check_fields(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a request one of whose fields of ours is wrong.
+    """Refuse a request one of whose fields of ours is wrong, or not allowed here.
 
     Raises:
         RequestRefused: it names the field, what came and what was expected.
     """
     try:
-        read_fields(extra_args)
+        if read_fields(extra_args) is not NO_FIELDS:
+            check_allowed(extra_args, allowed_fields())
     except ConfigError as error:
         raise RequestRefused(str(error)) from error
 

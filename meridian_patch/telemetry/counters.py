@@ -54,5 +54,7 @@ PROBE = "probe"
 EXIT_GIVEN_UP = "exit_given_up"
 # Signals that were no finite numbers.
 INVALID = "invalid_signals"
+# Fields of requests that the operator does not allow, by name.
+IGNORED_FIELD = "ignored_field"
 # Gauges ride along under this prefix: requests in each phase.
 REQUESTS = "requests"

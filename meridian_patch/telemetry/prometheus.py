@@ -97,6 +97,12 @@ class PhaseMetrics:
                 (*_LABELS, "phase"),
                 registry=registry,
             ),
+            counters.IGNORED_FIELD: Counter(
+                "meridian_ignored_fields",
+                "Fields of requests ignored, because requests.allowed_fields does not name them.",
+                (*_LABELS, "field"),
+                registry=registry,
+            ),
         }
         self._requests = Gauge(
             "meridian_requests",

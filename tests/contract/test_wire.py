@@ -75,6 +75,46 @@ def test_all_else_passes_as_it_is(params):
 
 
 @pytest.fixture
+def allowed(monkeypatch):
+    """Sets ``requests.allowed_fields`` as an operator does."""
+
+    def allow(fields):
+        monkeypatch.setenv("MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS", fields)
+        wire.allowed_fields.cache_clear()
+
+    yield allow
+    wire.allowed_fields.cache_clear()
+
+
+@pytest.mark.parametrize("fields", ["[meridian_exit]", "[]"])
+def test_a_field_that_is_not_allowed_is_refused(allowed, fields):
+    """HTTP 400 with the field's name and the names that are allowed."""
+    allowed(fields)
+    params = SamplingParams(extra_args={"other": 1, "meridian_itl_ms": 40})
+    with pytest.raises(ValueError, match="field meridian_itl_ms is not allowed on this") as got:
+        process(params)
+    error = create_error_response(got.value).error
+    assert (error.code, error.param) == (400, "vllm_xargs")
+    assert f"expected only: {fields.strip('[]') or 'none'}" in error.message
+
+
+def test_an_allowed_field_passes(allowed):
+    """A list allows what it names, and a wrong value is still refused for what it is."""
+    allowed("[meridian_exit]")
+    params = SamplingParams(extra_args={"other": 1, "meridian_exit": "observe"})
+    assert process(params) == ("r", 0)
+    with pytest.raises(ValueError, match="meridian_exit is 'on', expected 'off', 'observe'"):
+        process(SamplingParams(extra_args={"meridian_exit": "on"}))
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**63, 2**64 - 1])
+def test_a_number_out_of_bounds_is_refused(number):
+    """vLLM takes it; as a priority it is a mistake, and the caller reads why."""
+    with pytest.raises(ValueError, match=f"meridian_priority is {number}, expected "):
+        process(SamplingParams(extra_args={"meridian_priority": number}))
+
+
+@pytest.fixture
 def patched(monkeypatch):
     """vLLM's output processor with our request states, as `patches` binds them."""
     ours = build_request_state(upstream.RequestState)

@@ -1,10 +1,13 @@
 """The configuration: precedence, origins, and one clear error for each wrong input."""
 
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
 from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import Config
+from meridian_patch.config.request_fields import RequestFields, allowed_names
+from meridian_patch.config.schema import Config, RequestField
 from meridian_patch.errors import ConfigError
 
 
@@ -87,6 +90,14 @@ def test_digest_follows_values_not_origins(config_file):
         ("version: 1\nfamily: 3\n", ["family is 3", "string"]),
         ("version: 1\nfamilies_dir: 3\n", ["families_dir is 3", "path"]),
         ("version: 1\nfamilies_dir: none_such\n", ["families_dir is", "existing directory"]),
+        (
+            "version: 1\nrequests:\n  allowed_fields: [meridian_itl]\n",
+            ["requests.allowed_fields is ['meridian_itl']", "expected 'all' or", "meridian_itl_ms"],
+        ),
+        (
+            "version: 1\nrequests:\n  allowed_fields: none\n",
+            ["requests.allowed_fields is 'none'", "expected 'all' or a list"],
+        ),
         ("policy: {}\n", ["version is missing", "version: 1"]),
         ("version: 2\n", ["version is 2", "expected 1"]),
         ("version: true\n", ["version is True", "expected 1"]),
@@ -177,3 +188,22 @@ def test_relative_families_dir_counts_from_the_file(config_file, tmp_path):
     (tmp_path / "families").mkdir()
     loaded = load_config(config_file("version: 1\nfamilies_dir: families\n"))
     assert loaded.config.families_dir == tmp_path / "families"
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        ("all", set(RequestFields.model_fields)),
+        ("[]", set()),
+        ("[meridian_exit, meridian_itl_ms]", {"meridian_exit", "meridian_itl_ms"}),
+    ],
+)
+def test_allowed_fields(value, allowed):
+    """All, none, or a list; the names are those of the fields that requests have."""
+    env = {"MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS": value}
+    assert allowed_names(load_config(env).config.requests.allowed_fields) == allowed
+
+
+def test_every_request_field_can_be_allowed():
+    """The names in the configuration's schema are those of the fields themselves."""
+    assert list(get_args(RequestField)) == list(RequestFields.model_fields)

@@ -41,6 +41,7 @@ def test_metrics_have_the_documented_names_and_labels():
         "exit_given_up": ["grammar"],
         "probe": ["measured"],
         "invalid_signals": ["think"],
+        "ignored_field": ["meridian_itl_ms"],
     }
     metrics.initialize(0, labels)
     metrics.record({"exit:eat": 1, "think_tokens:eat": 90, "probe:measured": 4}, engine=0)
@@ -53,6 +54,7 @@ def test_metrics_have_the_documented_names_and_labels():
         'meridian_phase_changes_total{engine="0",model_name="m",phase="think"} 0.0',
         'meridian_kv_evictions_total{engine="0",model_name="m",tier="think_complete"} 7.0',
         'meridian_kv_hit_tokens_total{engine="0",model_name="m",tier="in_use"} 64.0',
+        'meridian_ignored_fields_total{engine="0",field="meridian_itl_ms",model_name="m"} 0.0',
         'meridian_requests{engine="0",model_name="m",phase="answer"} 3.0',
         'meridian_thoughts_ended_total{engine="0",model_name="m",reason="eat"} 1.0',
         'meridian_think_tokens_total{engine="0",model_name="m",reason="eat"} 90.0',
