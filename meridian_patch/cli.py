@@ -143,6 +143,9 @@ def _print_status(reports: list[dict[str, Any]]) -> None:
             str(report.get("family", "-")),
         )
     Console().print(table)
+    for report in reports:
+        if report.get("limited_by"):
+            print(f"process {report['pid']}: {report['limited_by']}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status, wire
+from meridian_patch.engine.agreement import decide_alike
 from meridian_patch.engine.allowed import AllowedFields
 from meridian_patch.engine.begun import begun_in
 from meridian_patch.engine.boundaries import resolve_boundaries
@@ -29,6 +30,7 @@ from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.probes import strip
 from meridian_patch.engine.steering import Steering, StepLimits, limited
 from meridian_patch.engine.unthinking import Unthinking
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.latency import LatencyPolicy
 from meridian_patch.policy.rules import choose_rules
@@ -65,7 +67,7 @@ class PhaseScheduling(UpstreamScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loaded = load_config(envs.environment())
-        config = loaded.config
+        config, limited_by = decide_alike(loaded.config, self.vllm_config)
         boundaries = resolve_boundaries(self.vllm_config, loaded)
         policy_config = config.policy
         rules = choose_rules(policy_config)
@@ -113,8 +115,16 @@ class PhaseScheduling(UpstreamScheduler):
             self._phase_guard,
             self.phase_counters,
         )
-        self.exits = bind_exits(self, config, boundaries, self.phase_router, self.phase_counters)
-        self._unthinking = Unthinking(config.exit) if boundaries is None else None
+        obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
+        if limited_by is not None:
+            obstacle = Obstacle.EXTERNAL_LAUNCHER
+        self.exits = (
+            None
+            if obstacle
+            else bind_exits(self, config, boundaries, self.phase_router, self.phase_counters)
+        )
+        # A request may ask for early exit by itself.
+        self._unthinking = Unthinking(config.exit, obstacle) if obstacle else None
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
         # Requests by phase, as last told to the API server.
@@ -137,6 +147,7 @@ class PhaseScheduling(UpstreamScheduler):
             else None,
             "kv_tiers": self._kv_phases.history if self._kv_phases else "off",
             "exit": self.exits.mode if self.exits else "off",
+            "limited_by": limited_by,
         }
         status.publish(role="engine_core", **facts)
         logger.info("meridian_patch live in EngineCore: %s", facts)

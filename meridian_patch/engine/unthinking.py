@@ -1,4 +1,4 @@
-"""Requests to a model without think boundaries that ask for thoughts to be closed."""
+"""Requests that ask for thoughts to be closed where the engine has no early exit."""
 
 from typing import Any
 
@@ -15,10 +15,12 @@ class Unthinking:
 
     Args:
         config: of early exit, without a family.
+        obstacle: why there is none.
     """
 
-    def __init__(self, config: ExitConfig) -> None:
+    def __init__(self, config: ExitConfig, obstacle: Obstacle) -> None:
         self._config = config
+        self._obstacle = obstacle
         # What is to be told, by request.
         self._news: dict[str, Told] = {}
         # Those of them that are gone; their last outputs may be in the step that is taken in.
@@ -38,9 +40,7 @@ class Unthinking:
             asked = [each for each in Reason if getattr(config, each, False)]
             if config.max_think_tokens is not None:
                 asked.append(Reason.HARD_CAP)
-            self._news[request.request_id] = Told(
-                None, 0, dict.fromkeys(asked, Obstacle.NO_BOUNDARY)
-            )
+            self._news[request.request_id] = Told(None, 0, dict.fromkeys(asked, self._obstacle))
 
     def freed(self, request: Any) -> None:
         """A request is gone."""

@@ -7,11 +7,12 @@ from typing import Final
 class Obstacle(StrEnum):
     """One reason; its text is what callers and metrics see.
 
-    The first six hold for the engine and stop strategies from judging. The next eight concern
+    The first seven hold for the engine and stop strategies from judging. The next eight concern
     the close itself: something behind our masks would undo it. The last three concern one thought.
     """
 
     NO_BOUNDARY = "no_boundary"
+    EXTERNAL_LAUNCHER = "external_launcher"
     NO_SIGNALS = "no_signals"
     PROBE_TEXT = "probe_text"
     NO_PREFIX_CACHE = "no_prefix_cache"
