@@ -93,6 +93,7 @@ def start_of(log: Path) -> str:
     return line[1]
 
 
+@pytest.mark.nightly
 def test_servers_anew_for_each_pair(tmp_path):
     """Another one is the first to start each time, its EngineCore is alone on its core."""
     small = ("--arms", "stock,stock-again", "--requests", "6", "--pairs", "2")
@@ -120,6 +121,7 @@ def test_servers_anew_for_each_pair(tmp_path):
     ]
 
 
+@pytest.mark.nightly
 def test_server_that_dies_leaves_the_others_results(tmp_path):
     """A killed server ends its arm with the log's last lines; the other arm plays on."""
     bench = start_bench(tmp_path, "--pairs", "2", "--rate", "4")

@@ -91,6 +91,7 @@ def test_bolder_thresholds_think_less(done):
     assert "data:image/png;base64," in (folder / "out" / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_entropies_are_those_of_the_model(done, demo_model):
     """Of think tokens and of probes, against transformers on the same tokens."""
     import torch

@@ -113,6 +113,7 @@ def test_table_and_report_are_shown(demo_run):
     assert "measured-cpu" in page
 
 
+@pytest.mark.nightly
 def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
     """Without --rate, a share of what stock completes here, and the report says so."""
     demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "20")
@@ -126,6 +127,7 @@ def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
     assert 0.2 < len(arrivals) / rate / arrivals[-1] < 5
 
 
+@pytest.mark.nightly
 def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
     """A killed server ends its arm with the log's last lines; what it served is reported."""
     demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "60", "--rate", "2")
@@ -144,7 +146,9 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_interrupt_leaves_no_server(tmp_path, demo_model, number):
     """Ctrl-C and a polite kill while the server starts end the demo and all of the server."""
     demo = start_demo(tmp_path, demo_model, "--arms", "stock")

@@ -9,7 +9,7 @@ from workloads import ask, engine_arguments
 
 from meridian_patch.demo.problems import make_problems
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 REQUESTS = 5000
 PROBLEMS = make_problems(50, seed=8, steps=2)

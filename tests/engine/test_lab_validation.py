@@ -10,7 +10,7 @@ from run_engine import clean_environment
 from meridian_patch.bench.lab.validate import FIGURES, PREEMPTIONS, Comparison, mean_errors
 from meridian_patch.bench.lab.validate import repeat_spread as spread_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 # Relative; timings of a busy machine, and a p99 of some thousand gaps, vary. The pool is full:
 # when a step takes a per cent longer, TTFAT grows by several.

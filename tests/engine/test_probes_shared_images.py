@@ -6,7 +6,7 @@ from probed_engine import Probed
 from tiny_vlm import IMAGE, make_vlm
 from workloads import ask, engine_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 # Workers of their own find pictures in memory that vLLM's front shares with them; it holds about 40
 # here.

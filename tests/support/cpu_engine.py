@@ -73,6 +73,58 @@ def allow_async_scheduling() -> None:
     torch.cuda.current_stream = lambda *_: _Stream()
 
 
+def add_gloo_gatherv() -> None:
+    """Let ranks of data parallelism share their experts over gloo: vLLM's CPU build cannot.
+
+    Rows are padded to the longest rank's, as gloo gathers equal sizes alone.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def gather_one(self, rows, sizes):
+        sizes = sizes or [rows.shape[0]] * self.world_size
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([each[:size] for each, size in zip(gathered, sizes, strict=True)])
+
+    def all_gatherv(self, input_, dim=0, sizes=None):
+        assert dim == 0
+        if isinstance(input_, torch.Tensor):
+            return gather_one(self, input_, sizes)
+        return [gather_one(self, each, sizes) for each in input_]
+
+    def reduce_scatterv(self, input_, dim=-1, sizes=None):
+        assert dim == 0
+        sizes = sizes or [input_.shape[0] // self.world_size] * self.world_size
+        summed = input_.clone()
+        torch.distributed.all_reduce(summed, group=self.device_group)
+        begin = sum(sizes[: self.rank_in_group])
+        return summed[begin : begin + sizes[self.rank_in_group]].contiguous()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def start_ray(workers: int) -> None:
+    """Start Ray on this machine with places for so many workers, and let vLLM use it on the CPU.
+
+    vLLM gives each worker an accelerator of Ray's; here these are names without a device.
+    """
+    import ray
+
+    allow_ray()
+    hook = {"worker_process_setup_hook": "cpu_engine.allow_ray"}
+    ray.init(num_cpus=workers, num_gpus=workers, runtime_env=hook, include_dashboard=False)
+
+
+def allow_ray() -> None:
+    """Name the accelerator that a worker stands for; in Ray's processes too."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.ray_device_key = "GPU"
+
+
 class _Event:
     def __init__(self, *args, **kwargs) -> None:
         """Accepts what ``torch.cuda.Event`` accepts."""

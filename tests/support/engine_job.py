@@ -11,11 +11,13 @@ import gc
 import json
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
 import cpu_engine
-from engine_watch import SchedulerWatch
+import request_kinds
+from engine_watch import SchedulerWatch, left_behind, totals
 from signal_watch import SignalWatch, signals_of, tapped
 
 JOB = json.loads(Path(sys.argv[1]).read_text())
@@ -29,13 +31,32 @@ if JOB["allow_async"]:
     cpu_engine.allow_async_scheduling()
 
 THINK_START, THINK_END = "<think>", "</think>"
+# Fewer are the choice of a request, not the whole of what a token was drawn from.
+ALL_LOGITS = 100
 
 
 def main() -> None:
+    if JOB["ray_workers"]:
+        cpu_engine.start_ray(JOB["ray_workers"])
     result = {"pid": os.getpid(), "stages": {}}
     for stage in JOB["stages"]:
-        result["stages"][stage["name"]] = run_stage(stage)
+        run = try_stage if stage.get("may_fail") else run_stage
+        result["stages"][stage["name"]] = run(stage)
     Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+def try_stage(stage: dict) -> dict:
+    """Run a stage; what it fails with is its report, and the stages behind it are run."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    try:
+        return run_stage(stage)
+    except Exception as error:
+        traceback.print_exc()
+        report = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return report
 
 
 def run_stage(stage: dict) -> dict:
@@ -43,7 +64,7 @@ def run_stage(stage: dict) -> dict:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm = LLM(**stage["engine"])
+    llm = LLM(**request_kinds.engine_arguments(stage["engine"]))
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     watch = signals = entropies = None
     report = {"runs": {}}
@@ -57,12 +78,15 @@ def run_stage(stage: dict) -> dict:
         ids = tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
         watch = SchedulerWatch(core.scheduler, *ids)
         report["scheduler"] = [cls.__name__ for cls in type(core.scheduler).__mro__]
-        [report["runner"]] = llm.collective_rpc(runner_module)
+        report["runner"], *_ = llm.collective_rpc(runner_module)
         if any("measures" in run for run in stage["runs"]):
             signals = SignalWatch(core.scheduler, ids[1])
     for run in stage["runs"]:
         if signals is not None:
             signals.restart(is_on=run["measures"])
+        if "beams" in run:
+            report["runs"][run["name"]] = request_kinds.beam_search(llm, watch, run)
+            continue
         report["runs"][run["name"]] = outcome = Run(llm, watch, run, entropies).drive()
         if signals is not None:
             [names] = llm.collective_rpc(tapped)
@@ -100,68 +124,81 @@ class Run:
 
     def drive(self) -> dict:
         seen = self._watch.restart() if self._watch else None
-        counted = _totals(self._watch.scheduler) if self._watch else {}
+        counted = totals(self._watch.scheduler) if self._watch else {}
         step = 0
-        while self._requests or self._events or self._engine.has_unfinished_requests():
+        while self._requests or self._has_events() or self._engine.has_unfinished_requests():
             for request in _take_due(self._requests, step):
                 self._add(request)
             for event in _take_due(self._events, step):
                 self._fire(event)
+            self._fire_conditional()
             for output in self._engine.step():
                 self._take_in(output)
             step += 1
         report = {
             "outputs": {name: _listed(output) for name, output in self._outputs.items()},
             "events": self._fired,
+            "unfired": self._events,
         }
         if self._watch is not None:
-            report |= asdict(seen) | _left_behind(self._watch.scheduler)
-            totals = _totals(self._watch.scheduler)
-            report["counted"] = {n: v - counted.get(n, 0) for n, v in totals.items()}
+            report |= asdict(seen) | left_behind(self._watch.scheduler)
+            now = totals(self._watch.scheduler)
+            report["counted"] = {n: v - counted.get(n, 0) for n, v in now.items()}
         return report
 
     def _add(self, request: dict) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
-
-        params = dict(request["params"])
-        if "regex" in params:
-            params["structured_outputs"] = StructuredOutputsParams(regex=params.pop("regex"))
-        if "logit_bias" in params:
-            # JSON knows no other keys than strings.
-            params["logit_bias"] = {int(key): b for key, b in params["logit_bias"].items()}
         prompt = self._tokenizer.apply_chat_template(
-            request["messages"], tokenize=False, add_generation_prompt=True
+            request["messages"],
+            tokenize=False,
+            add_generation_prompt=True,
+            **request.get("template", {}),
         )
         if self._entropies is not None:
             self._entropies.measure(request["name"])
         self._engine.add_request(
             request["name"],
-            _with_image(prompt, request.get("image")),
-            SamplingParams(**params),
-            lora_request=_lora(request.get("lora")),
+            request_kinds.prompt(prompt, request),
+            request_kinds.params(request),
+            lora_request=request_kinds.lora(request.get("lora")),
             priority=request.get("priority", 0),
         )
 
     def _take_in(self, output) -> None:
+        from vllm.outputs import PoolingRequestOutput
+
         """Keep the newest of each sample: with n > 1 they come one at a time."""
         kept = self._outputs.setdefault(output.request_id, {"samples": {}})
         kept["finished"] = output.finished
         kept["cached_tokens"] = output.num_cached_tokens
         kept["prompt_tokens"] = len(output.prompt_token_ids)
+        if isinstance(output, PoolingRequestOutput):
+            kept["pooled"] = output.outputs.data.tolist()
+            return
+        if output.prompt_logprobs is not None:
+            kept["prompt_logprobs"] = request_kinds.plain_logprobs(output.prompt_logprobs)
         for sample in output.outputs:
             kept["samples"][sample.index] = {
                 "ids": list(sample.token_ids),
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
             }
-            if output.finished and sample.logprobs:
+            if output.finished and sample.logprobs and len(sample.logprobs[0]) >= ALL_LOGITS:
                 boundary_id = self._tokenizer.convert_tokens_to_ids(THINK_END)
                 rows = [signals_of(logits, boundary_id) for logits in sample.logprobs]
                 kept["samples"][sample.index]["signals"] = rows
         if output.finished and self._entropies is not None:
             number = len(kept["samples"][0]["ids"])
             kept["samples"][0]["entropies"] = self._entropies.take(output.request_id, number)
+
+    def _has_events(self) -> bool:
+        """Those that wait for something to happen may wait in vain."""
+        return any("when" not in event for event in self._events)
+
+    def _fire_conditional(self) -> None:
+        for event in [event for event in self._events if "when" in event]:
+            if self._watch.has(event["when"]):
+                self._events.remove(event)
+                self._fire(event)
 
     def _fire(self, event: dict) -> None:
         engine = self._engine
@@ -173,6 +210,10 @@ class Run:
                 engine.engine_core.engine_core.pause_scheduler("keep", clear_cache=False)
             case "resume":
                 engine.engine_core.engine_core.resume_scheduler()
+            case "sleep":
+                engine.sleep(event["level"], event["mode"])
+            case "wake":
+                engine.wake_up(event.get("tags"))
             case "reset_prefix_cache":
                 result = engine.reset_prefix_cache(event["reset_running_requests"])
             case "observe":
@@ -182,66 +223,14 @@ class Run:
         self._fired.append(event | {"result": result, "produced": produced})
 
 
-def _lora(folder: str | None):
-    from vllm.lora.request import LoRARequest
-
-    return None if folder is None else LoRARequest("adapter", 1, folder)
-
-
-def _with_image(prompt: str, seed: int | None):
-    if seed is None:
-        return prompt
-    from tiny_vlm import picture
-
-    return {"prompt": prompt, "multi_modal_data": {"image": picture(seed)}}
-
-
 def _take_due(entries: list[dict], step: int) -> list[dict]:
-    due = [entry for entry in entries if entry.get("at_step", 0) <= step]
+    due = [e for e in entries if "when" not in e and e.get("at_step", 0) <= step]
     entries[:] = [entry for entry in entries if entry not in due]
     return due
 
 
 def _listed(output: dict) -> dict:
     return output | {"samples": [sample for _, sample in sorted(output["samples"].items())]}
-
-
-def _left_behind(scheduler) -> dict:
-    pool = scheduler.kv_cache_manager.block_pool
-    return {
-        "requests_left": len(scheduler.requests),
-        # One block is vLLM's null block and never free.
-        "blocks_left": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "encoded_left": len(scheduler.encoder_cache_manager.request_cached_ids),
-        **(_of_product(scheduler) if hasattr(scheduler, "phase_router") else {}),
-    }
-
-
-def _totals(scheduler) -> dict[str, int]:
-    return dict(scheduler.phase_counters.totals) if hasattr(scheduler, "phase_counters") else {}
-
-
-def _of_product(scheduler) -> dict:
-    """What our scheduler and cache manager say of themselves."""
-    from meridian_patch.engine.free_queue import TieredFreeQueue
-    from meridian_patch.engine.kv_integrity import find_faults
-
-    pool = scheduler.kv_cache_manager.block_pool
-    is_tiered = isinstance(pool.free_block_queue, TieredFreeQueue)
-    return {
-        "routed_left": len(scheduler.phase_router),
-        **(_of_exits(scheduler.exits) if scheduler.exits else {}),
-        **({"kv_faults": find_faults(pool)} if is_tiered else {}),
-    }
-
-
-def _of_exits(exits) -> dict:
-    return {
-        "watched_left": exits.num_watched + len(exits.closings),
-        "probes_left": len(exits.probes or ()),
-        # What waits to be told with a step that never comes.
-        "told_left": len(exits.drain_outcomes()),
-    }
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ class SchedulerWatch:
         self.seen = Watched()
         return self.seen
 
+    def has(self, what: str) -> bool:
+        """Whether something is there at this moment: ``probe``, one that runs or waits."""
+        assert what == "probe", what
+        return any(type(r).__name__ == PROBE for r in self.scheduler.requests.values())
+
     def _wrap(self, name: str, before=None, after=None) -> None:
         inner = getattr(self.scheduler, name)
 
@@ -151,3 +156,44 @@ class SchedulerWatch:
             if token == self._start_id:
                 return THINK
         return ANSWER
+
+
+def left_behind(scheduler) -> dict:
+    """What a scheduler still holds when all requests have ended."""
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "requests_left": len(scheduler.requests),
+        # One block is vLLM's null block and never free.
+        "blocks_left": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        # Of an encoder-decoder model there is no such list.
+        "encoded_left": len(getattr(scheduler.encoder_cache_manager, "request_cached_ids", ())),
+        **(_of_product(scheduler) if hasattr(scheduler, "phase_router") else {}),
+    }
+
+
+def totals(scheduler) -> dict[str, int]:
+    """The product's counters; none on a stock scheduler."""
+    return dict(scheduler.phase_counters.totals) if hasattr(scheduler, "phase_counters") else {}
+
+
+def _of_product(scheduler) -> dict:
+    """What our scheduler and cache manager say of themselves."""
+    from meridian_patch.engine.free_queue import TieredFreeQueue
+    from meridian_patch.engine.kv_integrity import find_faults
+
+    pool = scheduler.kv_cache_manager.block_pool
+    is_tiered = isinstance(pool.free_block_queue, TieredFreeQueue)
+    return {
+        "routed_left": len(scheduler.phase_router),
+        **(_of_exits(scheduler.exits) if scheduler.exits else {}),
+        **({"kv_faults": find_faults(pool)} if is_tiered else {}),
+    }
+
+
+def _of_exits(exits) -> dict:
+    return {
+        "watched_left": exits.num_watched + len(exits.closings),
+        "probes_left": len(exits.probes or ()),
+        # What waits to be told with a step that never comes.
+        "told_left": len(exits.drain_outcomes()),
+    }

@@ -28,6 +28,10 @@ class Job:
         model_runner_v2: run Model Runner V2, without CUDA its kernels in Triton's interpreter.
         allow_async: let ``async_scheduling=True`` stand on the CPU.
         in_process: keep the engine core in the child, where its scheduler can be watched.
+        is_async: run the asynchronous engine, its cores in processes of their own, with streaming
+            clients (see ``async_job.py``).
+        ray_workers: start Ray with places for so many.
+        share_experts: let data-parallel ranks of a mixture of experts work together on the CPU.
     """
 
     stages: list[dict]
@@ -36,6 +40,9 @@ class Job:
     model_runner_v2: bool = False
     allow_async: bool = False
     in_process: bool = True
+    is_async: bool = False
+    share_experts: bool = False
+    ray_workers: int = 0
 
 
 def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
@@ -57,11 +64,14 @@ def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
                 "import_meridian_patch": job.import_meridian_patch,
                 "interpret_triton": job.model_runner_v2,
                 "allow_async": job.allow_async,
+                "share_experts": job.share_experts,
+                "ray_workers": job.ray_workers,
                 "status_dir": env["MERIDIAN_PATCH_STATUS_DIR"],
             }
         )
     )
-    command = [sys.executable, "-P", str(SUPPORT / "engine_job.py"), str(spec), str(result)]
+    script = SUPPORT / ("async_job.py" if job.is_async else "engine_job.py")
+    command = [sys.executable, "-P", str(script), str(spec), str(result)]
     with log.open("wb") as sink:
         done = subprocess.run(
             command, env=env, stdout=sink, stderr=sink, timeout=limit_s, check=False, cwd=folder
@@ -75,7 +85,7 @@ def job_environment(job: Job, folder: Path) -> dict[str, str]:
     # On CUDA vLLM would choose Model Runner V2 by itself.
     runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if job.model_runner_v2 else "0"}
     env = clean_environment(folder) | runner | job.env
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.in_process else "1"
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.in_process and not job.is_async else "1"
     if job.model_runner_v2 and not torch.cuda.is_available():
         env["TRITON_INTERPRET"] = "1"
     return env

@@ -1,0 +1,56 @@
+"""The matrix's engines and its record."""
+
+import pytest
+from matrix_checks import Pair
+from matrix_plans import ALL_ON, matrix_job
+from matrix_record import INACTIVE, NOT_RUN, REFUSED, WORKS, Row, write
+from run_engine import PATCHED, STOCK, run_job
+from tiny_models import make_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(demo_model, tmp_path_factory):
+    """``tiny(kind)`` is the folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("models")
+    return lambda kind: make_tiny(kind, demo_model, folder)
+
+
+@pytest.fixture(scope="session")
+def both_jobs(tmp_path_factory):
+    """``both_jobs(name, stages, ...)`` runs stages stock and patched: stage name -> its pair."""
+
+    def run(name, stages, env=None, limit_s=540, **job):
+        results, logs = [], []
+        for kind, activation in (("stock", STOCK), ("patched", PATCHED | ALL_ON | (env or {}))):
+            folder = tmp_path_factory.mktemp(f"{name}_{kind}")
+            results.append(run_job(matrix_job(stages, activation, **job), folder, limit_s))
+            logs.append((folder / "log.txt").read_text(errors="replace"))
+        stock, patched = (result["stages"] for result in results)
+        return {name: Pair(stock[name], patched[name], logs[1]) for name in stock}
+
+    return run
+
+
+class Cell:
+    """Records what a test has shown of a cell; called last, when all was asserted."""
+
+    def __init__(self, test: str) -> None:
+        self._test = test
+
+    def works(self, name, note, probes):
+        write(name, Row(WORKS, probes, note, self._test))
+
+    def is_inactive(self, name, notice, probes="none"):
+        write(name, Row(INACTIVE, probes, notice, self._test))
+
+    def is_refused(self, name, reason):
+        write(name, Row(REFUSED, "none", reason, self._test))
+
+    def cannot_run(self, name, reason):
+        write(name, Row(NOT_RUN, "none", reason, self._test))
+
+
+@pytest.fixture
+def cell(request):
+    path = request.node.path.relative_to(request.config.rootpath)
+    return Cell(f"{path}::{request.node.originalname}")

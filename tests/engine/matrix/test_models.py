@@ -1,0 +1,118 @@
+"""Kinds of models: what their KV caches allow is on, and what they do not allow says so."""
+
+import pytest
+from matrix_checks import assert_healthy, assert_works, probed
+from matrix_plans import cell as stage
+from matrix_plans import crowd
+from tiny_vlm import IMAGE, IMAGE_TOKENS, make_vlm
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+# Blocks of KV cache that are too few for the crowd; where several groups share them, or blocks are
+# smaller, the same is more.
+POOLS = {"moe": 11, "sliding": 11, "two_groups": 24, "mamba": 24, "mla": 24}
+GROUPS = "EAT is off, thoughts are not probed: the model has several groups of KV cache"
+UNCACHED = "EAT is off, thoughts are not probed: prefix caching is off"
+NO_TIERS = "KV tiers are inactive: prefix caching is off"
+
+
+@pytest.fixture(scope="module")
+def kinds(both_jobs, tiny):
+    return both_jobs(
+        "models",
+        [
+            stage(kind, tiny(kind), num_gpu_blocks_override=blocks, async_scheduling=True)
+            for kind, blocks in POOLS.items()
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("moe", "mixture of experts"), ("sliding", "sliding window in every layer")],
+)
+def test_one_group_of_kv_cache(kinds, cell, kind, name):
+    """Nothing is switched off."""
+    pair = kinds[kind]
+    cell.works(name, assert_works(pair), probed(pair))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("two_groups", "sliding window and full attention"),
+        ("mamba", "hybrid, mamba and attention"),
+    ],
+)
+def test_several_groups_of_kv_cache(kinds, cell, kind, name):
+    """Scheduling and tiers work; thoughts are not probed, and the log says why."""
+    pair = kinds[kind]
+    note = assert_works(pair, probes=False)
+    assert GROUPS in pair.log
+    cell.works(name, note, f"off, with a notice: {GROUPS.split(': ')[1]}")
+
+
+def test_mla(kinds, cell):
+    """On a CPU vLLM runs MLA without prefix caching; the log says what is off."""
+    pair = kinds["mla"]
+    note = assert_works(pair, probes=False)
+    assert UNCACHED in pair.log
+    assert NO_TIERS in pair.log
+    reason = "vLLM's CPU build switches prefix caching off with MLA: tiers off, with a notice"
+    cell.works("MLA", f"{note}; {reason}", "off, with a notice")
+
+
+@pytest.fixture(scope="module")
+def others(both_jobs, tiny, demo_model, tmp_path_factory):
+    seeing = tmp_path_factory.mktemp("model") / "seeing-tiny-reasoner"
+    make_vlm(demo_model, seeing)
+    looks = crowd(60)
+    for number, request in enumerate(looks["requests"]):
+        if number % 2:
+            request["image"] = number % 3
+            request["messages"][-1]["content"] += IMAGE
+    # Without torchvision vLLM's own LLaVA does not load.
+    small = {"model_impl": "transformers", "max_num_batched_tokens": IMAGE_TOKENS}
+    pooled = crowd(1)
+    for request in pooled["requests"]:
+        request["pooling"] = {"task": "embed"}
+    pooling = {"runner": "pooling", "convert": "embed"}
+    return both_jobs(
+        "others",
+        [
+            stage("pooling", tiny("dense"), [pooled], **pooling),
+            stage(
+                "seeing",
+                seeing,
+                [looks],
+                num_gpu_blocks_override=14,
+                max_model_len=320,
+                async_scheduling=True,
+                **small,
+            ),
+        ],
+    )
+
+
+def test_multi_modal(others, cell):
+    """Requests with pictures and without, the encoder's cache for one picture at a time."""
+    pair = others["seeing"]
+    note = assert_works(pair)
+    _, patched = pair.runs("crowd")
+    assert len(patched["encoded"]) > 2
+    assert "probe" not in patched["encoded"]
+    cell.works("multi-modal", note, probed(pair))
+
+
+def test_pooling(others, cell):
+    """Nothing thinks there: every decision is vLLM's own."""
+    pair = others["pooling"]
+    stock, patched = pair.runs("crowd")
+    assert any("PhaseSchedul" in name for name in pair.patched["scheduler"])
+    vectors = {name: output["pooled"] for name, output in patched["outputs"].items()}
+    assert vectors == {name: output["pooled"] for name, output in stock["outputs"].items()}
+    assert len({tuple(vector) for vector in vectors.values()}) == len(vectors) > 8
+    assert patched["probes"] == []
+    assert patched["planned"] == 0
+    assert_healthy(patched)
+    cell.works("pooling model", f"{len(vectors)} vectors as stock", "nothing thinks")

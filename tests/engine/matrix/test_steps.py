@@ -1,0 +1,83 @@
+"""How steps are made up: prompts whole or in chunks, drafts, priorities, caching."""
+
+import pytest
+from matrix_checks import assert_works, probed
+from matrix_plans import cell as stage
+from matrix_plans import crowd
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+
+
+def by_priority():
+    run = crowd()
+    for number, request in enumerate(run["requests"]):
+        request["priority"] = -(number % 3)
+    return run
+
+
+@pytest.fixture(scope="module")
+def steps(both_jobs, tiny, demo_model):
+    dense, is_async = tiny("dense"), {"async_scheduling": True}
+    drafts = {"method": "draft_model", "model": str(demo_model), "num_speculative_tokens": 2}
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
+    short = {"long_prefill_token_threshold": 16, "max_num_batched_tokens": 128}
+    priority = {"scheduling_policy": "priority"}
+    return both_jobs(
+        "steps",
+        [
+            stage("whole", dense, **whole, **is_async),
+            stage("short", dense, **short, **is_async),
+            stage("priority", dense, [by_priority()], **priority, **is_async),
+            stage("uncached", dense, enable_prefix_caching=False, **is_async),
+            stage("ngram", demo_model, speculative_config=NGRAM),
+            stage("draft", demo_model, speculative_config=drafts),
+        ],
+    )
+
+
+def test_chunked_prefill_off(steps, cell):
+    """Each prompt is computed in one step, and none waits for answers to end."""
+    pair = steps["whole"]
+    note = assert_works(pair)
+    _, patched = pair.runs("crowd")
+    assert {n for r, n in patched["prefill_steps"].items() if r not in preempted(patched)} == {1}
+    cell.works("chunked prefill off", note, probed(pair))
+
+
+def preempted(run):
+    return {entry["name"] for entry in run["preemptions"]}
+
+
+def test_long_prefill_token_threshold(steps, cell):
+    """No prompt takes more of a step than the threshold."""
+    pair = steps["short"]
+    note = assert_works(pair)
+    _, patched = pair.runs("crowd")
+    assert min(patched["prefill_steps"].values()) > 1
+    cell.works("`long_prefill_token_threshold`", note, probed(pair))
+
+
+def test_priority_scheduling(steps, cell):
+    pair = steps["priority"]
+    cell.works("priority scheduling", assert_works(pair), probed(pair))
+
+
+def test_prefix_caching_off(steps, cell):
+    """Tiers and EAT have nothing to work with, and the log says so."""
+    pair = steps["uncached"]
+    note = assert_works(pair, probes=False)
+    assert "KV tiers are inactive: prefix caching is off" in pair.log
+    assert "EAT is off, thoughts are not probed: prefix caching is off" in pair.log
+    cell.works("prefix caching off", f"{note}; tiers off, with a notice", "off, with a notice")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ngram", "ngram"), ("draft", "draft model")])
+def test_speculation(steps, cell, kind, name):
+    """Drafts were made and accepted, and outputs are stock's."""
+    pair = steps[kind]
+    note = assert_works(pair)
+    _, patched = pair.runs("crowd")
+    assert patched["accepted"] > 10
+    cell.works(name, f"{note}; {patched['accepted']} drafts accepted", probed(pair))
