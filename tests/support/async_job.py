@@ -30,6 +30,9 @@ if JOB["share_experts"]:
 core_reports.watch_cores()
 
 ARRIVAL_S = 0.02
+PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+# What a request to the first engine of two says: its KV cache is wanted elsewhere.
+FOR_ANOTHER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def main() -> None:
@@ -50,15 +53,21 @@ async def run_stage(stage: dict) -> dict:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    args = AsyncEngineArgs(**request_kinds.engine_arguments(stage["engine"]))
-    engine = AsyncLLM.from_engine_args(args)
+    engines = []
     report = {"runs": {}}
     try:
+        # The first of two computes prompts for the second.
+        for number, more in enumerate(stage.get("engines", [{}])):
+            args = request_kinds.engine_arguments(stage["engine"] | more)
+            # Each engine's handshakes have a port of their own; its processes read it when born.
+            os.environ[PORT] = str(JOB["side_port"] + number)  # noqa: TID251
+            engines.append(AsyncLLM.from_engine_args(AsyncEngineArgs(**args)))
         for run in stage["runs"]:
-            report["runs"][run["name"]] = await AsyncRun(engine, run).drive()
+            report["runs"][run["name"]] = await AsyncRun(*engines, run=run).drive()
         report["status"] = read_status()
     finally:
-        engine.shutdown()
+        for engine in engines:
+            engine.shutdown()
     return report
 
 
@@ -71,8 +80,9 @@ def read_status() -> list[dict]:
 class AsyncRun:
     """All clients of one run, at once."""
 
-    def __init__(self, engine, run: dict) -> None:
-        self._engine = engine
+    def __init__(self, *engines, run: dict) -> None:
+        self._engines, self._engine = engines, engines[-1]
+        engine = self._engine
         self._tokenizer = engine.get_tokenizer()
         self._run = run
         self._outputs: dict[str, dict] = {}
@@ -105,6 +115,8 @@ class AsyncRun:
         params = request_kinds.params(request)
         params.output_kind = RequestOutputKind.DELTA
         prompt = self._session(request) if "turns" in request else self._prompt(request)
+        if len(self._engines) > 1:
+            params.extra_args = {"kv_transfer_params": await self._prefill(request, params)}
         kept = {"samples": [{"ids": [], "finish_reason": None}], "finished": False, "pieces": 0}
         self._outputs[request["name"]] = kept
         leaves = request.get("leaves_after")
@@ -121,12 +133,22 @@ class AsyncRun:
             kept["samples"][0]["ids"] += sample.token_ids
             kept["samples"][0]["finish_reason"] = sample.finish_reason
             kept["finished"] = output.finished
-            kept["transfer"] = output.kv_transfer_params
             async with self._news:
                 self._news.notify_all()
             if leaves is not None and len(kept["samples"][0]["ids"]) >= leaves:
                 # The engine aborts the request of a client that is gone.
                 break
+
+    async def _prefill(self, request: dict, params) -> dict:
+        """Compute a prompt on the first engine; what the second needs to fetch its KV cache."""
+        params = params.clone()
+        params.max_tokens, params.min_tokens = 1, 0
+        params.extra_args = {"kv_transfer_params": FOR_ANOTHER}
+        name, prompt = f"{request['name']}-prefill", self._prompt(request)
+        async for output in self._engines[0].generate(prompt, params, name):
+            if output.finished:
+                return output.kv_transfer_params
+        raise AssertionError(f"{name} ended without a last output")
 
     def _prompt(self, request: dict) -> str:
         return self._tokenizer.apply_chat_template(
@@ -178,12 +200,13 @@ class AsyncRun:
 
     async def _reports(self) -> list[dict]:
         """What each engine core saw, when nothing is left to do."""
-        core = self._engine.engine_core
         # Aborts of clients that left are still on their way.
         await asyncio.sleep(1)
+        cores = [engine.engine_core for engine in self._engines]
         return [
-            await core._call_utility_async("job_report", engine=engine)
-            for engine in core.core_engines
+            await core._call_utility_async("job_report", engine=each)
+            for core in cores
+            for each in core.core_engines
         ]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import cpu_engine
 import request_kinds
 from engine_watch import SchedulerWatch, left_behind, totals
+from kv_listener import KVListener
 from signal_watch import SignalWatch, signals_of, tapped
 
 JOB = json.loads(Path(sys.argv[1]).read_text())
@@ -66,7 +67,9 @@ def run_stage(stage: dict) -> dict:
 
     llm = LLM(**request_kinds.engine_arguments(stage["engine"]))
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    watch = signals = entropies = None
+    watch = signals = entropies = listener = None
+    if "listens" in stage:
+        listener = KVListener(stage["listens"])
     report = {"runs": {}}
     if stage.get("samples_entropies"):
         # Only in a job that is told not to be patched by this.
@@ -92,6 +95,8 @@ def run_stage(stage: dict) -> dict:
             [names] = llm.collective_rpc(tapped)
             outcome["signals"] = signals.report() | {"tapped": names}
     report["status"] = read_status()
+    if listener is not None:
+        report["kv_events"] = listener.report(core.scheduler)
     llm.llm_engine.engine_core.shutdown()
     del llm, core, watch, signals, entropies
     cleanup_dist_env_and_memory()

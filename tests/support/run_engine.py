@@ -1,6 +1,7 @@
 """Starts engine jobs as child processes and reads what they report."""
 
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
                 "allow_async": job.allow_async,
                 "share_experts": job.share_experts,
                 "ray_workers": job.ray_workers,
+                "side_port": _free_port() if job.is_async else None,
                 "status_dir": env["MERIDIAN_PATCH_STATUS_DIR"],
             }
         )
@@ -111,6 +113,12 @@ def clean_environment(folder: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def log_tail(log: Path) -> str:

@@ -6,7 +6,7 @@ from matrix_plans import cell as stage
 from matrix_plans import crowd
 from tiny_vlm import IMAGE, IMAGE_TOKENS, make_vlm
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 # Blocks of KV cache that are too few for the crowd; where several groups share them, or blocks are
 # smaller, the same is more.

@@ -5,7 +5,7 @@ from matrix_checks import assert_cores_work, measured
 from matrix_plans import cell as stage
 from matrix_plans import session, streaming_crowd
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 HOLD_S = 0.6
 # By the run's name: what an operator does when so many tokens have come.

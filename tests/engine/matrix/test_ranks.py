@@ -5,7 +5,7 @@ from matrix_checks import assert_cores_work, assert_works, measured, probed
 from matrix_plans import cell as stage
 from matrix_plans import streaming_crowd
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 TENSOR = {"tensor_parallel_size": 2}
 PIPELINE = {"pipeline_parallel_size": 2}

@@ -11,7 +11,7 @@ from workloads import THINK_END, ask, sample
 
 from meridian_patch.demo.problems import make_problems
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 FREE = {"ignore_eos": True}
 REGEX = "[0-9] it is, and nothing else\\."

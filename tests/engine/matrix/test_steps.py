@@ -5,7 +5,7 @@ from matrix_checks import assert_works, probed
 from matrix_plans import cell as stage
 from matrix_plans import crowd
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 

@@ -1,0 +1,73 @@
+"""KV cache that others hear of, load and store."""
+
+import pytest
+from matrix_checks import assert_cores_work, assert_works, probed
+from matrix_plans import cell as stage
+from matrix_plans import crowd, streaming_crowd
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+NO_PROBES = "EAT is off, thoughts are not probed: a KV connector is in use"
+OFF = "off, with a notice: a KV connector would see the probes"
+
+
+@pytest.fixture(scope="module")
+def told(both_jobs, tiny):
+    dense, is_async = tiny("dense"), {"async_scheduling": True}
+    # Each job has a folder of its own.
+    endpoint = "ipc://kv.sock"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "stored"},
+    }
+    again = crowd(60) | {"name": "again"}
+    return both_jobs(
+        "told",
+        [
+            stage("events", dense, kv_events_config=events, **is_async) | {"listens": endpoint},
+            stage("example", dense, [crowd(), again], kv_transfer_config=example, **is_async),
+        ],
+    )
+
+
+def test_kv_events(told, cell):
+    """What a subscriber has been told is what is cached, with blocks evicted tier by tier."""
+    pair = told["events"]
+    note = assert_works(pair)
+    for report in (pair.stock, pair.patched):
+        events = report["kv_events"]
+        assert events["missed"] == events["unsaid"] == events["stale"] == 0
+        assert min(events["counts"][kind] for kind in ("BlockStored", "BlockRemoved")) > 5
+    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(events["counts"].items()))
+    cell.works("KV events", f"{note}; {counts}, none wrong or missing", probed(pair))
+
+
+def test_example_connector(told, cell):
+    """It stores prompts and loads them again; thoughts are not probed, and the log says so."""
+    pair = told["example"]
+    note = assert_works(pair, probes=False)
+    assert_works(pair, probes=False, run="again")
+    assert NO_PROBES in pair.log
+    cell.works("example connector", note, OFF)
+
+
+def test_nixl(both_jobs, tiny, cell):
+    """Prompts are computed by one engine and answered by another, over loopback."""
+    pytest.importorskip("nixl", reason="scripts/test --all installs NIXL")
+    nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_role": "kv_both"}
+    stages = [
+        stage("nixl", tiny("dense"), [streaming_crowd()], async_scheduling=True)
+        # The first is not short of blocks: it keeps each prompt's until they were fetched.
+        | {
+            "engines": [
+                {"kv_transfer_config": nixl, "num_gpu_blocks_override": 65},
+                {"kv_transfer_config": nixl},
+            ]
+        }
+    ]
+    pair = both_jobs("nixl", stages, is_async=True)["nixl"]
+    note = assert_cores_work(pair, number=2, probes=False, pressed=1)
+    assert NO_PROBES in pair.log
+    cell.works("NIXL connector, CPU to CPU", note, OFF)
