@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.closing import Closings
@@ -157,7 +159,9 @@ class Exits:
             return
         if name in self._measured:
             self._follow(watched)
-            self._cut_short(watched)
+            # An aborted request has no output that its caller would see.
+            if request.status != RequestStatus.FINISHED_ABORTED:
+                self._cut_short(watched)
         if self._trace is not None:
             self._trace.cut(name, watched.controller)
         self._end_thought(name)

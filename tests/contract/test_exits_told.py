@@ -165,6 +165,17 @@ def test_a_thought_that_never_ends(driver_for):
     assert run(driver, EAT, 400, max_tokens=90) == (None, 0, {"eat": "warm_up"})
 
 
+def test_an_aborted_request_is_told_nothing(driver_for):
+    """Nothing waits for a step that may never come."""
+    driver = driver_for(EXIT__EAT_WARMUP_PROBES="20")
+    driver.add(thinker("r", 400), EAT)
+    for _ in range(60):
+        driver.step()
+    driver.abort("r")
+    assert not driver.scheduler.exits.drain_outcomes()
+    assert driver.scheduler.exits.is_idle
+
+
 def test_probes_that_get_no_place(driver_for):
     """With all seats taken, in a server that does not keep any for probes."""
     driver = driver_for(EXIT__RPDI="false")

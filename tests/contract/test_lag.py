@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from importlib.resources import files
 
 import pytest
 import yaml
@@ -93,6 +94,17 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
     assert len(kinds) > 2
 
 
+def test_the_shipped_profile_is_for_synchronous_engines(demo_model, monkeypatch):
+    """As vLLM's CPU build schedules, which it was calibrated on."""
+    profile = files("meridian_patch.configs").joinpath("profiles/tiny_reasoner_exit.yaml")
+    monkeypatch.setenv("MERIDIAN_PATCH_CONFIG", str(profile))
+    for is_async in (False, True):
+        warned = []
+        monkeypatch.setattr(exit_binding.logger, "warning", lambda *args, w=warned: w.append(args))
+        exit_driver(monkeypatch, demo_model, is_async=is_async)
+        assert len([args for args in warned if "calibrated" in args[0]]) == is_async
+
+
 @pytest.mark.parametrize(
     ("batches", "warns"), [(1, False), (2, True), (None, True)], ids=["same", "other", "unknown"]
 )
@@ -100,13 +112,14 @@ def test_thresholds_of_another_engine_are_told_of(
     demo_model, monkeypatch, tmp_path, batches, warns
 ):
     """One warning at the start, with what differs and what to do."""
-    lag = Lag(batches or 1, batches or 1, BLOCK_SIZE)._asdict()
+    lag = Lag(batches or 1, batches or 1, 2 * BLOCK_SIZE)._asdict()
     provenance = {"curve": {}, **({} if batches is None else {"lag": lag})}
     path = tmp_path / "profile.yaml"
     path.write_text(yaml.safe_dump({"version": 1, "provenance": provenance}))
     monkeypatch.setenv("MERIDIAN_PATCH_CONFIG", str(path))
     warned = []
     monkeypatch.setattr(exit_binding.logger, "warning", lambda *args: warned.append(args))
+    # Blocks of another size hardly matter.
     driver = exit_driver(monkeypatch, demo_model)
     said = [args[0] % args[1:] for args in warned if "calibrated" in args[0]]
     assert len(said) == warns
