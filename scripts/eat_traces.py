@@ -40,6 +40,7 @@ SETTINGS = {
     "RPDI": "false",
     "PROBE_MIN_GAP_TOKENS": "1",
     "PROBE_MAX_GAP_TOKENS": "3",
+    "PROBE_EVERY_STEPS": "1",
     "PROBES_IN_FLIGHT": "16",
 }
 

@@ -255,11 +255,20 @@ class ExitConfig(StrictModel):
         description="EAT: most probes in one step.",
     )
     probe_every_steps: int = Field(
-        default=1,
+        default=8,
         ge=1,
-        description="EAT: one step in this many may have probes. Probes are prompts, and a step "
-        "that only decodes is quicker, on GPUs by a graph of its own; but a result that comes "
-        "later closes later, in the middle of the next line.",
+        description="EAT: steps from one with probes to the next; those that are due meanwhile go "
+        "together. A step with probes does not run in the full CUDA graph of steps that only "
+        "decode: with 8, at most one step in 8 pays for that. A result comes up to this number "
+        "less 1 steps later, 7 by default, and the close with it: one token each, against the 64 "
+        "tokens of `probe_min_gap_tokens`. Calibration counts them as part of the lag.",
+    )
+    probe_context_tokens: int = Field(
+        default=32_768,
+        ge=1,
+        description="EAT: most tokens before the trial boundaries of the probes of one step, all "
+        "together; a single probe may have more. A probe's CPU time grows with its context: "
+        "`meridian bench probe-micro` prints it.",
     )
     rpdi: bool = Field(
         default=True,

@@ -13,7 +13,7 @@ from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.pace import lag_of
-from meridian_patch.engine.probes import Probes
+from meridian_patch.engine.probes import ProbeLimits, Probes
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.base import Reason
 from meridian_patch.exit.breaks import Breaks, find_breaks
@@ -82,7 +82,10 @@ def bind_exits(
 
 
 def _probes(scheduler: Any, boundaries: Boundaries, config: ExitConfig) -> Probes:
-    return Probes(scheduler, boundaries.probe, config.probes_in_flight, config.probe_every_steps)
+    limits = ProbeLimits(
+        config.probes_in_flight, config.probe_every_steps, config.probe_context_tokens
+    )
+    return Probes(scheduler, boundaries.probe, limits)
 
 
 def load_breaks(model_config: Any) -> Breaks:

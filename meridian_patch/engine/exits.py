@@ -170,18 +170,21 @@ class Exits:
         if not self._watched:
             self._signals.forget()
 
-    def arrange(self, current_step: int, *, may_probe: bool) -> None:
+    def arrange(
+        self, current_step: int, *, may_probe: bool, token_budget: int | None = None
+    ) -> None:
         """A step is about to be scheduled.
 
         Args:
             current_step: number of the last one.
             may_probe: whether probes may be part of it.
+            token_budget: of the step, where it is lower than the engine's.
         """
         self.closings.arrange(current_step)
         if self.probes is not None:
             self.probes.share_seats(is_kept=self._keeps_seats)
             if may_probe:
-                self.probes.offer()
+                self.probes.offer(token_budget)
 
     def user_seats(self, all_seats: int) -> int | None:
         """How many requests may run, the probes that are offered among them; None: as many as may.

@@ -241,7 +241,11 @@ class PhaseScheduling(UpstreamScheduler):
         exits = self._busy_exits
         if exits:
             with self._phase_guard.protect("early exit"):
-                exits.arrange(self.current_step, may_probe=not self._waiting_answers)
+                exits.arrange(
+                    self.current_step,
+                    may_probe=not self._waiting_answers,
+                    token_budget=limits.token_budget,
+                )
                 limits = limits.with_probes(exits.num_probes)
                 limits = limits.with_seats(exits.user_seats(self.max_num_running_reqs))
         try:
@@ -321,6 +325,15 @@ class PhaseScheduling(UpstreamScheduler):
                 for request_id in request_ids or ():
                     probes.cancel(request_id)
         return super().finish_requests(request_ids, *args, **kwargs)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        # Before upstream preempts what runs: a preempted probe would compute its whole thought.
+        if reset_running_requests and self.exits and self.exits.probes:
+            with self._phase_guard.protect("early exit"):
+                self.exits.probes.recall()
+        return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 
     @property
     def _busy_exits(self) -> Exits | None:

@@ -148,7 +148,12 @@ def test_probes_make_room_before_anybody(demo_model, monkeypatch, is_async):
 
     With its sample on the way that takes nothing from it.
     """
-    settings = {"MODE": "observe", "PROBE_MIN_GAP_TOKENS": "1", "PROBE_MAX_GAP_TOKENS": "2"}
+    settings = {
+        "MODE": "observe",
+        "PROBE_MIN_GAP_TOKENS": "1",
+        "PROBE_MAX_GAP_TOKENS": "2",
+        "PROBE_EVERY_STEPS": "1",
+    }
     for name, value in settings.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_EXIT__{name}", value)
     driver = driver_for(demo_model, is_async=is_async)

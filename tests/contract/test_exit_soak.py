@@ -26,6 +26,7 @@ SETTINGS = {
     "EXIT__EAT_MAX_ENTROPY_NATS": "null",
     "EXIT__PROBE_MIN_GAP_TOKENS": "4",
     "EXIT__PROBE_MAX_GAP_TOKENS": "8",
+    "EXIT__PROBE_EVERY_STEPS": "1",
     "POLICY__TIME_BUDGET_US": "10000000",
 }
 # What some requests ask for by themselves.

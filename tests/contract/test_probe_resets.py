@@ -2,7 +2,8 @@
 
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
-from scheduler_driver import Job
+from scheduler_driver import BLOCK_SIZE, Job
+from vllm.v1.core.sched.interface import PauseState
 
 from meridian_patch.engine.begun import begun_in
 from meridian_patch.phase.router import Phase
@@ -60,4 +61,92 @@ def test_an_answer_that_resumed_no_longer_waits(driver):
     assert scheduler.phase_router.get("answers").phase is Phase.ANSWER
     assert scheduler.exits.probes.num_probes > made + 20
     driver.drain()
+    assert is_empty(driver)
+
+
+def until_probed(driver):
+    """Step until a probe is under way between two steps; synchronously it never is."""
+    probes = driver.scheduler.exits.probes
+    made = probes.num_probes
+    step_until(driver, lambda: probes.live if driver.is_async else probes.num_probes > made)
+
+
+def test_probing_goes_on_after_a_reset(driver):
+    """A reset with a probe under way costs no step its early exit."""
+    scheduler = driver.scheduler
+    probes = scheduler.exits.probes
+    for name in ("one", "two", "three"):
+        driver.add(thinker(name, 600))
+    for _ in range(5):
+        until_probed(driver)
+        assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        made = probes.num_probes
+        for _ in range(40):
+            driver.step()
+        assert probes.num_probes > made + 20
+    assert probes.most_computed_tokens <= BLOCK_SIZE + 1
+    assert not exceptions(driver)
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_a_probe_that_ends_behind_a_preemption(driver, is_async):
+    """Preempted with its sample on the way, and gone before the next step: it is forgotten."""
+    if not is_async:
+        pytest.skip("a probe is never under way between two steps")
+    scheduler = driver.scheduler
+    for name in ("one", "two"):
+        driver.add(thinker(name, 300))
+    until_probed(driver)
+    [name, *_] = scheduler.exits.probes.live
+    probe = scheduler.requests[name]
+    scheduler.running.remove(probe)
+    scheduler._preempt_request(probe, 0.0)
+    driver.abort(name)
+    for _ in range(100):
+        driver.step()
+    assert not exceptions(driver)
+    driver.drain()
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_a_paused_engine_makes_no_probes(driver, state, monkeypatch):
+    """As upstream pauses, puts to sleep and wakes: pause, reset, resume."""
+    scheduler = driver.scheduler
+    probes, made = scheduler.exits.probes, []
+    make = probes._make
+    monkeypatch.setattr(probes, "_make", lambda *args: made.append(args) or make(*args))
+    for name in ("one", "two"):
+        driver.add(thinker(name, 300))
+    until_probed(driver)
+    scheduler.set_pause_state(state)
+    # Those under way may end.
+    for _ in range(3):
+        driver.step()
+    made.clear()
+    for _ in range(30):
+        driver.step()
+    assert not made
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    driver.step()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    for _ in range(60):
+        driver.step()
+    assert len(made) > 10
+    assert not exceptions(driver)
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_everything_is_aborted_with_probes_under_way(driver):
+    scheduler = driver.scheduler
+    for name in ("one", "two", "three"):
+        driver.add(thinker(name, 300))
+    until_probed(driver)
+    driver.abort(None)
+    assert not scheduler.requests
+    driver.add(thinker("last", 60))
+    driver.drain()
+    assert not exceptions(driver)
     assert is_empty(driver)

@@ -10,6 +10,7 @@ PROBED = {
     "EXIT__EAT_WARMUP_PROBES": "1000",
     "EXIT__PROBE_MIN_GAP_TOKENS": "1",
     "EXIT__PROBE_MAX_GAP_TOKENS": "2",
+    "EXIT__PROBE_EVERY_STEPS": "1",
 }
 NAMES = ("one", "two", "three")
 
@@ -56,12 +57,15 @@ def test_an_engine_is_idle_when_its_users_are_gone(driver):
 
 
 def test_a_probe_in_the_queue_is_not_counted(driver):
-    """A cache reset puts probes back into the queue; they stay there until the next step."""
+    """Preempted between two steps, it stands there until the next one."""
     scheduler = driver.scheduler
     until_probed(driver)
-    assert scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert len(scheduler.waiting) > len(NAMES)
-    assert scheduler.get_request_counts() == (0, len(NAMES))
+    for name in scheduler.exits.probes.live:
+        probe = scheduler.requests[name]
+        scheduler.running.remove(probe)
+        scheduler._preempt_request(probe, 0.0)
+    assert len(scheduler.waiting)
+    assert scheduler.get_request_counts() == (len(NAMES), 0)
 
 
 @pytest.mark.parametrize("depth", [2, 3])

@@ -25,6 +25,7 @@ EAGER = {
     "EXIT__EAT_MAX_ENTROPY_NATS": "null",
     "EXIT__PROBE_MIN_GAP_TOKENS": "3",
     "EXIT__PROBE_MAX_GAP_TOKENS": "5",
+    "EXIT__PROBE_EVERY_STEPS": "1",
 }
 ENV = PATCHED | PATIENT | {f"MERIDIAN_PATCH_SET_{name}": value for name, value in EAGER.items()}
 PRESSED = {

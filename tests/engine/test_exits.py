@@ -26,6 +26,7 @@ ENFORCE = {
     "EXIT__EAT_MAX_ENTROPY_NATS": "0.3",
     "EXIT__PROBE_MIN_GAP_TOKENS": "8",
     "EXIT__PROBE_MAX_GAP_TOKENS": "12",
+    "EXIT__PROBE_EVERY_STEPS": "1",
 }
 SETTINGS = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in ENFORCE.items()}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cpu_engine
 import request_kinds
+import sampler_watch
 from engine_watch import SchedulerWatch, left_behind, totals
 from kv_listener import KVListener
 from signal_watch import SignalWatch, signals_of, tapped
@@ -84,6 +85,8 @@ def run_stage(stage: dict) -> dict:
         report["runner"], *_ = llm.collective_rpc(runner_module)
         if any("measures" in run for run in stage["runs"]):
             signals = SignalWatch(core.scheduler, ids[1])
+    if stage.get("watches_sampler"):
+        llm.collective_rpc(sampler_watch.watch)
     for run in stage["runs"]:
         if signals is not None:
             signals.restart(is_on=run["measures"])
@@ -94,6 +97,8 @@ def run_stage(stage: dict) -> dict:
         if signals is not None:
             [names] = llm.collective_rpc(tapped)
             outcome["signals"] = signals.report() | {"tapped": names}
+    if stage.get("watches_sampler"):
+        [report["sampler"]] = llm.collective_rpc(sampler_watch.seen)
     report["status"] = read_status()
     if listener is not None:
         report["kv_events"] = listener.report(core.scheduler)

@@ -19,17 +19,27 @@ EAGER = {
     "EXIT__EAT_MAX_ENTROPY_NATS": "null",
     "EXIT__PROBE_MIN_GAP_TOKENS": "8",
     "EXIT__PROBE_MAX_GAP_TOKENS": "16",
+    "EXIT__PROBE_EVERY_STEPS": "1",
     "POLICY__TIME_BUDGET_US": "10000000",
 }
 
 
 def exit_driver(
-    monkeypatch, demo_model, *, is_async=False, blocks=200, tiered=False, is_tapped=True, **settings
+    monkeypatch,
+    demo_model,
+    *,
+    is_async=False,
+    blocks=200,
+    tiered=False,
+    is_tapped=True,
+    groups=(),
+    engine_args=None,
+    **settings,
 ):
     """A driver whose engine has ``EAGER`` and further settings."""
     for name, value in {**EAGER, **settings}.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_{name}", value)
-    config = engine_config(demo_model, is_async=is_async, blocks=blocks)
+    config = engine_config(demo_model, is_async=is_async, blocks=blocks, **(engine_args or {}))
     # The driver stands in for workers that measure.
     if is_tapped:
         monkeypatch.setattr(worker_base.WorkerBase, MARK, "worker", raising=False)
@@ -37,7 +47,7 @@ def exit_driver(
         monkeypatch.delattr(worker_base.WorkerBase, MARK, raising=False)
     builder = build_async_phase_scheduler if is_async else build_phase_scheduler
     stock = AsyncScheduler if is_async else Scheduler
-    return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered)
+    return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered, groups=groups)
 
 
 def thinker(name, think_tokens=400, prompt_tokens=40, **kwargs):

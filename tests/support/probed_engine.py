@@ -16,6 +16,7 @@ DENSE = {
     "EXIT__RPDI": "false",
     "EXIT__PROBE_MIN_GAP_TOKENS": "1",
     "EXIT__PROBE_MAX_GAP_TOKENS": "7",
+    "EXIT__PROBE_EVERY_STEPS": "1",
 }
 SETTINGS = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in DENSE.items()}
 

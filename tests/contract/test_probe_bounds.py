@@ -1,0 +1,233 @@
+"""What a probe may not exceed, on the real scheduler: the model's length, a step's tokens."""
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from exit_driver import exit_driver, is_empty, thinker
+from scheduler_driver import BLOCK_SIZE, Job, sliding_window
+from vllm.sampling_params import SamplingParams
+
+from meridian_patch.engine.probes import sampled_as
+
+# Probed at every turn, and closed by none.
+PROBED = {
+    "EXIT__MODE": "observe",
+    "EXIT__EAT_WARMUP_PROBES": "1000",
+    "EXIT__PROBE_MIN_GAP_TOKENS": "1",
+    "EXIT__PROBE_MAX_GAP_TOKENS": "1",
+    "EXIT__PROBE_EVERY_STEPS": "1",
+}
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def driver_for(request, monkeypatch, demo_model):
+    def build(**kwargs):
+        return exit_driver(monkeypatch, demo_model, is_async=request.param, **{**PROBED, **kwargs})
+
+    return build
+
+
+class Seen(NamedTuple):
+    """A probe in a step: its prompt, the tokens computed of it, and whose it is."""
+
+    step: int
+    length: int
+    computed: int
+    parent: str
+
+
+def watch(driver):
+    """Every probe of every step from now on."""
+    scheduler, seen = driver.scheduler, []
+    schedule = scheduler.schedule
+
+    def watched(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        for name, due in scheduler.exits.probes._live.items():
+            computed = output.num_scheduled_tokens.get(name, 0)
+            length = scheduler.requests[name].num_prompt_tokens
+            if computed:
+                seen.append(Seen(driver.steps, length, computed, due.parent.request_id))
+        return output
+
+    scheduler.schedule = watched
+    return seen
+
+
+@pytest.mark.parametrize("prompt_tokens", [40, 41, 47])
+def test_a_probe_fits_into_the_model_with_the_token_it_samples(driver_for, prompt_tokens):
+    """A runaway thought is probed up to the limit, and behind it no probe is made."""
+    driver = driver_for(engine_args={"max_model_len": 256})
+    suffix = len(driver.scheduler.exits.probes._suffix)
+    for number in range(3):
+        driver.add(thinker(f"r{number}", 1000, prompt_tokens=prompt_tokens))
+    seen = watch(driver)
+    driver.drain()
+    longest = max(each.length for each in seen)
+    assert longest in (254, 255)
+    assert suffix
+    assert is_empty(driver)
+
+
+def test_probes_that_do_not_fit_into_a_step_keep_no_request_out(driver_for):
+    """Without chunked prefill a probe is all or nothing: at the queue's head it would block."""
+    driver = driver_for(
+        engine_args={
+            "max_model_len": 256,
+            "max_num_batched_tokens": 256,
+            "enable_chunked_prefill": False,
+        }
+    )
+    scheduler = driver.scheduler
+    for number in range(4):
+        driver.add(thinker(f"r{number}", 300, prompt_tokens=31 + 8 * number))
+    for _ in range(10):
+        driver.step()
+    # As if other requests took the rest of the step.
+    scheduler.max_num_scheduled_tokens = len(scheduler.running) + 12
+    for _ in range(3):
+        driver.step()
+    driver.add(Job("newcomer", (65,) * 8, None, 3))
+    steps = 0
+    while not driver.deliveries["newcomer"]:
+        driver.step()
+        steps += 1
+        assert steps < 6, "the newcomer starves"
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_a_probe_may_come_in_chunks(driver_for):
+    """Where upstream cuts all prefill, what it measures is that of its last step."""
+    driver = driver_for(engine_args={"long_prefill_token_threshold": 4})
+    for number in range(3):
+        driver.add(thinker(f"r{number}", 200))
+    seen = watch(driver)
+    driver.drain()
+    totals = driver.scheduler.phase_counters.totals
+    assert max(each.computed for each in seen) <= 4
+    assert totals["probe:measured"] > 50
+    assert "probe:lost" not in totals
+    assert is_empty(driver)
+
+
+def test_a_block_that_eagle_drops_is_computed_again(driver_for):
+    """A hit ends a block earlier where EAGLE drafts; probes are made by that."""
+    driver = driver_for(tiered=True)
+    coordinator = driver.scheduler.kv_cache_manager.coordinator
+    coordinator.eagle_group_ids = {0}
+    coordinator.single_type_managers[0].use_eagle = True
+    for number in range(3):
+        driver.add(thinker(f"r{number}", 200, prompt_tokens=31 + 9 * number))
+    seen = watch(driver)
+    driver.drain()
+    suffix = len(driver.scheduler.exits.probes._suffix)
+    assert max(each.computed for each in seen) == 2 * BLOCK_SIZE - 1 + suffix
+    for each in seen:
+        full = (each.length - suffix) // BLOCK_SIZE * BLOCK_SIZE
+        assert each.computed == each.length - max(full - BLOCK_SIZE, 0)
+    assert is_empty(driver)
+
+
+def test_a_probe_whose_window_is_gone_is_not_made(driver_for):
+    """With a sliding window alone, a probe never computes more than its last block."""
+    driver = driver_for(blocks=60, groups=[sliding_window(64)])
+    for number in range(8):
+        driver.add(thinker(f"r{number}", 400))
+        for _ in range(20):
+            driver.step()
+    seen = watch(driver)
+    driver.drain()
+    suffix = len(driver.scheduler.exits.probes._suffix)
+    assert len(seen) > 200
+    assert max(each.computed for each in seen) <= BLOCK_SIZE + suffix
+    assert is_empty(driver)
+
+
+def test_probes_of_long_thoughts_are_spread_over_steps(driver_for):
+    """Their contexts add up to the bound at most; one alone may be longer."""
+    driver = driver_for(EXIT__PROBE_CONTEXT_TOKENS="300")
+    scheduler = driver.scheduler
+    for number in range(6):
+        driver.add(thinker(f"r{number}", 380 + number))
+    suffix = len(scheduler.exits.probes._suffix)
+    seen = watch(driver)
+    driver.drain()
+    steps = defaultdict(list)
+    for each in seen:
+        steps[each.step].append(each.length - suffix)
+    assert all(len(lengths) == 1 or sum(lengths) <= 300 for lengths in steps.values())
+    assert max(map(len, steps.values())) > 3
+    assert max(map(max, steps.values())) > 300
+    # Nor does any thought go without.
+    assert min(Counter(each.parent for each in seen).values()) > 60
+    assert is_empty(driver)
+
+
+def test_steps_with_probes_keep_their_distance(driver_for):
+    """Eight by default; a probe that is due after a longer pause does not wait."""
+    driver = driver_for(EXIT__PROBE_EVERY_STEPS="8", EXIT__PROBE_MAX_GAP_TOKENS="20")
+    driver.add(thinker("alone", 300))
+    probes, asked = driver.scheduler.exits.probes, []
+    ask = probes.ask
+    probes.ask = lambda *args: asked.append(driver.steps) or ask(*args)
+    seen = watch(driver)
+    driver.drain()
+    steps = [each.step for each in seen]
+    assert len(steps) > 10
+    assert min(later - step for step, later in pairwise(steps)) >= 8
+    # 20 tokens lie between two of them. A block that is just full is computed one step later.
+    assert {step - max(at for at in asked if at < step) for step in steps} == {1, 2}
+    assert is_empty(driver)
+
+
+def test_many_thoughts_share_steps_with_probes(driver_for):
+    """As many steps pass between two as is asked for, however many probes are due."""
+    driver = driver_for(EXIT__PROBE_EVERY_STEPS="8")
+    for number in range(8):
+        driver.add(thinker(f"r{number}", 300))
+    seen = watch(driver)
+    driver.drain()
+    steps = sorted({each.step for each in seen})
+    assert {later - step for step, later in pairwise(steps[:20])} == {8}
+    assert len(seen) > 7 * len(steps)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5, "logprobs": 3, "prompt_logprobs": 1},
+        {"presence_penalty": 1.0, "repetition_penalty": 1.1, "min_tokens": 3},
+        {"logit_bias": {65: 1.0}, "allowed_token_ids": [65, 66], "bad_words": ["x"]},
+        {"extra_args": {"meridian_exit": "observe"}, "stop": ["x"], "ignore_eos": True},
+    ],
+)
+def test_a_probe_is_sampled_as_its_parent_and_asks_for_nothing_more(asked):
+    """Else a probe would choose the sampler's path for the whole batch."""
+    parent = SamplingParams(max_tokens=50, **asked)
+    probe = sampled_as(parent)
+    alike = ("temperature", "top_p", "top_k", "min_p")
+    assert [getattr(probe, name) for name in alike] == [getattr(parent, name) for name in alike]
+    plain = SamplingParams(max_tokens=1, detokenize=False)
+    others = set(SamplingParams.__struct_fields__) - set(alike)
+    assert {name: getattr(probe, name) for name in others} == {
+        name: getattr(plain, name) for name in others
+    }
+    assert probe.seed is None
+
+
+def test_a_probe_of_a_seeded_parent_has_no_seed(driver_for):
+    """On a CPU a seed keeps prefill whole; a probe is not of that kind."""
+    driver = driver_for()
+    driver.add(thinker("r", 100), seed=7)
+    seen = []
+    while driver.scheduler.has_unfinished_requests():
+        output = driver.step()
+        seen += [new.sampling_params for new in output.scheduled_new_reqs]
+    assert [params.seed for params in seen] == [7] + [None] * (len(seen) - 1)
+    assert len(seen) > 20
+    driver.drain()

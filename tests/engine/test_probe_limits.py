@@ -1,0 +1,87 @@
+"""Probes at the limits of real engines: the model's length, and the sampler's path."""
+
+import pytest
+from engine_plans import AMPLE, PATIENT
+from run_engine import PATCHED, STOCK, Job, run_job
+from workloads import ask_all, engine_arguments, token_ids
+
+pytestmark = pytest.mark.engine
+
+MAX_MODEL_LEN = 192
+# The thought's end and the turn's are never sampled.
+RUNAWAY = {"logit_bias": {257: -100.0, 259: -100.0}, "max_tokens": 2 * MAX_MODEL_LEN}
+SETTINGS = {
+    "EXIT__MODE": "observe",
+    "EXIT__PROBE_MIN_GAP_TOKENS": "1",
+    "EXIT__PROBE_MAX_GAP_TOKENS": "1",
+    "EXIT__PROBE_EVERY_STEPS": "1",
+}
+PROBING = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in SETTINGS.items()}
+
+
+def runaway_stage(demo_model, name, is_async, requests):
+    engine = engine_arguments(
+        demo_model,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=MAX_MODEL_LEN,
+        async_scheduling=is_async,
+    )
+    requests = ask_all("r", AMPLE[:requests], every_steps=2, **RUNAWAY)
+    return {"name": name, "runs": [{"name": "run", "requests": requests}], "engine": engine}
+
+
+def both(stages, folder, **job):
+    """The stages on a stock and on a probing engine."""
+    for name, env in (("stock", STOCK), ("patched", PATCHED | PATIENT | PROBING)):
+        result = run_job(Job(stages, env=env, allow_async=True, **job), folder / name)
+        yield {stage: each["runs"]["run"] for stage, each in result["stages"].items()}
+
+
+@pytest.fixture(scope="module")
+def v1(demo_model, tmp_path_factory):
+    stages = [
+        runaway_stage(demo_model, name, is_async=name == "async", requests=3)
+        for name in ("sync", "async")
+    ]
+    return list(both(stages, tmp_path_factory.mktemp("v1")))
+
+
+@pytest.fixture(scope="module")
+def v2(demo_model, tmp_path_factory):
+    stages = [runaway_stage(demo_model, "async", is_async=True, requests=2)]
+    return list(both(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True))
+
+
+@pytest.mark.parametrize(("job", "path"), [("v1", "sync"), ("v1", "async"), ("v2", "async")])
+def test_runaways_into_the_limit_are_served_as_stock(job, path, request):
+    """Probed at each token to the model's length, thoughts say what they say on a stock engine."""
+    stock, patched = (runs[path] for runs in request.getfixturevalue(job))
+    assert token_ids(patched) == token_ids(stock)
+    for output in patched["outputs"].values():
+        [sample] = output["samples"]
+        assert output["prompt_tokens"] + len(sample["ids"]) == MAX_MODEL_LEN
+        assert sample["finish_reason"] == "length"
+    assert patched["counted"]["probe:measured"] > 100
+    assert "probe:lost" not in patched["counted"]
+    assert "fallback:exception" not in patched["counted"]
+    assert patched["requests_left"] == patched["blocks_left"] == patched["probes_left"] == 0
+
+
+def test_probes_leave_the_fused_sampler_to_sampled_requests(demo_model, tmp_path):
+    """Model runner V2 sees no greedy request and no seed in any batch, with probes or without."""
+    requests = ask_all(
+        "s", AMPLE[:2], max_tokens=60, temperature=0.6, top_p=0.95, top_k=20, min_p=0.01
+    )
+    stage = {
+        "name": "sampled",
+        "engine": engine_arguments(demo_model, max_model_len=512, async_scheduling=True),
+        "runs": [{"name": "run", "requests": requests}],
+        "watches_sampler": True,
+    }
+    env = PATCHED | PATIENT | PROBING
+    job = Job([stage], env=env, allow_async=True, model_runner_v2=True)
+    result = run_job(job, tmp_path)["stages"]["sampled"]
+    assert result["runs"]["run"]["counted"]["probe:measured"] > 50
+    assert len(result["sampler"]["any_greedy"]) > 50
+    assert not any(result["sampler"]["any_greedy"])
+    assert not any(result["sampler"]["any_explicit_seed"])
