@@ -4,37 +4,26 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.worker import worker_base
 
 from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config, ExitConfig
+from meridian_patch.engine import status
 from meridian_patch.engine.close_checks import CloseChecks
 from meridian_patch.engine.closing import Closings
+from meridian_patch.engine.exit_obstacles import BY_SIGNALS, against_probes, against_signals
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.exits import Exits
 from meridian_patch.engine.pace import lag_of
 from meridian_patch.engine.probes import ProbeLimits, Probes
+from meridian_patch.engine.signal_health import tell_not_probed
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.base import Reason
 from meridian_patch.exit.breaks import Breaks, find_breaks
-from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.telemetry.counters import PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
-
-# Why EAT is off, for the log.
-_SENTENCES = {
-    Obstacle.NO_SIGNALS: "the workers are not patched, as with --scheduler-cls alone; nothing is "
-    "measured",
-    Obstacle.PROBE_TEXT: "the probe's text cannot be written in tokens",
-    Obstacle.NO_PREFIX_CACHE: "prefix caching is off, each probe would compute the whole thought "
-    "again",
-    Obstacle.KV_GROUPS: "the model has several groups of KV cache",
-    Obstacle.KV_CONNECTOR: "a KV connector is in use, which would see the probes",
-}
 
 
 def bind_exits(
@@ -54,12 +43,18 @@ def bind_exits(
     config = exit_config(whole_config, boundaries.family)
     model_config = scheduler.vllm_config.model_config
     _check_lag(scheduler, whole_config, config)
-    unable = _unable(scheduler, boundaries)
-    if Reason.EAT in unable and config.eat and config.mode != "off":
-        logger.warning(
-            "meridian_patch: EAT is off, thoughts are not probed: %s",
-            _SENTENCES[unable[Reason.EAT]],
-        )
+    blind = next(against_signals(scheduler.vllm_config), None)
+    unprobed = blind or next(against_probes(scheduler, boundaries), None)
+    unable: Obstacles = NO_OBSTACLES
+    if blind is not None:
+        unable = dict.fromkeys(BY_SIGNALS, blind.obstacle)
+    elif unprobed is not None:
+        unable = {Reason.EAT: unprobed.obstacle}
+    if config.mode != "off":
+        if blind is not None:
+            status.publish(exit_signals=f"none: {blind.why}")
+        if unprobed is not None and config.eat:
+            tell_not_probed(unprobed.why)
     closings = Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
     checks = CloseChecks(scheduler, closings.sequence)
     if checks.has_processors and config.mode == "enforce":
@@ -78,6 +73,7 @@ def bind_exits(
         phase_counters,
         unable,
         None if config.trace is None else ExitTrace(config.trace),
+        is_blind=blind is not None,
     )
 
 
@@ -115,22 +111,3 @@ def _check_lag(scheduler: Any, whole_config: Config, config: ExitConfig) -> None
             ", ".join(f"{name} {there.get(name, 'unknown')}" for name in differing),
             ", ".join(f"{name} {here[name]}" for name in differing),
         )
-
-
-def _unable(scheduler: Any, boundaries: Boundaries) -> Obstacles:
-    """Strategies that cannot be carried out in this engine, and why."""
-    if not hasattr(worker_base.WorkerBase, MARK):
-        blind = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
-        return dict.fromkeys(blind, Obstacle.NO_SIGNALS)
-    obstacle = _obstacle_to_probes(scheduler, boundaries)
-    return NO_OBSTACLES if obstacle is None else {Reason.EAT: obstacle}
-
-
-def _obstacle_to_probes(scheduler: Any, boundaries: Boundaries) -> Obstacle | None:
-    if not boundaries.probe:
-        return Obstacle.PROBE_TEXT
-    if not scheduler.kv_cache_manager.enable_caching:
-        return Obstacle.NO_PREFIX_CACHE
-    if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
-        return Obstacle.KV_GROUPS
-    return None if scheduler.connector is None else Obstacle.KV_CONNECTOR

@@ -5,6 +5,7 @@ Runs in the EngineCore process, behind the phase router.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -14,6 +15,7 @@ from meridian_patch.engine.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.closing import Closings
 from meridian_patch.engine.exit_trace import ExitTrace
 from meridian_patch.engine.probes import Probes
+from meridian_patch.engine.signal_health import SignalHealth
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.step_signals import Kept, StepSignals, rows_of
 from meridian_patch.engine.unmeasured import Unmeasured
@@ -73,6 +75,7 @@ class Exits:
         probes: None: thoughts cannot be probed.
         unable: strategies that cannot be carried out in this engine, and why.
         trace: None: nothing is written down.
+        is_blind: the workers measure nothing; else they do, until they refuse.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Exits:
         phase_counters: PhaseCounters,
         unable: Obstacles = NO_OBSTACLES,
         trace: ExitTrace | None = None,
+        *,
+        is_blind: bool = False,
     ) -> None:
         self.closings = closings
         self.probes = probes
@@ -108,6 +113,7 @@ class Exits:
         # Those that are followed and do not answer.
         self._measured: dict[str, None] = {}
         self._signals = StepSignals()
+        self._health = SignalHealth(is_blind=is_blind)
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
 
@@ -207,6 +213,8 @@ class Exits:
             self.probes.settle(output)
         if self._undecided:
             self._decide(output.num_scheduled_tokens)
+        if self._health.is_blind:
+            return
         names = self._measured_of(output.num_scheduled_tokens)
         if self.probes is not None:
             names += self.probes.live
@@ -257,6 +265,7 @@ class Exits:
             else:
                 self._follow(watched)
         self._signals.over()
+        self._check_health()
 
     def probe_ended(self, request: Any, *, is_aborted: bool) -> None:
         """A probe is over."""
@@ -268,7 +277,10 @@ class Exits:
         if is_aborted or watched is None:
             return
         entropy_nats = row[0]
-        self._counters.count(counters.PROBE, "lost" if row is NO_SIGNALS else "measured")
+        is_lost = row is NO_SIGNALS
+        self._health.probed(is_lost=is_lost)
+        label = "lost" if is_lost else "measured" if isfinite(entropy_nats) else "invalid"
+        self._counters.count(counters.PROBE, label)
         self._tell_kept(watched)
         action = watched.controller.probed(due.probe, entropy_nats)
         if self._trace is not None:
@@ -301,6 +313,16 @@ class Exits:
         if outcomes:
             self._outcomes = {}
         return outcomes
+
+    def _check_health(self) -> None:
+        """Behind a step: stop what the workers do not answer."""
+        found = self._health.check(self._signals.refusal, is_probing=self.probes is not None)
+        if not found:
+            return
+        self._unable = {**found, **self._unable}
+        if self.probes is not None:
+            self.probes.cancel_all()
+            self.probes = None
 
     def _watch(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
         if config.mode == "off":

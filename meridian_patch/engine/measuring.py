@@ -79,7 +79,9 @@ class Measured:
             self._copied.synchronize()
         values, spans = self._values, self._spans
         if isinstance(values, torch.Tensor):
-            values = values.numpy()
+            # A copy: scheduler and controllers keep rows for long, and a view would keep pinned
+            # memory for as long.
+            values = values.numpy().copy()
         return Signals(spans.names, spans.counts, values)
 
 

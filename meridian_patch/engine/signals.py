@@ -22,11 +22,13 @@ class Signals(NamedTuple):
         values: [n_rows, 4] float32, those of a request side by side:
             ``[entropy in nats, log-sum-exp, max probability, probability of the boundary id]`` of
             softmax(raw logits), four NaN where the logits hold one.
+        refusal: why this worker measures nothing from now on; None: it measures.
     """
 
     names: Sequence[str]
     counts: Sequence[int] | None
     values: Any
+    refusal: str | None = None
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """The first row of each request, and the one behind its last.

@@ -16,20 +16,28 @@ class StepSignals:
     Attributes:
         table: [n_rows, 4] of the step; None: nothing was measured in it.
         spans: first and last row, the last excluded, of each request in ``table``.
+        refusal: why the worker never measures anything; None: it does, as far as is known.
     """
 
     def __init__(self) -> None:
         self.table: Any = None
         self.spans: dict[str, tuple[int, int]] = {}
+        self.refusal: str | None = None
         # What they were made of: names are the same in nearly all steps.
         self._made_of: tuple[Any, Any] = ((), None)
 
     def arrived(self, signals: Signals | None) -> None:
         """A step's output is back; None: nothing was measured in it."""
+        if signals is not None and signals.refusal is not None:
+            self.refusal = signals.refusal
+            signals = None
         if signals is None:
             self.over()
             return
-        self.table = signals.values
+        values = signals.values
+        # Rows are kept for many steps. What is a view into another's memory, as Ray's and that of
+        # a pinned buffer, would be kept with them, or be written over.
+        self.table = values if values.flags.owndata else values.copy()
         made_of = signals.names, signals.counts
         if made_of != self._made_of:
             self._made_of, self.spans = made_of, signals.spans()

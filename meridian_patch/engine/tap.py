@@ -8,7 +8,8 @@
     sample_tokens() returns           the signals go with its result to the scheduler
 
 A runner that is never asked is left as it is. What fails here is logged once, and that step's
-result goes without signals.
+result goes without signals. Where a runner cannot be measured at all, the results of the steps that
+ask for it say so, and the scheduler asks no more.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from vllm.v1.outputs import (
 )
 
 from meridian_patch.engine.measuring import Measured, Meter, Spans
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -46,6 +47,16 @@ def _guarded(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return decorate
 
 
+class Refused:
+    """Goes to the scheduler in place of a step's signals, where there never will be any."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def read(self) -> Signals:
+        return Signals((), None, None, self._why)
+
+
 class Tap:
     """The tap of one model runner, of either generation."""
 
@@ -57,8 +68,8 @@ class Tap:
         # The last step's: those of the next are the same nearly always.
         self._spans: Spans | None = None
         self._is_fitted = False
-        # Set for good where signals cannot be had.
-        self._is_closed = False
+        # Why signals cannot be had, set for good.
+        self._refusal: str | None = None
         self._is_reported = False
 
     @_guarded("compiling its kernel")
@@ -77,7 +88,10 @@ class Tap:
 
     def end(self, result: Any) -> Any:
         """A step ends: let the signals go with what the runner returns."""
-        measured, self._measured, self._plan = self._measured, None, None
+        measured: Measured | Refused | None = self._measured
+        if self._refusal is not None and self._plan is not None:
+            measured = Refused(self._refusal)
+        self._measured = self._plan = None
         if measured is not None:
             is_later = isinstance(result, AsyncModelRunnerOutput)
             (self._attach_later if is_later else self._attach)(result, measured)
@@ -88,7 +102,7 @@ class Tap:
     ) -> None:
         """A sampler is given logits; see ``Spans`` for the layout."""
         plan = self._plan
-        if plan is None or self._is_closed:
+        if plan is None or self._refusal is not None:
             return
         expected = len(req_ids) if starts is None else starts[-1]
         if expected != len(logits):
@@ -138,7 +152,7 @@ class Tap:
         self.see(logits, input_batch.req_ids, starts)
 
     @_guarded("handing on its numbers")
-    def _attach_later(self, result: Any, measured: Measured) -> None:
+    def _attach_later(self, result: Any, measured: Measured | Refused) -> None:
         """Load-bearing: whoever wants the output calls ``get_output`` on this object, once."""
 
         def get_output() -> Any:
@@ -152,13 +166,13 @@ class Tap:
         result.get_output = get_output
 
     @_guarded("reading its numbers")
-    def _attach(self, output: Any, measured: Measured) -> None:
+    def _attach(self, output: Any, measured: Measured | Refused) -> None:
         # Load-bearing: the empty output is one object for all steps.
         if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
             setattr(output, SIGNALS_FIELD, measured.read())
 
     def _close(self, why: str) -> None:
-        self._is_closed = True
+        self._refusal = why
         logger.warning(
             "meridian_patch: %s measures no signals: %s", type(self._runner).__name__, why
         )

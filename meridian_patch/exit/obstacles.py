@@ -18,6 +18,7 @@ class Obstacle(StrEnum):
     NO_PREFIX_CACHE = "no_prefix_cache"
     KV_GROUPS = "kv_groups"
     KV_CONNECTOR = "kv_connector"
+    STEP_TOKENS = "step_tokens"
 
     GRAMMAR = "grammar"
     ALLOWED_TOKENS = "allowed_tokens"

@@ -21,7 +21,9 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
+from meridian_patch.engine.measuring import Measured, Spans
 from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.step_signals import StepSignals, rows_of
 from meridian_patch.engine.worker import answers_scheduler, build_tapped_worker, put_tap
 from meridian_patch.kernels.row_signals import row_signals_ref
 
@@ -255,7 +257,8 @@ def test_rows_of_another_layout_are_not_guessed_at(make_runner, logged):
     for _ in range(2):
         made = step(MeasurePlan(("a",), BOUNDARY), drafts=[1, 1, 1])
         made.logits = made.logits[:4]
-        assert not hasattr(run(runner, made), SIGNALS_FIELD)
+        refusal = getattr(run(runner, made), SIGNALS_FIELD).refusal
+        assert refusal == "its samplers get 4 rows, expected 6"
     assert len(logged) == 1
     assert "get 4 rows, expected 6" in logged[0]
 
@@ -266,7 +269,7 @@ def test_shared_sampling_is_not_measured(logged):
     runner.batch_sharder = object()
     put_tap(runner, MODEL)
     for _ in range(2):
-        assert not hasattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), SIGNALS_FIELD)
+        run(runner, step(MeasurePlan(("a",), BOUNDARY)))
     assert logged == ["meridian_patch: RunnerV2 measures no signals: its ranks share the sampling"]
     assert type(runner.sampler) is InPlaceSampler
 
@@ -386,3 +389,44 @@ def test_a_second_engine_may_look_through_every_module():
     import meridian_patch.engine.host_signals  # noqa: F401 - what the first engine has imported
 
     _rebind_kernels([])
+
+
+@pytest.mark.parametrize("is_later", [False, True], ids=["sync", "async"])
+def test_a_closed_tap_tells_the_scheduler(is_later):
+    """With each step that asks for signals, and with no other."""
+
+    def make_output():
+        output = ModelRunnerOutput(NAMES, {})
+        return Later(output) if is_later else output
+
+    runner = RunnerV2(make_output)
+    runner.batch_sharder = object()
+    put_tap(runner, MODEL)
+    for _ in range(2):
+        signals = getattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), SIGNALS_FIELD)
+        assert signals.refusal == "its ranks share the sampling"
+        assert signals.by_request() == {}
+        assert pickle.loads(pickle.dumps(signals)) == signals
+    assert not hasattr(run(runner, step()), SIGNALS_FIELD)
+
+
+def test_what_is_sent_owns_its_memory():
+    """Rows are kept for long: a view would keep a pinned buffer."""
+    spans = Spans(MeasurePlan(("a",), BOUNDARY), ["a"], None)
+    signals = Measured(spans, torch.ones(1, 4)).read()
+    assert signals.values.tolist() == [[1.0] * 4]
+    assert signals.values.flags.owndata
+
+
+def test_views_of_others_memory_are_copied():
+    """As Ray hands on: read-only views into its own store."""
+    store = np.ones((2, 4), np.float32)
+    view = store[:]
+    view.flags.writeable = False
+    signals = StepSignals()
+    signals.arrived(Signals(["a", "b"], None, view))
+    kept = [(signals.table, signals.spans["b"])]
+    store[:] = 7
+    assert rows_of(kept) == [[1.0] * 4]
+    assert signals.rows("a", 1) == [[1.0] * 4]
+    assert signals.table.flags.writeable
