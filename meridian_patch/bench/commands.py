@@ -15,6 +15,7 @@ from meridian_patch.bench.lab.command import add_lab
 from meridian_patch.bench.lab.fit_command import add_fit_cost
 from meridian_patch.bench.lab.validate_command import add_validate
 from meridian_patch.bench.policy_micro_command import add_policy_micro
+from meridian_patch.bench.probe_micro import add_probe_micro
 from meridian_patch.bench.serve_command import add_serve
 from meridian_patch.bench.served_command import add_served_turns
 from meridian_patch.errors import BenchError
@@ -73,6 +74,7 @@ def add_bench(commands: Any) -> None:
     micro.add_argument("--out", type=Path, default=Path("out/bench/kv-micro"), help="folder")
     micro.set_defaults(run=_kv_micro)
     add_policy_micro(benches)
+    add_probe_micro(benches)
     add_exit_trace(benches)
     add_exit(benches)
 
