@@ -319,7 +319,7 @@ class Exits:
         found = self._health.check(self._signals.refusal, is_probing=self.probes is not None)
         if not found:
             return
-        self._unable = {**found, **self._unable}
+        self.lost(found)
         if self.probes is not None:
             self.probes.cancel_all()
             self.probes = None
