@@ -7,9 +7,10 @@ from workloads import ask_all, engine_arguments, token_ids
 
 pytestmark = pytest.mark.engine
 
-MAX_MODEL_LEN = 192
+# Model runner V2's kernels are interpreted here, which is slow.
+MAX_MODEL_LEN = {"v1": 192, "v2": 128}
 # The thought's end and the turn's are never sampled.
-RUNAWAY = {"logit_bias": {257: -100.0, 259: -100.0}, "max_tokens": 2 * MAX_MODEL_LEN}
+RUNAWAY = {"logit_bias": {257: -100.0, 259: -100.0}, "max_tokens": 400}
 SETTINGS = {
     "EXIT__MODE": "observe",
     "EXIT__PROBE_MIN_GAP_TOKENS": "1",
@@ -19,12 +20,13 @@ SETTINGS = {
 PROBING = {f"MERIDIAN_PATCH_SET_{name}": value for name, value in SETTINGS.items()}
 
 
-def runaway_stage(demo_model, name, is_async, requests):
+def runaway_stage(demo_model, name, job, requests):
+    length = MAX_MODEL_LEN[job]
     engine = engine_arguments(
         demo_model,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=MAX_MODEL_LEN,
-        async_scheduling=is_async,
+        max_model_len=length,
+        max_num_batched_tokens=length,
+        async_scheduling=name == "async",
     )
     requests = ask_all("r", AMPLE[:requests], every_steps=2, **RUNAWAY)
     return {"name": name, "runs": [{"name": "run", "requests": requests}], "engine": engine}
@@ -39,16 +41,13 @@ def both(stages, folder, **job):
 
 @pytest.fixture(scope="module")
 def v1(demo_model, tmp_path_factory):
-    stages = [
-        runaway_stage(demo_model, name, is_async=name == "async", requests=3)
-        for name in ("sync", "async")
-    ]
+    stages = [runaway_stage(demo_model, name, "v1", requests=3) for name in ("sync", "async")]
     return list(both(stages, tmp_path_factory.mktemp("v1")))
 
 
 @pytest.fixture(scope="module")
 def v2(demo_model, tmp_path_factory):
-    stages = [runaway_stage(demo_model, "async", is_async=True, requests=2)]
+    stages = [runaway_stage(demo_model, "async", "v2", requests=1)]
     return list(both(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True))
 
 
@@ -59,9 +58,9 @@ def test_runaways_into_the_limit_are_served_as_stock(job, path, request):
     assert token_ids(patched) == token_ids(stock)
     for output in patched["outputs"].values():
         [sample] = output["samples"]
-        assert output["prompt_tokens"] + len(sample["ids"]) == MAX_MODEL_LEN
+        assert output["prompt_tokens"] + len(sample["ids"]) == MAX_MODEL_LEN[job]
         assert sample["finish_reason"] == "length"
-    assert patched["counted"]["probe:measured"] > 100
+    assert patched["counted"]["probe:measured"] > MAX_MODEL_LEN[job] // 4
     assert "probe:lost" not in patched["counted"]
     assert "fallback:exception" not in patched["counted"]
     assert patched["requests_left"] == patched["blocks_left"] == patched["probes_left"] == 0
@@ -70,7 +69,7 @@ def test_runaways_into_the_limit_are_served_as_stock(job, path, request):
 def test_probes_leave_the_fused_sampler_to_sampled_requests(demo_model, tmp_path):
     """Model runner V2 sees no greedy request and no seed in any batch, with probes or without."""
     requests = ask_all(
-        "s", AMPLE[:2], max_tokens=60, temperature=0.6, top_p=0.95, top_k=20, min_p=0.01
+        "s", AMPLE[:2], max_tokens=30, temperature=0.6, top_p=0.95, top_k=20, min_p=0.01
     )
     stage = {
         "name": "sampled",
@@ -81,7 +80,7 @@ def test_probes_leave_the_fused_sampler_to_sampled_requests(demo_model, tmp_path
     env = PATCHED | PATIENT | PROBING
     job = Job([stage], env=env, allow_async=True, model_runner_v2=True)
     result = run_job(job, tmp_path)["stages"]["sampled"]
-    assert result["runs"]["run"]["counted"]["probe:measured"] > 50
-    assert len(result["sampler"]["any_greedy"]) > 50
+    assert result["runs"]["run"]["counted"]["probe:measured"] > 20
+    assert len(result["sampler"]["any_greedy"]) > 20
     assert not any(result["sampler"]["any_greedy"])
     assert not any(result["sampler"]["any_explicit_seed"])
