@@ -85,8 +85,7 @@ def run_stage(stage: dict) -> dict:
         report["runner"], *_ = llm.collective_rpc(runner_module)
         if any("measures" in run for run in stage["runs"]):
             signals = SignalWatch(core.scheduler, ids[1])
-    if stage.get("watches_sampler"):
-        llm.collective_rpc(sampler_watch.watch)
+    _ask_sampler(stage, llm, sampler_watch.watch)
     for run in stage["runs"]:
         if signals is not None:
             signals.restart(is_on=run["measures"])
@@ -97,8 +96,7 @@ def run_stage(stage: dict) -> dict:
         if signals is not None:
             [names] = llm.collective_rpc(tapped)
             outcome["signals"] = signals.report() | {"tapped": names}
-    if stage.get("watches_sampler"):
-        [report["sampler"]] = llm.collective_rpc(sampler_watch.seen)
+    report["sampler"] = _ask_sampler(stage, llm, sampler_watch.seen)
     report["status"] = read_status()
     if listener is not None:
         report["kv_events"] = listener.report(core.scheduler)
@@ -107,6 +105,11 @@ def run_stage(stage: dict) -> dict:
     cleanup_dist_env_and_memory()
     gc.collect()
     return report
+
+
+def _ask_sampler(stage: dict, llm, what):
+    """What model runner V2's sampler says; None where the stage does not watch it."""
+    return llm.collective_rpc(what)[0] if stage.get("watches_sampler") else None
 
 
 def runner_module(worker) -> str:
