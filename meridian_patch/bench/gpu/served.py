@@ -270,7 +270,13 @@ def _with_runaways(context: Context, client: Client) -> list[TraceRequest]:
     number = 3 if context.rehearse else 16
     problems = _problems(context, number, 64 if context.rehearse else 1024)
     *_, end_id = client.end_marker()
-    runaway = {"logit_bias": {str(end_id): -100}, "ignore_eos": True, "max_tokens": None}
+    runaway = {
+        "logit_bias": {str(end_id): -100},
+        "ignore_eos": True,
+        "max_tokens": None,
+        # Else only a sample of the thoughts is probed. Stock vLLM does not read it.
+        "vllm_xargs": {"meridian_exit": "observe"},
+    }
     return [
         *problems,
         *(replace(p, id=f"{p.id}-runaway", extra=runaway) for p in problems[: number // 2 + 1]),
