@@ -44,7 +44,14 @@ _MEMORY_OF_THREE = 0.28
 _START_S, _TAIL_S = 120.0, 20.0
 # Less time than a control run takes.
 _LEAST_S = 60.0
-_RATIOS = ("ttfat_mean_s", "ttft_p50_s", "answer_itl_p50_s", "answer_itl_p99_s", "tokens_per_s")
+_RATIOS = (
+    "ttfat_mean_s",
+    "ttft_p50_s",
+    "answer_itl_p50_s",
+    "answer_itl_p99_s",
+    "answer_gap_max_s",
+    "tokens_per_s",
+)
 
 
 def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]) -> str:
@@ -211,7 +218,7 @@ def _read_comparison(path: Path, record: Record) -> None:
     for name in _RATIOS:
         for arm, found in data["arms"].items():
             values = [seed[name] for seed in found["by_seed"].values() if seed.get(name)]
-            record.add(f"{name}, {arm}", name.rpartition("_")[2], values)
+            record.add(f"{name}, {arm}", "1/s" if name == "tokens_per_s" else "s", values)
         for arm, ratios in data["over_stock"].items():
             values = list(ratios.get(name, {}).get("by_seed", {}).values())
             record.add(f"{name}, {arm} over stock", "", values)
