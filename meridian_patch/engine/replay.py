@@ -12,10 +12,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.replay_counts import InfiniteCache, RecomputedTokens
 from meridian_patch.engine.replay_foresight import drop_ended
 from meridian_patch.engine.replay_offload import KV_BYTES_PER_TOKEN, OffloadTier
 from meridian_patch.engine.replay_scheduler import build_scheduler, quiet
+from meridian_patch.engine.replay_signals import made_up_signals
 from meridian_patch.engine.replay_types import (
     EngineLimits,
     Markers,
@@ -25,6 +27,7 @@ from meridian_patch.engine.replay_types import (
     ReplayTotals,
     StepWork,
 )
+from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD
 from meridian_patch.engine.step_log import step_work
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.router import Phase
@@ -34,7 +37,8 @@ class ReplayEngine:
     """One scheduler under test and its pretended model.
 
     Under async scheduling a step's tokens are handed over only after the next step was scheduled,
-    as in the engine.
+    as in the engine. Measure plans and probes are answered with made-up signals; their steps take
+    the time of their tokens. No thought is closed: the model says what its request says.
 
     Attributes:
         now: the virtual clock, in seconds; whoever drives may set it forward while idle.
@@ -91,12 +95,12 @@ class ReplayEngine:
     @property
     def num_waiting(self) -> int:
         """Requests that are in but not running, the preempted ones included."""
-        return len(self._live) - len(self.scheduler.running)
+        return len(self._live) - self.running_phases().total()
 
     def running_phases(self) -> Counter[Phase]:
         """Running requests by phase."""
         running = (request.request_id for request in self.scheduler.running)
-        return Counter(self._live[name][1].phase for name in running)
+        return Counter(self._live[name][1].phase for name in running if name in self._live)
 
     def counters(self) -> dict[str, int]:
         """What a patched scheduler counted since the start; empty for stock."""
@@ -171,6 +175,9 @@ class ReplayEngine:
 
     def _note_admissions(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
+            if new.req_id not in self._live:
+                # A probe.
+                continue
             request, record = self._live[new.req_id]
             record.admitted_s = self.now
             record.hit_tokens = new.num_computed_tokens
@@ -178,7 +185,7 @@ class ReplayEngine:
                 request.block_hashes, request.num_tokens
             )
             self._infinite.add(request.block_hashes, request.num_tokens)
-        for request_id in output.preempted_req_ids or ():
+        for request_id in (output.preempted_req_ids or set()) & self._live.keys():
             request, record = self._live[request_id]
             self.totals.preemptions += 1
             record.preemptions[record.phase] += 1
@@ -189,6 +196,9 @@ class ReplayEngine:
         request_ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
+            if request_id not in self._live:
+                sampled.append(self._sample_of_probe(request_id))
+                continue
             request, record = self._live[request_id]
             computed = request.num_computed_tokens
             again = self._recomputed.ran(
@@ -214,7 +224,16 @@ class ReplayEngine:
         result = ModelRunnerOutput(
             req_ids=request_ids, req_id_to_index=positions, sampled_token_ids=sampled
         )
+        plan = getattr(output, PLAN_FIELD, None)
+        if plan is not None:
+            signals = made_up_signals(plan.request_ids, self.scheduler.requests)
+            setattr(result, SIGNALS_FIELD, signals)
         return work, result
+
+    def _sample_of_probe(self, request_id: str) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        assert isinstance(request, ProbeRequest)
+        return [] if request.is_prefill_chunk else [0]
 
     def _deliver_down_to(self, steps_in_flight: int) -> None:
         while len(self._in_flight) > steps_in_flight:

@@ -27,6 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from meridian_patch import envs
 from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
 from meridian_patch.engine.replay_offload import transfer_config
+from meridian_patch.engine.replay_signals import measuring_workers
 from meridian_patch.engine.replay_types import EngineLimits, Markers, ReplayArm
 from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
 from meridian_patch.errors import BenchError
@@ -61,7 +62,7 @@ tool_call: {json.dumps([TOOL_CALL])}
 """
 _STATUS_DIR = "MERIDIAN_PATCH_STATUS_DIR"
 _FAMILIES_DIR = "MERIDIAN_PATCH_SET_FAMILIES_DIR"
-# A replayed model has no logits to watch.
+# An arm that wants early exit asks for it; the signals are made up then.
 _NO_EXIT = {"MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
 
 
@@ -106,6 +107,7 @@ def build_scheduler(
     with (
         quiet(logging.INFO),
         _environment(arm.settings),
+        measuring_workers(),
         _rebound(scheduler_module, "KVCacheManager", manager_class),
     ):
         return scheduler_class(

@@ -5,7 +5,7 @@ from typing import get_args
 
 from meridian_patch.bench.turns import History
 from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.schema import ExitConfig, PolicyConfig
 from meridian_patch.engine.replay_types import ReplayArm
 from meridian_patch.errors import BenchError, ConfigError
 
@@ -21,10 +21,13 @@ _HISTORY_RULES = {
 }
 # A decision that runs into its time budget falls back to stock: a replay must not depend on that.
 _TIME_BUDGET_US = "10000000"
+_SHIPPED_EXIT: str = ExitConfig.model_fields["mode"].default
 
 
 def named_arm(name: str) -> ReplayArm:
     """``stock``, or a policy by its name with everything else as the product ships it.
+
+    ``noop`` has early exit off too: it is there to show that nothing else changes anything.
 
     Raises:
         BenchError: there is no such policy.
@@ -36,7 +39,7 @@ def named_arm(name: str) -> ReplayArm:
             f"--arms: unknown arm {name!r}; known: {', '.join((STOCK, *POLICIES))}. An arm of "
             "your own is given as --arm NAME:KEY=VALUE,..."
         )
-    return _patched(name, {"policy.name": name})
+    return _patched(name, {"policy.name": name} | ({"exit.mode": "off"} if name == "noop" else {}))
 
 
 def own_arm(text: str) -> ReplayArm:
@@ -78,6 +81,7 @@ def arm_settings(arm: ReplayArm, history: History) -> dict[str, str]:
     return {
         f"{_SET}POLICY__TIME_BUDGET_US": _TIME_BUDGET_US,
         f"{_SET}KV__HISTORY": _HISTORY_RULES[history],
+        f"{_SET}EXIT__MODE": _SHIPPED_EXIT,
         **arm.settings,
     }
 
@@ -85,7 +89,12 @@ def arm_settings(arm: ReplayArm, history: History) -> dict[str, str]:
 def _patched(name: str, values: dict[str, str]) -> ReplayArm:
     settings = {_SET + key.upper().replace(".", "__"): value for key, value in values.items()}
     try:
-        load_config(settings)
+        mode = load_config(settings).config.exit.mode
     except ConfigError as error:
         raise BenchError(f"arm {name!r}: {error}") from error
+    if mode == "enforce":
+        raise BenchError(
+            f"arm {name!r}: exit.mode is 'enforce', expected 'observe' or 'off': a replayed "
+            "request says what its trace says, so no thought can be closed early"
+        )
     return ReplayArm(name, True, settings)
