@@ -30,6 +30,7 @@ from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.probes import strip
 from meridian_patch.engine.steering import Steering, StepLimits, limited
 from meridian_patch.engine.unthinking import Unthinking
+from meridian_patch.engine.whole_pieces import WholePieces
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.latency import LatencyPolicy
@@ -99,13 +100,18 @@ class PhaseScheduling(UpstreamScheduler):
         self._phase_order = RunningOrder(
             order, self.phase_router, policy_config.time_budget_us, kept
         )
+        self._pieces = WholePieces(self)
+        # Whether the step that is being scheduled has less than the engine's own budget.
+        self._is_cut = False
         self.steering = Steering(
             rules,
             policy_config,
             self.phase_router,
             units,
             self.max_num_scheduled_tokens,
+            self._pieces,
             kept,
+            self.parallel_config.pipeline_parallel_size,
         )
         self._kv_phases = bind_kv_phases(
             self.kv_cache_manager,
@@ -230,10 +236,11 @@ class PhaseScheduling(UpstreamScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
         limits = StepLimits()
-        is_steered = self.phase_router.num_reasoning and not self._is_stock
-        if is_steered:
+        if not self._is_stock:
             with self._phase_guard.protect("the policy"):
-                if self._is_quiet():
+                if not self.phase_router.num_reasoning:
+                    self.steering.decodes(self)
+                elif self._is_quiet():
                     self._pass_over()
                 else:
                     limits = self._plan()
@@ -248,14 +255,17 @@ class PhaseScheduling(UpstreamScheduler):
                 )
                 limits = limits.with_probes(exits.num_probes)
                 limits = limits.with_seats(exits.user_seats(self.max_num_running_reqs))
+        self._is_cut = limits.token_budget is not None
         try:
             with limited(self, limits):
                 output = super().schedule(*args, **kwargs)
         finally:
+            self._is_cut = False
             if self._arrivals is not None:
                 self._arrivals.restore()
                 self._arrivals = None
-        if is_steered:
+        if not self._is_stock:
+            # Of every step: a step that is not noted takes the next one's time with it.
             with self._phase_guard.protect("the policy"):
                 self.steering.scheduled(self, output)
         if exits:
@@ -305,6 +315,20 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("early exit"):
                 self._unthinking.tell(result)
         return result
+
+    def _try_schedule_encoder_inputs(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Load-bearing: every chunk of a request with media passes here once its length is cut to
+        # the budget; what upstream makes of a chunk of no tokens is no chunk.
+        if self._is_cut:
+            with self._phase_guard.protect("the policy", request.request_id):
+                num_new_tokens = self._pieces.whole_media_tokens(
+                    request, num_computed_tokens, num_new_tokens
+                )
+        return super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+        )
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         grammar = super().get_grammar_bitmask(scheduler_output)
@@ -385,7 +409,7 @@ class PhaseScheduling(UpstreamScheduler):
         return is_roomy and rows * (1 + drafts) <= self.max_num_scheduled_tokens
 
     def _pass_over(self) -> None:
-        self.steering.decodes(self, len(self.running))
+        self.steering.decodes(self)
         self._phase_order.pass_over()
 
     def _arrange(self) -> ArrivalOrder | None:
@@ -426,8 +450,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_counters.count(counters.PREEMPTION, phase)
         if phase is Phase.ANSWER:
             self._waiting_answers[request.request_id] = request
-        else:
-            self.steering.preempted(request)
+        self.steering.preempted(request, is_answer=phase is Phase.ANSWER)
         self._phase_order.forget(request)
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -440,6 +463,8 @@ class PhaseScheduling(UpstreamScheduler):
         if stats is not None:
             if self._kv_phases:
                 self._kv_phases.count_evictions()
+            for kind, number in self.steering.take_steps().items():
+                self.phase_counters.count(counters.STEP, kind, number)
             payload = self.phase_counters.drain()
             for phase, number in self.phase_router.drain_entered().items():
                 payload[f"{counters.PHASE_CHANGE}:{phase}"] = number

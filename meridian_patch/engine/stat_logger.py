@@ -27,6 +27,7 @@ LABELS = {
     counters.PROBE: ("measured", "lost"),
     counters.INVALID: ("think",),
     counters.IGNORED_FIELD: tuple(RequestFields.model_fields),
+    counters.STEP: ("ran", "learnt"),
 }
 
 

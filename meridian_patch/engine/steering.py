@@ -1,11 +1,10 @@
 """Carries the policy's limits out: how long a step may be, who comes in, who makes room."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
@@ -17,12 +16,16 @@ from meridian_patch.engine.readers import Readers
 from meridian_patch.engine.room import Room
 from meridian_patch.engine.step_timer import StepTimer
 from meridian_patch.engine.waiting import WaitingOrder
+from meridian_patch.engine.whole_pieces import WholePieces
 from meridian_patch.phase.router import PhaseRouter
 from meridian_patch.policy.rules import Rules
 from meridian_patch.policy.step_cut import CutSettings, StepCut
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
+
+# Statistics of each step would be longer by numbers that hardly tell anything.
+_TOLD_STEPS = 64
 
 
 class StepLimits(NamedTuple):
@@ -51,11 +54,15 @@ class Steering:
     Args:
         units: of the KV pool.
         full_tokens: the engine's token budget per step.
+        pieces: what a cut step must have room for.
         kept_tokens: what a preemption of a request would not lose; None: nothing.
+        stages: of pipeline parallelism. With several, a request is in one of so many steps.
 
     Attributes:
         clock: seconds of a steady clock.
         waiting_order: places in the scheduler's queue.
+        ran_steps: steps with tokens whose outputs came back.
+        learnt_steps: those of them that the step-time model learnt from.
     """
 
     def __init__(
@@ -65,13 +72,19 @@ class Steering:
         router: PhaseRouter,
         units: KVUnits,
         full_tokens: int,
+        pieces: WholePieces,
         kept_tokens: Callable[[Any], int] | None = None,
+        stages: int = 1,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.model = StepTimeModel()
         self.forecasts = Forecasts(router, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
+        self.ran_steps = self.learnt_steps = 0
+        self._told_steps = 0, 0
         self._pool_tokens = units.pool_tokens
+        self._pieces = pieces
+        self._stages = stages
         self._timer = StepTimer()
         self._cut = StepCut(CutSettings.of(config, full_tokens), self.model)
         self._rules = rules
@@ -79,8 +92,6 @@ class Steering:
         self._readers = Readers(router, itl_s)
         # Of live requests that ask for something.
         self._wishes: dict[str, Wishes] = {}
-        # Live requests whose prompt must not be computed in pieces for our sake.
-        self._unchunkable: set[str] = set()
         self._sharing = None
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
@@ -100,6 +111,8 @@ class Steering:
         # Requests whose known tokens are being computed, in the order in which they were admitted.
         self._prefilling: list[Any] = []
         self._budget: int | None = None
+        # The least prefill that the budget has room for.
+        self._least = 1
 
     def asks(self, request: Any) -> None:
         """A request is about to come in.
@@ -108,10 +121,7 @@ class Steering:
             ConfigError: it asks for something that does not exist; it is served all the same.
         """
         sampling = request.sampling_params
-        # Load-bearing: the CPU build's model runner V1 fails on a chunk of a request with a seed,
-        # and the engine with it. Its generators have no offset to set back.
-        if sampling and sampling.seed is not None and current_platform.is_cpu():
-            self._unchunkable.add(request.request_id)
+        self._pieces.waits(request)
         wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
         self._wishes.pop(request.request_id, None)  # of a session's earlier chunk
         if wishes != NO_WISHES:
@@ -146,13 +156,16 @@ class Steering:
         self.forecasts.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
         self._readers.left(request.request_id)
         self._wishes.pop(request.request_id, None)
-        self._unchunkable.discard(request.request_id)
+        self._pieces.left(request)
         self.waiting_order.left(request)
         if self._room:
             self._room.left(request)
 
-    def preempted(self, request: Any) -> None:
+    def preempted(self, request: Any, *, is_answer: bool) -> None:
         """A request was preempted, and waits."""
+        self._pieces.waits(request)
+        if is_answer:
+            return
         self.waiting_order.preempted(request)
         if self._room:
             self._room.preempted(request, self.clock())
@@ -161,14 +174,14 @@ class Steering:
         """Limits of the next step; may displace a running request."""
         now_s = self.clock()
         max_active = self._room.max_active(scheduler, now_s) if self._room else None
-        decode_rows = len(scheduler.running) - self.num_prefilling()
-        self.decodes(scheduler, decode_rows)
-        if self._rules.step_cut and self._readers and not self._unchunkable:
-            before = self._tokens_before(scheduler)
-            target_s = self._target_s(now_s)
-            budget = self._cut.token_budget(self._shape, before, target_s, now_s)
-            # Load-bearing: a step's drafts count as its tokens.
-            self._budget = budget + decode_rows * scheduler.num_spec_tokens
+        self.decodes(scheduler)
+        if self._rules.step_cut and self._readers:
+            least = self._pieces.least_prefill(scheduler, self._prefilling)
+            if least is not None:
+                before = self._tokens_before(scheduler)
+                target_s = self._target_s(now_s)
+                self._budget = self._cut.token_budget(self._shape, before, target_s, now_s, least)
+                self._least = least
         return StepLimits(self._budget, max_active)
 
     def num_prefilling(self) -> int:
@@ -182,10 +195,19 @@ class Steering:
             ]
         return len(self._prefilling)
 
-    def decodes(self, scheduler: Any, rows: int) -> None:
-        """So many requests decode in the next step; nothing else is decided of it yet."""
+    def decodes(self, scheduler: Any) -> None:
+        """The running requests decode in the next step; nothing else is decided of it yet."""
         held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
-        self._shape = StepShape(0, rows, held)
+        rows = max(len(scheduler.running) - self.num_prefilling() - len(_probes_of(scheduler)), 0)
+        tokens = rows
+        if self._stages > 1:
+            due = _due_of(scheduler)
+            held = held * len(due) // max(rows, 1)
+            tokens = sum(due)
+        elif scheduler.num_spec_tokens:
+            # Load-bearing: a request's drafts are computed in the step after they were made.
+            tokens += sum([len(request.spec_token_ids) for request in scheduler.running])
+        self._shape = StepShape(0, tokens, held)
         self._budget = None
 
     def _tokens_before(self, scheduler: Any) -> int:
@@ -197,36 +219,54 @@ class Steering:
         return int(scheduler.waiting.peek_request().num_tokens) if scheduler.waiting else 0
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
-        """The step is on its way."""
+        """The step is on its way; to be called for each step, or its time is not learnt from."""
         total = output.total_num_scheduled_tokens
+        for name in begun_in(output):
+            request = scheduler.requests[name]
+            if not isinstance(request, ProbeRequest):
+                self._prefilling.append(request)
+                self._pieces.begins(request)
         if not total:
             return
-        begun = [scheduler.requests[name] for name in begun_in(output)]
-        if any(isinstance(request, ProbeRequest) for request in begun):
-            # A few tokens at a step's whole price: the fit would take all prefill to be as dear.
-            self._prefilling += [each for each in begun if not isinstance(each, ProbeRequest)]
-            return
-        now_s = self.clock()
-        is_used_up = self._budget is not None and total >= self._budget
-        self._cut.ran(is_used_up=is_used_up, now_s=now_s)
-        prefill = attended = 0
-        self._prefilling += begun
+        tokens_of = output.num_scheduled_tokens
+        prefill = probed = attended = 0
         for request in self._prefilling:
-            tokens = output.num_scheduled_tokens.get(request.request_id, 0)
+            tokens = tokens_of.get(request.request_id, 0)
             prefill += tokens
-            # Load-bearing: the scheduled tokens already count as computed.
-            attended += tokens * (2 * request.num_computed_tokens - tokens + 1) // 2
-        shape = StepShape(prefill, total - prefill, self._shape.context_tokens, attended)
-        self._timer.scheduled(output, shape, now_s)
+            attended += _attended(request, tokens)
+        for name in _probes_of(scheduler):
+            tokens = tokens_of.get(name, 0)
+            if tokens:
+                probed += tokens
+                attended += _attended(scheduler.requests[name], tokens)
+        now_s = self.clock()
+        budget, is_waited = self._budget, bool(scheduler.waiting or self.num_prefilling())
+        # What is left of a budget is of no use when it is less than a piece.
+        is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
+        self._cut.ran(is_used_up=is_used_up, now_s=now_s)
+        if prefill or (budget is not None and budget > self._shape.decode_tokens):
+            self._pieces.ran(has_prefill=prefill > 0, is_waited=is_waited)
+        decodes, held = total - prefill - probed, self._shape.context_tokens
+        self._timer.scheduled(output, StepShape(prefill, decodes, held, attended, probed), now_s)
 
     def ended(self, output: Any) -> None:
         """The step's output is back."""
         now_s = self.clock()
         timed = self._timer.ended(output, now_s)
-        if timed is not None:
-            self.model.observe(*timed)
+        if output.total_num_scheduled_tokens:
+            self.ran_steps += 1
+            if timed is not None and self.model.observe(*timed):
+                self.learnt_steps += 1
         if self._sharing:
             self._sharing.advance(now_s)
+
+    def take_steps(self) -> dict[str, int]:
+        """Steps that ran and that were learnt from since they were last told; few are not told."""
+        if self.ran_steps - self._told_steps[0] < _TOLD_STEPS:
+            return {}
+        before, self._told_steps = self._told_steps, (self.ran_steps, self.learnt_steps)
+        ran, learnt = (now - then for now, then in zip(self._told_steps, before, strict=True))
+        return {"ran": ran, "learnt": learnt}
 
     def _target_s(self, now_s: float) -> float | None:
         # Without prefill nobody reads what the prompts under way hold.
@@ -235,9 +275,38 @@ class Steering:
         default_s = self._cut.default_itl_s(self._shape._replace(context_tokens=context))
         if default_s is None:
             return None
+        # A request gets a token in one of as many steps as there are stages.
+        default_s *= self._stages
         if self._rules.pacing:
-            return self._readers.due_s(default_s, now_s)
-        return self._readers.target_s(default_s)
+            return self._readers.due_s(default_s, now_s) / self._stages
+        return self._readers.target_s(default_s) / self._stages
+
+
+def _probes_of(scheduler: Any) -> Sequence[str]:
+    """Ids of the probes under way, those included that found no place in the step."""
+    probes = scheduler.exits.probes if scheduler.exits else None
+    return probes.live if probes else ()
+
+
+def _attended(request: Any, tokens: int) -> int:
+    """Summed over the tokens of a chunk that was just scheduled, how many each attends to."""
+    # Load-bearing: the scheduled tokens already count as computed.
+    return tokens * (2 * request.num_computed_tokens - tokens + 1) // 2
+
+
+def _due_of(scheduler: Any) -> list[int]:
+    """Tokens that each running request decodes in the next step, of those that do."""
+    next_step = scheduler.current_step + 1
+    # Load-bearing: with pipeline parallelism a request whose last token is not back has nothing to
+    # compute, or is not eligible; the others compute one token and their drafts.
+    return [
+        1 + len(request.spec_token_ids)
+        for request in scheduler.running
+        if not request.is_prefill_chunk
+        and request.next_decode_eligible_step <= next_step
+        and request.num_tokens_with_spec + request.num_output_placeholders
+        > request.num_computed_tokens
+    ]
 
 
 @contextmanager

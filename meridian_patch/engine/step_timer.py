@@ -12,7 +12,8 @@ _MOST_IN_FLIGHT = 64
 class StepTimer:
     """Tells how long each step took, from when it was scheduled and when its output came back.
 
-    With asynchronous scheduling a step waits for the one before it: it began when that one ended.
+    With asynchronous scheduling a step waits for the one before it: it began when that one ended,
+    whether that one was noted or not.
     """
 
     def __init__(self) -> None:
@@ -24,11 +25,16 @@ class StepTimer:
         self._in_flight.append((output, shape, now_s))
 
     def ended(self, output: Any, now_s: float) -> tuple[StepShape, float] | None:
-        """The output of a step is back: its shape and seconds, or None if it was not noted."""
-        while self._in_flight:
-            noted, shape, scheduled_s = self._in_flight.popleft()
+        """The output of a step is back: its shape and seconds, or None if it was not noted.
+
+        Notes of later steps stay: their outputs are still to come. Notes of earlier steps go,
+        because outputs come back in the order of their steps.
+        """
+        before_s, self._last_end_s = self._last_end_s, now_s
+        in_flight = self._in_flight
+        if not any(noted is output for noted, _, _ in in_flight):
+            return None
+        while True:
+            noted, shape, scheduled_s = in_flight.popleft()
             if noted is output:
-                seconds = now_s - max(scheduled_s, self._last_end_s)
-                self._last_end_s = now_s
-                return shape, seconds
-        return None
+                return shape, now_s - max(scheduled_s, before_s)

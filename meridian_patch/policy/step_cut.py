@@ -66,7 +66,7 @@ class StepCut:
         """The inter-token latency to keep where nobody asks for one; None without data.
 
         Args:
-            shape: decode rows, and the context of requests that decode alone.
+            shape: decode tokens, and the context of requests that decode alone.
         """
         decode_s, bare_s = self._model.decode_seconds(shape), self._model.bare_seconds(shape)
         if decode_s is None:
@@ -77,19 +77,25 @@ class StepCut:
         return min(most_s, max(_LEAST_FACTOR * decode_s, _ENOUGH_STRETCH * bare_s))
 
     def token_budget(
-        self, shape: StepShape, before: int, target_s: float | None, now_s: float
+        self,
+        shape: StepShape,
+        before: int,
+        target_s: float | None,
+        now_s: float,
+        least: int = 1,
     ) -> int:
         """Tokens for the next step while somebody answers.
 
         Args:
-            shape: decode rows and context of the running requests.
+            shape: decode tokens and context of the requests that decode.
             before: tokens of the next prompt in line that are computed already.
             target_s: how long the step may take; None while that is not known.
             now_s: of a steady clock.
+            least: tokens of prefill below which no prompt could be scheduled.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):
-            return shape.decode_rows
+            return shape.decode_tokens
         most = int(settings.full_tokens / settings.think_batch_multiplier)
         room = None
         if target_s is not None:
@@ -99,8 +105,8 @@ class StepCut:
             fitting = min(self._model.untested_tokens, most)
         else:
             fitting = max(room.in_time, min(room.worthwhile, most))
-        prefill = max(fitting, settings.min_prefill_tokens)
-        return min(shape.decode_rows + prefill, settings.full_tokens)
+        prefill = max(fitting, settings.min_prefill_tokens, least)
+        return min(shape.decode_tokens + prefill, settings.full_tokens)
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:
         """A step was scheduled; ``is_used_up`` when a cut left nothing of its budget."""

@@ -29,6 +29,15 @@ _DECODE_EVERY: Final = 128
 _MOST_IN_A_ROW: Final = 8
 # Of what prefill adds to a step, the most that may be the same for one token and for many.
 _MOST_FIXED_SHARE: Final = 0.25
+# A chunk of at most so many tokens shows what any prefill adds to a step at most.
+_SMALL_CHUNK_TOKENS: Final = 256
+# Shares of the way that the least that small chunks add goes to what one added, up and down: one
+# chunk that took next to nothing, or was timed wrong, does not set it.
+_UP, _DOWN = 0.02, 0.1
+# How much more of the data so far the prefill fit needs to change its constant and its share of the
+# context than to change what tokens cost. Chunks of one size do not tell these apart, and most of
+# what prefill adds to a step is due to its tokens.
+_STIFF: Final = 100.0
 
 
 class StepShape(NamedTuple):
@@ -36,16 +45,19 @@ class StepShape(NamedTuple):
 
     Attributes:
         prefill_tokens: tokens of prompts and of resumes.
-        decode_rows: requests that decode.
-        context_tokens: KV tokens that running requests hold.
+        decode_tokens: tokens of requests that decode and have tokens in this step: one each, and
+            its drafts. The unit is the same for steps that are predicted and for steps that ran.
+        context_tokens: KV tokens that the requests of the step hold.
         attended_tokens: summed over prefill tokens, how many tokens each attends to: attention
             over a long prompt costs more the further it got, within a chunk too.
+        probe_tokens: tokens of probes; they are no prefill tokens.
     """
 
     prefill_tokens: int
-    decode_rows: int
+    decode_tokens: int
     context_tokens: int
     attended_tokens: int = 0
+    probe_tokens: int = 0
 
 
 class PrefillRoom(NamedTuple):
@@ -66,37 +78,51 @@ class StepTimeModel:
     """Predicts seconds per step from its shape."""
 
     def __init__(self) -> None:
-        self._decode = LinearFit(3)
-        self._prefill = LinearFit(4)
+        self._decode = LinearFit(5)
+        self._prefill = LinearFit(4, (_STIFF, 1.0, _STIFF, 1.0))
+        # About the least that small chunks add to a step; None before there was one.
+        self._least_added_s: float | None = None
         # The most prefill tokens that did not make a step longer.
         self._most_hidden_tokens = 0
         self._since_decode_only = _DECODE_EVERY
         # Wishes for such a step since the last step that came back.
         self._unanswered = 0
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long; nonsense (not above 0, not finite) is left out."""
+    def observe(self, shape: StepShape, seconds: float) -> bool:
+        """A step of this shape took so long.
+
+        A step with probes and without prefill teaches what decoding takes: the few tokens of its
+        probes cost nearly a step's fixed price, and have features of their own. In the fit of
+        prefill they would make every prefill token look as dear.
+
+        Returns:
+            Whether the step was taken in. It is left out when ``seconds`` is nonsense (not above
+            0, not finite), and when it has prefill before it is known what decoding takes.
+        """
         if not 0 < seconds < float("inf"):
-            return
+            return False
         self._unanswered = 0
         if not shape.prefill_tokens:
             self._decode.add(_decode_features(shape), seconds)
             self._since_decode_only = 0 if self._decode.coefficients else _DECODE_EVERY
-            return
+            return True
         self._since_decode_only += 1
         decode_s, features = self.decode_seconds(shape), _prefill_features(shape)
         if decode_s is None:
             # Whether it shows cannot be told, and the first steps weigh much in a fit.
-            return
+            return False
+        if shape.prefill_tokens <= _SMALL_CHUNK_TOKENS:
+            self._added(max(seconds - decode_s, 0.0))
         predicted_s = self._prefill.predict(features)
         if seconds > _PREFILL_SHOWS * decode_s:
             self._prefill.add(features, seconds)
-            return
+            return True
         self._most_hidden_tokens = max(self._most_hidden_tokens, shape.prefill_tokens)
         # It took no longer than this. Without such steps a prediction that is far too high would
         # stay: cuts would be too small for any prefill to show again.
         if predicted_s is not None and predicted_s > seconds:
             self._prefill.add(features, seconds)
+        return True
 
     def wants_decode_only(self, shape: StepShape) -> bool:
         """Whether this step should have no prefill, for what that teaches.
@@ -106,13 +132,13 @@ class StepTimeModel:
         """
         since = self._since_decode_only
         is_due = since >= _DECODE_EVERY and since % _DECODE_EVERY < _MOST_IN_A_ROW
-        if not is_due or not shape.decode_rows or self._unanswered >= _MOST_IN_A_ROW:
+        if not is_due or not shape.decode_tokens or self._unanswered >= _MOST_IN_A_ROW:
             return False
         self._unanswered += 1
         return True
 
     def decode_seconds(self, shape: StepShape) -> float | None:
-        """Without its prefill; None before there is data."""
+        """Without its prefill, with its probes; None before there is data."""
         return self._decode.predict(_decode_features(shape))
 
     def seconds(self, shape: StepShape) -> float | None:
@@ -124,10 +150,18 @@ class StepTimeModel:
         return None if prefill_s is None else max(decode_s, prefill_s)
 
     def bare_seconds(self, shape: StepShape) -> float | None:
-        """What a step whose prefill shows takes beside its prefill; None before there is data."""
-        return self._prefill.predict(
-            (1.0, float(shape.decode_rows), float(shape.context_tokens), 0.0)
+        """What a step whose prefill shows takes beside its prefill; None before there is data.
+
+        It is no more than decoding takes and small chunks have added. A fit that has seen long
+        chunks only takes part of their time for a time that any prefill would take.
+        """
+        fitted_s = self._prefill.predict(
+            (1.0, float(shape.decode_tokens), float(shape.context_tokens), 0.0)
         )
+        decode_s = self.decode_seconds(shape)
+        if fitted_s is None or decode_s is None:
+            return fitted_s
+        return min(fitted_s, decode_s + (self._least_added_s or 0.0))
 
     def prefill_room(self, shape: StepShape, seconds: float, before: int) -> PrefillRoom | None:
         """What prefill a step of this shape may have; None without data.
@@ -144,11 +178,19 @@ class StepTimeModel:
         in_time = self._tokens_in(max(seconds - bare_s, 0.0), before)
         # Context costs both kinds of step the same. Where the fits differ in it they are young:
         # what they say of small steps is the better guess.
-        fixed_s = prefill[0] - decode[0] + (prefill[1] - decode[1]) * shape.decode_rows
+        fixed_s = prefill[0] - decode[0] + (prefill[1] - decode[1]) * shape.decode_tokens
+        # Small chunks must have shown it: a fit of long ones does not tell.
+        fixed_s = min(fixed_s, self._least_added_s or 0.0)
         worthwhile = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
         if in_time is None or worthwhile is None:
             return None
         return PrefillRoom(in_time, worthwhile)
+
+    def _added(self, seconds: float) -> None:
+        """A small chunk made a step so much longer than decoding alone."""
+        least_s = seconds if self._least_added_s is None else self._least_added_s
+        share = _UP if seconds > least_s else _DOWN
+        self._least_added_s = least_s + share * (seconds - least_s)
 
     @property
     def untested_tokens(self) -> int:
@@ -185,9 +227,12 @@ class LinearFit:
 
     Args:
         features: how many; the first is 1 by convention.
+        stiffness: of each coefficient, the weight of its value so far against new data, as a
+            multiple of ``_MEMORY``; None: 1 each.
     """
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, stiffness: tuple[float, ...] | None = None) -> None:
+        self._memory = _MEMORY * np.array(stiffness or (1.0,) * features)
         self.coefficients: tuple[float, ...] | None = None
         self._moments = np.zeros((features, features))
         self._products = np.zeros(features)
@@ -234,7 +279,7 @@ class LinearFit:
         found = np.zeros(len(scale))
         while used.any():
             pick = np.ix_(used, used)
-            weight = _MEMORY * np.eye(int(used.sum()))
+            weight = np.diag(self._memory[used])
             moments = self._moments[pick] / np.outer(scale[used], scale[used]) + weight
             products = self._products[used] / scale[used] + weight @ (before[used] * scale[used])
             found[:] = 0.0
@@ -247,9 +292,11 @@ class LinearFit:
 
 
 def _decode_features(shape: StepShape) -> tuple[float, ...]:
-    return 1.0, float(shape.decode_rows), float(shape.context_tokens)
+    probes = float(shape.probe_tokens)
+    has_probes = 1.0 if probes else 0.0
+    return 1.0, float(shape.decode_tokens), float(shape.context_tokens), has_probes, probes
 
 
 def _prefill_features(shape: StepShape) -> tuple[float, ...]:
-    tokens = shape.prefill_tokens + shape.decode_rows
+    tokens = shape.prefill_tokens + shape.probe_tokens + shape.decode_tokens
     return 1.0, float(tokens), float(shape.context_tokens), float(shape.attended_tokens)

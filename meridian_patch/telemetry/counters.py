@@ -56,5 +56,7 @@ EXIT_GIVEN_UP = "exit_given_up"
 INVALID = "invalid_signals"
 # Fields of requests that the operator does not allow, by name.
 IGNORED_FIELD = "ignored_field"
+# Steps with tokens, and those of them that the step-time model learnt from.
+STEP = "step"
 # Gauges ride along under this prefix: requests in each phase.
 REQUESTS = "requests"

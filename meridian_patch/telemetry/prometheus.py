@@ -103,6 +103,12 @@ class PhaseMetrics:
                 (*_LABELS, "field"),
                 registry=registry,
             ),
+            counters.STEP: Counter(
+                "meridian_steps",
+                "Steps that ran, and steps that the step-time model learnt from.",
+                (*_LABELS, "kind"),
+                registry=registry,
+            ),
         }
         self._requests = Gauge(
             "meridian_requests",

@@ -6,8 +6,8 @@ from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 
 def roofline(shape: StepShape, speed: float = 1.0) -> float:
-    memory = 6e-3 + 4e-8 * shape.context_tokens + 1e-5 * shape.decode_rows
-    tokens = shape.prefill_tokens + shape.decode_rows
+    memory = 6e-3 + 4e-8 * shape.context_tokens + 1e-5 * shape.decode_tokens
+    tokens = shape.prefill_tokens + shape.decode_tokens
     compute = 1e-3 + 3e-5 * tokens + 1e-9 * shape.attended_tokens
     return max(memory, compute) * speed
 

@@ -140,6 +140,9 @@ class Driver:
     preempted_hits: int = 0
     # KV events, as a subscriber would get them.
     kv_events: list[Any] = field(default_factory=list)
+    # Seconds that a step takes longer when any request computes more than one token in it, as where
+    # only decodes have a graph of their own.
+    prefill_s: float = 0.0
     # What the model's entropies are, of probes too.
     entropy_nats: float = 1.0
     # Requests and tokens that the scheduler forced, in order.
@@ -275,6 +278,8 @@ class Driver:
     def _deliver(self) -> None:
         output, result = self._in_flight.popleft()
         self.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+            self.now_s += self.prefill_s
         for engine_outputs in self.scheduler.update_from_output(output, result).values():
             if engine_outputs.scheduler_stats is not None:
                 found = engine_outputs.scheduler_stats.prefix_cache_stats

@@ -42,11 +42,13 @@ def test_metrics_have_the_documented_names_and_labels():
         "probe": ["measured"],
         "invalid_signals": ["think"],
         "ignored_field": ["meridian_itl_ms"],
+        "step": ["ran", "learnt"],
     }
     metrics.initialize(0, labels)
     metrics.record({"exit:eat": 1, "think_tokens:eat": 90, "probe:measured": 4}, engine=0)
     metrics.record({"preemption:think": 2, "requests:answer": 5}, engine=0)
     metrics.record({"preemption:think": 1, "fallback:slow": 1, "requests:answer": 3}, engine=0)
+    metrics.record({"step:ran": 64, "step:learnt": 63}, engine=0)
     metrics.record({"kv_eviction:think_complete": 7, "kv_hit_tokens:in_use": 64}, engine=0)
     assert samples(registry) == {
         'meridian_preemptions_total{engine="0",model_name="m",phase="think"} 3.0',
@@ -63,6 +65,8 @@ def test_metrics_have_the_documented_names_and_labels():
         'meridian_exits_given_up_total{engine="0",model_name="m",reason="grammar"} 0.0',
         'meridian_probes_total{engine="0",model_name="m",result="measured"} 4.0',
         'meridian_invalid_signals_total{engine="0",model_name="m",phase="think"} 0.0',
+        'meridian_steps_total{engine="0",kind="ran",model_name="m"} 64.0',
+        'meridian_steps_total{engine="0",kind="learnt",model_name="m"} 63.0',
     }
 
 

@@ -50,6 +50,40 @@ def test_prefill_that_hides_behind_decoding_may_come_in_any_amount():
     assert trained().prefill_room(StepShape(0, 30, 50_000), 0.02, 0).worthwhile == 0
 
 
+def test_long_chunks_alone_do_not_tell_of_a_fixed_time():
+    """As after long prompts that nobody waited beside: all chunks had the engine's whole budget."""
+    rng, model = random.Random(0), StepTimeModel()
+    for _ in range(60):
+        shape = random_shape(rng, 0)
+        model.observe(shape, roofline(shape))
+    for before in range(0, 64_000, 8192):
+        attended = 8192 * before + 8192 * 8193 // 2
+        shape = StepShape(8192, rng.randrange(1, 20), 60_000 + before, attended)
+        model.observe(shape, roofline(shape))
+    shape = StepShape(0, 10, 60_000)
+    decode_s = model.decode_seconds(shape)
+    room = model.prefill_room(shape, 1.2 * decode_s, 0)
+    assert room.worthwhile == 0
+    assert model.bare_seconds(shape) <= decode_s
+    full = shape._replace(prefill_tokens=room.in_time, attended_tokens=room.in_time**2 // 2)
+    assert 0 < roofline(full) < 1.5 * decode_s
+
+
+def test_probes_are_told_from_decoding_and_from_prefill():
+    """Steps with probes take longer by a fixed time: the others are predicted as they are."""
+    rng, model = random.Random(0), StepTimeModel()
+    for number in range(400):
+        shape = random_shape(rng, 0)
+        if number % 3:
+            shape = shape._replace(probe_tokens=rng.randrange(20, 60))
+        assert model.observe(shape, roofline(shape) + 2e-3 * bool(shape.probe_tokens))
+    shape = StepShape(0, 50, 50_000)
+    assert error(model, shape) < 0.1
+    probed = shape._replace(probe_tokens=40)
+    assert model.seconds(probed) == pytest.approx(roofline(shape) + 2e-3, rel=0.1)
+    assert model.bare_seconds(shape) is None
+
+
 def test_a_young_fit_that_blames_the_context_makes_no_chunk_worthwhile():
     """Long prompts that were computed alone: their time was put down to the pool's fill."""
     model = trained()

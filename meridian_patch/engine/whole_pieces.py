@@ -1,0 +1,196 @@
+"""Prompts that are scheduled whole or in whole pieces: what a step's cut must leave room for.
+
+Upstream passes a prompt over, and often all that wait behind it, when the step's budget is smaller
+than the least piece that it may schedule. A budget that we cut must not be the reason.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+# Steps under a cut that took up no prefill although prompts could have come in, after which one
+# step has the whole budget; doubled, up to the most, each time that this brought nothing.
+_PATIENCE_STEPS = 8
+_MOST_PATIENCE_STEPS = 512
+
+
+class WholePieces:
+    """The least prefill that a step must have room for.
+
+    1. Chunked prefill off: the whole next prompt.
+    2. Mamba state cached at block boundaries (``align``): one block.
+    3. Media items that must not be computed in parts: the next item of the next prompt.
+    4. Requests whose prompts must not be computed in parts at all: no cut while one of them waits
+       or is being computed.
+    5. Whatever else upstream refuses to cut, which is not known here: a cut that keeps prompts out
+       for some steps, though there are seats and blocks for them, is left out of one step.
+
+    Args:
+        scheduler: upstream's, initialised.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        config = scheduler.scheduler_config
+        full, threshold = scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold
+        # The longest chunk that upstream makes without us.
+        self._longest_chunk = min(full, threshold) if threshold > 0 else full
+        self._is_chunked = config.enable_chunked_prefill
+        self._has_whole_media = config.disable_chunked_mm_input
+        self._lookahead = scheduler.num_prefill_lookahead
+        # Load-bearing: a new request that has but one token to compute is padded to a decode with
+        # drafts, or waits; a chunk does not end within the lookahead of its prompt's end.
+        self._least = max(1 + scheduler.num_spec_tokens, 2 * self._lookahead)
+        # Load-bearing: chunks end at block boundaries, and there is no chunk if none is reached.
+        # Longer blocks than chunks are computed in parts.
+        block = scheduler.cache_config.block_size
+        if scheduler.need_mamba_block_aligned_split and block <= self._longest_chunk:
+            self._least = max(self._least, block)
+        # Of case 4: ids of those that wait, and those whose prompts are being computed.
+        self._waiting: set[str] = set()
+        self._running: list[Any] = []
+        # Of case 5.
+        self._idle_steps = 0
+        self._patience_steps = _PATIENCE_STEPS
+
+    def waits(self, request: Any) -> None:
+        """The request is new, or was preempted."""
+        if _must_be_whole(request):
+            self._waiting.add(request.request_id)
+
+    def begins(self, request: Any) -> None:
+        """The request is in a step, and its known tokens are being computed."""
+        if request.request_id in self._waiting:
+            self._waiting.discard(request.request_id)
+            self._running.append(request)
+
+    def left(self, request: Any) -> None:
+        """The request is gone; unknown ones are fine."""
+        self._waiting.discard(request.request_id)
+
+    def ran(self, *, has_prefill: bool, is_waited: bool) -> None:
+        """A step was scheduled.
+
+        Args:
+            has_prefill: it computes part of a prompt.
+            is_waited: a prompt, or part of one, waits for a later step.
+        """
+        if has_prefill or not is_waited:
+            self._idle_steps, self._patience_steps = 0, _PATIENCE_STEPS
+        else:
+            self._idle_steps += 1
+
+    def least_prefill(self, scheduler: Any, prefilling: Sequence[Any]) -> int | None:
+        """Tokens of prefill that the next step must have room for; None: it must not be cut.
+
+        Args:
+            scheduler: upstream's.
+            prefilling: running requests whose prompts are being computed, the next one first.
+        """
+        if self._waiting or self._is_any_running():
+            return None
+        head = _next_in_line(scheduler)
+        if self._idle_steps >= self._patience_steps and _has_room(scheduler, head, prefilling):
+            self._idle_steps = 0
+            self._patience_steps = min(2 * self._patience_steps, _MOST_PATIENCE_STEPS)
+            return None
+        if not self._is_chunked and head is not None:
+            # Load-bearing: a request that is not ready is passed over, and the one behind it, whose
+            # length is not looked at here, comes first.
+            if not _is_ready(scheduler, head):
+                return None
+            return max(self._least, head.num_tokens - head.num_computed_tokens)
+        if self._has_whole_media:
+            return max(self._least, self._media_tokens(head, prefilling))
+        return self._least
+
+    def whole_media_tokens(self, request: Any, computed: int, tokens: int) -> int:
+        """How long a chunk may be, so that it ends in no media item that begins within it.
+
+        Upstream sees to it where text stands before the item in the chunk. An item that is the
+        chunk's first would be cut: in stock it is only where the engine's own budget is too small.
+
+        Args:
+            request: that the chunk is of.
+            computed: tokens that stand before the chunk.
+            tokens: that the chunk would have.
+        """
+        if not self._has_whole_media:
+            return tokens
+        end = computed + tokens
+        for feature in request.mm_features:
+            start = feature.mm_position.offset
+            stop = start + feature.mm_position.length
+            if start >= end:
+                break
+            if computed <= start and end < stop <= start + self._longest_chunk:
+                return int(start - computed)
+        return tokens
+
+    def _is_any_running(self) -> bool:
+        if self._running:
+            self._running = [
+                request
+                for request in self._running
+                if request.is_prefill_chunk and request.status == RequestStatus.RUNNING
+            ]
+        return bool(self._running)
+
+    def _media_tokens(self, head: Any, prefilling: Sequence[Any]) -> int:
+        if prefilling:
+            request = prefilling[0]
+            computed = request.num_computed_tokens
+            # Load-bearing: upstream looks so many tokens ahead for items that a chunk needs.
+            first = computed + self._lookahead
+            ends = (
+                feature.mm_position.offset + feature.mm_position.length - computed
+                for feature in request.mm_features
+                if computed <= feature.mm_position.offset <= first
+            )
+        elif head is not None:
+            # How much of it is cached, and with which item it goes on, is not known yet.
+            ends = (
+                feature.mm_position.length + self._lookahead for feature in head.mm_features or ()
+            )
+        else:
+            return 0
+        return max((end for end in ends if end <= self._longest_chunk), default=0)
+
+
+def _must_be_whole(request: Any) -> bool:
+    # Load-bearing: the CPU build's model runner V1 fails on a chunk of a request with a seed, and
+    # the engine with it. Its generators have no offset to set back.
+    sampling = request.sampling_params
+    return bool(sampling and sampling.seed is not None and current_platform.is_cpu())
+
+
+def _next_in_line(scheduler: Any) -> Any:
+    """The waiting request that upstream looks at first; None: none waits."""
+    # Load-bearing: requests that hold blocks come before all others.
+    for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
+        if queue:
+            return queue.peek_request()
+    return None
+
+
+def _is_ready(scheduler: Any, request: Any) -> bool:
+    """Whether upstream would admit the request if there is room, as far as is known here."""
+    has_adapter = scheduler.lora_config and request.lora_request
+    is_stale = request.num_stale_output_tokens and not request.drop_stale_output
+    is_blocked = scheduler._is_blocked_waiting_status(request.status)
+    return not (is_blocked or has_adapter or is_stale)
+
+
+def _has_room(scheduler: Any, head: Any, prefilling: Sequence[Any]) -> bool:
+    """Whether seats and blocks are there for what is next."""
+    if scheduler.pause_state != PauseState.UNPAUSED:
+        return False
+    if prefilling:
+        return True
+    if head is None or len(scheduler.running) >= scheduler.max_num_active_reqs:
+        return False
+    blocks = -(-head.num_tokens // scheduler.block_size)
+    groups = len(scheduler.kv_cache_config.kv_cache_groups)
+    return bool(blocks * groups <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
