@@ -129,6 +129,7 @@ class PhaseScheduling(UpstreamScheduler):
             if obstacle
             else bind_exits(self, config, boundaries, self.phase_router, self.phase_counters)
         )
+        self.steering.probes = self.exits.probes if self.exits else None
         # A request may ask for early exit by itself.
         self._unthinking = Unthinking(config.exit, obstacle) if obstacle else None
         # Known tokens, by request, of those whose next tokens the router wants to see.

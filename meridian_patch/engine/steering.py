@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -23,6 +23,9 @@ from meridian_patch.policy.step_cut import CutSettings, StepCut
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
+
+if TYPE_CHECKING:
+    from meridian_patch.engine.probes import Probes
 
 # Statistics of each step would be longer by numbers that hardly tell anything.
 _TOLD_STEPS = 64
@@ -60,6 +63,7 @@ class Steering:
 
     Attributes:
         clock: seconds of a steady clock.
+        probes: those of thoughts; None: none are made.
         waiting_order: places in the scheduler's queue.
         ran_steps: steps with tokens whose outputs came back.
         learnt_steps: those of them that the step-time model learnt from.
@@ -80,6 +84,7 @@ class Steering:
         self.model = StepTimeModel()
         self.forecasts = Forecasts(router, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
+        self.probes: Probes | None = None
         self.ran_steps = self.learnt_steps = 0
         self._told_steps = 0, 0
         self._pool_tokens = units.pool_tokens
@@ -198,7 +203,7 @@ class Steering:
     def decodes(self, scheduler: Any) -> None:
         """The running requests decode in the next step; nothing else is decided of it yet."""
         held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
-        rows = max(len(scheduler.running) - self.num_prefilling() - len(_probes_of(scheduler)), 0)
+        rows = max(len(scheduler.running) - self.num_prefilling() - len(self._live_probes()), 0)
         tokens = rows
         if self._stages > 1:
             due = _due_of(scheduler)
@@ -234,7 +239,7 @@ class Steering:
             tokens = tokens_of.get(request.request_id, 0)
             prefill += tokens
             attended += _attended(request, tokens)
-        for name in _probes_of(scheduler):
+        for name in self._live_probes():
             tokens = tokens_of.get(name, 0)
             if tokens:
                 probed += tokens
@@ -268,6 +273,10 @@ class Steering:
         ran, learnt = (now - then for now, then in zip(self._told_steps, before, strict=True))
         return {"ran": ran, "learnt": learnt}
 
+    def _live_probes(self) -> Sequence[str]:
+        """Ids of the probes under way, those included that found no place in the step."""
+        return self.probes.live if self.probes else ()
+
     def _target_s(self, now_s: float) -> float | None:
         # Without prefill nobody reads what the prompts under way hold.
         held = sum(request.num_computed_tokens for request in self._prefilling)
@@ -280,12 +289,6 @@ class Steering:
         if self._rules.pacing:
             return self._readers.due_s(default_s, now_s) / self._stages
         return self._readers.target_s(default_s) / self._stages
-
-
-def _probes_of(scheduler: Any) -> Sequence[str]:
-    """Ids of the probes under way, those included that found no place in the step."""
-    probes = scheduler.exits.probes if scheduler.exits else None
-    return probes.live if probes else ()
 
 
 def _attended(request: Any, tokens: int) -> int:

@@ -185,7 +185,7 @@ def _is_ready(scheduler: Any, request: Any) -> bool:
 
 def _has_room(scheduler: Any, head: Any, prefilling: Sequence[Any]) -> bool:
     """Whether seats and blocks are there for what is next."""
-    if scheduler.pause_state != PauseState.UNPAUSED:
+    if scheduler._pause_state != PauseState.UNPAUSED:
         return False
     if prefilling:
         return True

@@ -17,6 +17,7 @@ from meridian_patch.engine import (
     scheduler,
     stat_logger,
     steering,
+    whole_pieces,
     wire_chat,
     wire_completion,
     wire_input,
@@ -240,8 +241,12 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 @pytest.mark.parametrize(
     ("patch", "module", "hands"),
     [
-        (SCHEDULER, scheduler, (steering, room, offloaded, probes, exit_binding)),
-        (ASYNC_SCHEDULER, scheduler, (steering, room, offloaded, probes, exit_binding)),
+        (SCHEDULER, scheduler, (steering, room, whole_pieces, offloaded, probes, exit_binding)),
+        (
+            ASYNC_SCHEDULER,
+            scheduler,
+            (steering, room, whole_pieces, offloaded, probes, exit_binding),
+        ),
         (KV_CACHE_MANAGER, kv_cache, ()),
         (SCHEDULER_STATS, stat_logger, ()),
         (WORKER, worker, ()),
