@@ -27,6 +27,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "update_from_output",
         "get_grammar_bitmask",
         "finish_requests",
+        "reset_prefix_cache",
         "_try_schedule_encoder_inputs",
         "_is_blocked_waiting_status",
     ),

@@ -318,18 +318,14 @@ class PhaseScheduling(UpstreamScheduler):
         return result
 
     def _try_schedule_encoder_inputs(
-        self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
+        self, request: Any, computed: int, tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
         # Load-bearing: every chunk of a request with media passes here once its length is cut to
         # the budget; what upstream makes of a chunk of no tokens is no chunk.
         if self._is_cut:
             with self._phase_guard.protect("the policy", request.request_id):
-                num_new_tokens = self._pieces.whole_media_tokens(
-                    request, num_computed_tokens, num_new_tokens
-                )
-        return super()._try_schedule_encoder_inputs(
-            request, num_computed_tokens, num_new_tokens, *args, **kwargs
-        )
+                tokens = self._pieces.whole_media_tokens(request, computed, tokens)
+        return super()._try_schedule_encoder_inputs(request, computed, tokens, *args, **kwargs)
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         grammar = super().get_grammar_bitmask(scheduler_output)
@@ -464,8 +460,7 @@ class PhaseScheduling(UpstreamScheduler):
         if stats is not None:
             if self._kv_phases:
                 self._kv_phases.count_evictions()
-            for kind, number in self.steering.take_steps().items():
-                self.phase_counters.count(counters.STEP, kind, number)
+            self.steering.tell_steps(self.phase_counters)
             payload = self.phase_counters.drain()
             for phase, number in self.phase_router.drain_entered().items():
                 payload[f"{counters.PHASE_CHANGE}:{phase}"] = number

@@ -23,6 +23,8 @@ from meridian_patch.policy.step_cut import CutSettings, StepCut
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
 
 if TYPE_CHECKING:
     from meridian_patch.engine.probes import Probes
@@ -265,13 +267,14 @@ class Steering:
         if self._sharing:
             self._sharing.advance(now_s)
 
-    def take_steps(self) -> dict[str, int]:
-        """Steps that ran and that were learnt from since they were last told; few are not told."""
-        if self.ran_steps - self._told_steps[0] < _TOLD_STEPS:
-            return {}
-        before, self._told_steps = self._told_steps, (self.ran_steps, self.learnt_steps)
-        ran, learnt = (now - then for now, then in zip(self._told_steps, before, strict=True))
-        return {"ran": ran, "learnt": learnt}
+    def tell_steps(self, phase_counters: PhaseCounters) -> None:
+        """Count the steps that ran, and those learnt from, since; few wait for the next time."""
+        ran, learnt = self._told_steps
+        if self.ran_steps - ran < _TOLD_STEPS:
+            return
+        phase_counters.count(counters.STEP, "ran", self.ran_steps - ran)
+        phase_counters.count(counters.STEP, "learnt", self.learnt_steps - learnt)
+        self._told_steps = self.ran_steps, self.learnt_steps
 
     def _live_probes(self) -> Sequence[str]:
         """Ids of the probes under way, those included that found no place in the step."""
