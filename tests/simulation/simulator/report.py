@@ -22,6 +22,7 @@ def page(campaign: Campaign, seconds: float, command: str) -> str:
         f"| requests | {int(campaign.counts['requests']):,} |",
         f"| tokens compared with the oracle | {int(campaign.counts['tokens']):,} |",
         f"| probes made | {int(campaign.counts['probes']):,} |",
+        f"| seeds with every step equal to stock's | {int(campaign.counts['compared']):,} |",
         f"| thoughts closed | {int(campaign.counts['closes']):,} |",
         f"| requests displaced | {int(campaign.counts['displaced']):,} |",
         f"| failures | {len(campaign.failed):,} |",

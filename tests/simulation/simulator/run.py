@@ -106,7 +106,10 @@ def _run_ours(
     checker.at_end()
     if not faults.num_raised:
         check_drained(ours)
-    if case.profile == "noop" and case.rule == "profile" and case.exit == "off":
+    is_noop = case.profile == "noop" and case.rule == "profile" and case.exit == "off"
+    wishes = any("meridian_priority" in each.ask.extra for each in ours.ledger.records.values())
+    result.counts["compared"] = is_noop or not (checker.num_reasoning or wishes)
+    if result.counts["compared"]:
         _compare(recorder, checker)
 
 

@@ -81,6 +81,8 @@ class Checker(Recorder):
             rules.order and arm.case.queue == "fcfs" and not arm.case.has_fault("raises")
         )
         self._steered: dict[int, bool] = {}
+        # Steps in which a request thought, had thought or was to think.
+        self.num_reasoning = 0
         self.num_steered = 0
         self.num_learnt = 0
         self._idle_heads: dict[str, int] = {}
@@ -109,7 +111,9 @@ class Checker(Recorder):
 
     def schedule(self, arm: Arm) -> Any:
         scheduler = arm.scheduler
-        is_steered = bool(scheduler.phase_router.num_reasoning) and not scheduler._is_stock
+        is_reasoning = bool(scheduler.phase_router.num_reasoning)
+        self.num_reasoning += is_reasoning
+        is_steered = is_reasoning and not scheduler._is_stock
         answers = self._waiting_answers()
         self._displaced.clear()
         self._is_scheduling = True

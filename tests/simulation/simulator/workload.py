@@ -175,7 +175,7 @@ class Workload:
         scale = min(length // 2, 600)
         turns = tuple(
             (1 + int(rng.expovariate(3 / scale)), int(rng.expovariate(6 / scale)))
-            for _ in range(2 if rng.random() < 0.1 else 1)
+            for _ in range(2 if rng.random() < 0.1 and kind != "plain" else 1)
         )
         if kind == "runaways":
             turns = ((10**9, 0),)
