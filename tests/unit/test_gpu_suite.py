@@ -27,6 +27,8 @@ from meridian_patch.bench.gpu.suite import (
 from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.serve_plan import packaged_model, tiny_settings
+from meridian_patch.config.families import load_families
+from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.errors import BenchError
 
 
@@ -202,6 +204,11 @@ def test_shape(tmp_path: Path) -> None:
     assert config["eos_token_id"] < config["vocab_size"] == 151936
     assert (directory / "tokenizer.json").is_file()
     assert not list(directory.glob("*.safetensors"))
+    # Markers are the tokenizer's.
+    identity = ModelIdentity((directory.name,), tuple(config["architectures"]), None)
+    match = match_family(load_families(None), identity)
+    assert match is not None
+    assert match.label == "tiny_reasoner"
 
 
 def test_lag_is_read_from_the_trace(tmp_path: Path) -> None:

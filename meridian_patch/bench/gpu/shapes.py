@@ -58,8 +58,8 @@ _REHEARSED: dict[str, Any] = {
 def write_shape(name: str, folder: Path, *, rehearse: bool = False) -> Path:
     """Write a model directory of this shape, without weights.
 
-    The tokenizer is the tiny reasoner's: its ids are all within the vocabulary, and its markers are
-    those of the family. Ids that it does not know have no text.
+    The tokenizer is the tiny reasoner's, whose ids are all within the vocabulary. Ids that it does
+    not know have no text.
 
     Args:
         name: of ``SHAPES``.
@@ -74,7 +74,9 @@ def write_shape(name: str, folder: Path, *, rehearse: bool = False) -> Path:
     """
     if name not in SHAPES:
         raise BenchError(f"--shape is {name!r}, expected one of {', '.join(SHAPES)}")
-    directory = folder / name
+    # Families are found by the model's name, and the longest pattern counts: the markers are those
+    # of the tokenizer, not of the model whose sizes these are.
+    directory = folder / f"{name}-tiny-reasoner"
     directory.mkdir(parents=True, exist_ok=True)
     tiny = json.loads((packaged_model() / "config.json").read_text())
     ids = {key: tiny[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
