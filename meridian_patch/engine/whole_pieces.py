@@ -11,8 +11,9 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-# Steps under a cut that took up no prefill although prompts could have come in, after which one
-# step has the whole budget; doubled, up to the most, each time that this brought nothing.
+# Steps in a row under a cut that took up no prefill although prompts could have come in, after
+# which one step has room for a whole prompt; doubled, up to the most, each time that this brought
+# nothing.
 _PATIENCE_STEPS = 8
 _MOST_PATIENCE_STEPS = 512
 
@@ -25,8 +26,9 @@ class WholePieces:
     3. Media items that must not be computed in parts: the next item of the next prompt.
     4. Requests whose prompts must not be computed in parts at all: no cut while one of them waits
        or is being computed.
-    5. Whatever else upstream refuses to cut, which is not known here: a cut that keeps prompts out
-       for some steps, though there are seats and blocks for them, is left out of one step.
+    5. Whatever else upstream refuses to cut, which is not known here: when a cut has kept prompts
+       out for some steps, though there were seats and blocks for them, one step has room for all
+       that is left of the next one.
 
     Args:
         scheduler: upstream's, initialised.
@@ -92,16 +94,20 @@ class WholePieces:
         if self._waiting or self._is_any_running():
             return None
         head = _next_in_line(scheduler)
-        if self._idle_steps >= self._patience_steps and _has_room(scheduler, head, prefilling):
-            self._idle_steps = 0
-            self._patience_steps = min(2 * self._patience_steps, _MOST_PATIENCE_STEPS)
-            return None
+        if self._idle_steps:
+            if not _has_room(scheduler, head, prefilling):
+                # The cut is not what keeps it out. When there is room again it has a cut step.
+                self._idle_steps = 0
+            elif self._idle_steps >= self._patience_steps:
+                self._idle_steps = 0
+                self._patience_steps = min(2 * self._patience_steps, _MOST_PATIENCE_STEPS)
+                return _left_of(prefilling[0] if prefilling else head)
         if not self._is_chunked and head is not None:
             # Load-bearing: a request that is not ready is passed over, and the one behind it, whose
             # length is not looked at here, comes first.
             if not _is_ready(scheduler, head):
                 return None
-            return max(self._least, head.num_tokens - head.num_computed_tokens)
+            return max(self._least, _left_of(head))
         if self._has_whole_media:
             return max(self._least, self._media_tokens(head, prefilling))
         return self._least
@@ -166,6 +172,11 @@ def _must_be_whole(request: Any) -> bool:
     return bool(sampling and sampling.seed is not None and current_platform.is_cpu())
 
 
+def _left_of(request: Any) -> int:
+    """Known tokens that are not computed, as if nothing of them were cached."""
+    return int(request.num_tokens - request.num_computed_tokens)
+
+
 def _next_in_line(scheduler: Any) -> Any:
     """The waiting request that upstream looks at first; None: none waits."""
     # Load-bearing: requests that hold blocks come before all others.
@@ -184,12 +195,14 @@ def _is_ready(scheduler: Any, request: Any) -> bool:
 
 
 def _has_room(scheduler: Any, head: Any, prefilling: Sequence[Any]) -> bool:
-    """Whether seats and blocks are there for what is next."""
+    """Whether what is next is ready, and seats and blocks are there for all of it."""
     if scheduler._pause_state != PauseState.UNPAUSED:
         return False
     if prefilling:
         return True
-    if head is None or len(scheduler.running) >= scheduler.max_num_active_reqs:
+    if head is None or not _is_ready(scheduler, head):
+        return False
+    if len(scheduler.running) >= scheduler.max_num_active_reqs:
         return False
     blocks = -(-head.num_tokens // scheduler.block_size)
     groups = len(scheduler.kv_cache_config.kv_cache_groups)
