@@ -80,12 +80,19 @@ class Closings:
         """The thought has ended, or its request; unknown ids are fine."""
         self._closings.pop(request_id, None)
 
-    def arrange(self, current_step: int) -> None:
+    def arrange(self, current_step: int) -> bool:
         """Before a step is scheduled.
 
         Args:
             current_step: number of the last step, as the scheduler counts.
+
+        Returns:
+            Whether a request with a LoRA adapter sits out the step. Then no request must be
+            admitted to it. Load-bearing: upstream counts the adapters of the requests in a step,
+            and fails by an assertion when they are more than it has slots for: a newcomer would
+            take the slot of the one that sits out.
         """
+        has_adapter = False
         for closing in self._closings.values():
             request = closing.request
             # Drafts are for what the model would say. Without them a step brings one token.
@@ -96,6 +103,8 @@ class Closings:
                 request.next_decode_eligible_step = max(
                     request.next_decode_eligible_step, current_step + 2
                 )
+                has_adapter |= request.lora_request is not None
+        return has_adapter
 
     def add_rows(self, output: Any, grammar: GrammarOutput | None) -> GrammarOutput | None:
         """The masks of a step that was just scheduled, with those of the closings.

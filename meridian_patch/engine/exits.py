@@ -114,6 +114,8 @@ class Exits:
         self._measured: dict[str, None] = {}
         self._signals = StepSignals()
         self._health = SignalHealth(is_blind=is_blind)
+        # Whether the next step must admit no request, for what a close needs.
+        self._is_closed_to_newcomers = False
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
 
@@ -186,7 +188,7 @@ class Exits:
             may_probe: whether probes may be part of it.
             token_budget: of the step, where it is lower than the engine's.
         """
-        self.closings.arrange(current_step)
+        self._is_closed_to_newcomers = self.closings.arrange(current_step)
         if self.probes is not None:
             self.probes.share_seats(is_kept=self._keeps_seats)
             if may_probe:
@@ -196,7 +198,10 @@ class Exits:
         """How many requests may run, the probes that are offered among them; None: as many as may.
 
         Where thoughts are to be closed by what probes say, a full batch must not keep them out.
+        0 admits none; what runs goes on.
         """
+        if self._is_closed_to_newcomers:
+            return 0
         probes = self.probes
         if probes is None or not self._keeps_seats:
             return None
