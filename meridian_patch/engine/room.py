@@ -100,8 +100,11 @@ class Room:
         if self._is_forecasting:
             running = [one for one in scheduler.running if not isinstance(one, ProbeRequest)]
             admissible = self._count_admissible(scheduler, running)
-            # Load-bearing: requests that wait but hold blocks (KV being loaded) go first.
+            # Load-bearing: requests that wait but hold blocks (KV being loaded, or the next chunk
+            # of a session) go first. Paused sessions hold a seat each, and blocks but for those
+            # that were preempted while their last token was on the way.
             holding = len(scheduler.kv_holding_waiting)
+            holding = max(holding, scheduler.num_waiting_for_streaming_input)
             self._max_active = len(running) + holding + admissible
             has_room = has_room and admissible > 0
         # Where there was room a request comes in, and the next may be let in too.
@@ -110,7 +113,14 @@ class Room:
 
     def _count_admissible(self, scheduler: Any, running: list[Any]) -> int:
         waiting = self._forecasts.of(first(scheduler.waiting, _MOST_ADMITTED))
-        return count_admissible(self._forecasts.of(running), waiting, self._pool_tokens)
+        pool_tokens, holding = self._pool_tokens, []
+        for request in scheduler.kv_holding_waiting:
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                # A paused session does not grow, and no end is in sight of what it holds.
+                pool_tokens -= request.num_computed_tokens
+            else:
+                holding.append(request)
+        return count_admissible(self._forecasts.of([*running, *holding]), waiting, pool_tokens)
 
     def _has_room(self, scheduler: Any, now_s: float) -> bool:
         """The next in line fits in, with a block more for each that runs, or is given room."""
