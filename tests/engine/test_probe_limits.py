@@ -68,9 +68,7 @@ def test_runaways_into_the_limit_are_served_as_stock(job, path, request):
 
 def test_probes_leave_the_fused_sampler_to_sampled_requests(demo_model, tmp_path):
     """Model runner V2 sees no greedy request and no seed in any batch, with probes or without."""
-    requests = ask_all(
-        "s", AMPLE[:2], max_tokens=30, temperature=0.6, top_p=0.95, top_k=20, min_p=0.01
-    )
+    requests = ask_all("s", AMPLE[:2], max_tokens=30, temperature=0.6, min_p=0.01)
     stage = {
         "name": "sampled",
         "engine": engine_arguments(demo_model, max_model_len=512, async_scheduling=True),

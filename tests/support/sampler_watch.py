@@ -2,20 +2,22 @@
 
 
 def watch(worker) -> None:
-    """Record, by step, whether a request of the batch is greedy or has a seed of its own."""
+    """Record, by step, whether a request of the batch is greedy or has a seed of its own.
+
+    The sampler asks for both only where top-k or top-p is in use, whose kernels Triton's
+    interpreter does not run; here they are asked of the same batches.
+    """
     states = worker.model_runner.sampler.sampling_states
     seen = worker.seen_by_sampler = {"any_greedy": [], "any_explicit_seed": []}
-    for name, answers in seen.items():
-        setattr(states, name, _recorded(getattr(states, name), answers))
+    look_up = states.get_top_k_top_p
+
+    def recorded(expanded_idx_mapping, idx_mapping_np):
+        for name, answers in seen.items():
+            answers.append(bool(getattr(states, name)(idx_mapping_np)))
+        return look_up(expanded_idx_mapping, idx_mapping_np)
+
+    states.get_top_k_top_p = recorded
 
 
 def seen(worker) -> dict:
     return worker.seen_by_sampler
-
-
-def _recorded(method, answers):
-    def call(idx_mapping):
-        answers.append(bool(method(idx_mapping)))
-        return answers[-1]
-
-    return call
