@@ -50,7 +50,7 @@ AXES: dict[str, Axis] = {
     "length": Axis(512, (192, 512, 1536), (2, 3, 2)),
     "grammar": Axis("never", ("never", "behind", "within"), (4, 1, 1)),
     "lora": Axis("none", ("none", "scarce"), (3, 1)),
-    "connector": Axis("none", ("none", "load", "delayed", "offload"), (6, 1, 1, 1)),
+    "connector": Axis("none", ("none", "load", "delayed", "offload"), (9, 1, 1, 1)),
     "profile": Axis("latency", ("latency", "throughput", "fair", "noop"), (4, 1, 1, 1)),
     "rule": Axis("profile", ("profile", *RULES), (6, 1, 1, 1, 1, 1, 1)),
     "machine": Axis("slow", ("slow", "fast")),
@@ -60,7 +60,7 @@ AXES: dict[str, Axis] = {
     "strategy": Axis("eat", ("eat", "rpdi", "end_probability", "cap"), (6, 1, 1, 1)),
     "tiers": Axis(True, (True, False), (4, 1)),
     "history": Axis("strip", ("strip", "keep", "keep_in_tool_loop"), (3, 1, 1)),
-    "boundary": Axis("token", BOUNDARY_KINDS, (4, 1, 1, 1, 1, 1, 1, 1)),
+    "boundary": Axis("token", BOUNDARY_KINDS, (6, 1, 1, 1, 1, 1, 1, 1)),
     "traffic": Axis("mixed", TRAFFIC, (4, 1, 2, 1, 1, 1, 1, 1, 1, 1)),
     **{f"fault_{name}": Axis(False, (False, True), (4, 1)) for name in FAULTS},
 }

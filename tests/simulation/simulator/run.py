@@ -91,7 +91,6 @@ def _run_ours(
         result.steps = ours.num_steps
         result.failures = checker.failures
         result.digest = hashlib.sha256(b"".join(checker.digests)).hexdigest()
-        exits = ours.scheduler.exits
         result.counts = {
             "stock_steps": stock.num_steps,
             "tokens": ours.ledger.num_tokens,
@@ -100,7 +99,7 @@ def _run_ours(
             "displaced": checker.num_displaced,
             "steered": checker.num_steered,
             "learnt": checker.num_learnt,
-            "probes": exits.probes.num_probes if exits and exits.probes else 0,
+            "probes": checker.num_probes,
             **{f"fault_{name}": number for name, number in faults.met.items()},
         }
     checker.at_end()

@@ -85,6 +85,8 @@ class Checker(Recorder):
         self.num_reasoning = 0
         self.num_steered = 0
         self.num_learnt = 0
+        # Steps' first chunks of requests that no user sent.
+        self.num_probes = 0
         self._idle_heads: dict[str, int] = {}
         # Displaced by us since the step began, with who stood first then.
         self._displaced: list[Any] = []
@@ -128,6 +130,9 @@ class Checker(Recorder):
         self._soft(self._check_idle, output)
         self._soft(self._check_probes, output)
         self._soft(self._check_throttle, output)
+        self.num_probes += sum(
+            n.req_id not in arm.ledger.records for n in output.scheduled_new_reqs
+        )
         if is_steered and self._expects_health:
             self._predict(output)
         return output

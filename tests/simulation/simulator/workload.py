@@ -10,6 +10,8 @@ from simulator.grammar import write_rules
 from simulator.oracle import NEWLINE, STOP_TOKEN, Script, boundaries_of, words
 
 MIN64, MAX64 = -(2**63), 2**63 - 1
+# Of fields of ours, what is taken.
+MOST = 2**53
 ADAPTERS = 4
 
 
@@ -88,7 +90,7 @@ class Workload:
         rng, steps = self._rng, self._case.steps
         tick = 1
         # Some tokens per tick keep an engine of this size busy, or leave it idle at times.
-        load = rng.choice((0.4, 1.0, 2.0))
+        load = rng.choice((0.3, 0.7, 1.5))
         while tick < steps:
             kind = self._case.traffic
             if kind == "mixed" or rng.random() < 0.4:
@@ -228,9 +230,9 @@ class Workload:
         if kind == "hostile":
             ask.extra = rng.choice((
                 {"meridian_itl_ms": 1e-9}, {"meridian_itl_ms": 5.0},
-                {"meridian_priority": MIN64}, {"meridian_priority": MAX64},
+                {"meridian_priority": -MOST}, {"meridian_priority": MOST},
                 {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
-                {"meridian_min_think_tokens": MAX64}, {"meridian_rpdi_lambda": 1.0000001},
+                {"meridian_min_think_tokens": MOST}, {"meridian_rpdi_lambda": 1.0000001},
             ))  # fmt: skip
             if case.queue == "priority":
                 ask.priority = rng.choice((MIN64, MAX64))
