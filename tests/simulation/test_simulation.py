@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
+import pytest
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
@@ -63,3 +66,41 @@ def test_every_value_of_every_axis_is_drawn_and_a_repaired_case_stays_as_it_is()
     assert drawn["unstable"] == []
     assert drawn["axes"] >= 30
     assert drawn["pairs"] > 4000
+
+
+def test_every_mutant_finds_the_line_that_it_changes():
+    assert len(mutants.MUTANTS) >= 25
+    for mutant in mutants.MUTANTS:
+        changed = mutants.change(mutants.source_of(mutant), mutant)
+        compile(changed, mutant.module, "exec")
+
+
+@pytest.mark.parametrize(
+    ("name", "invariant"),
+    [
+        ("a displaced request is forgotten", "place"),
+        ("probes leave the engine", "tokens"),
+        ("counts include probes", "counts"),
+    ],
+)
+def test_a_mutant_is_noticed(name, invariant):
+    (mutant,) = (each for each in mutants.MUTANTS if each.name == name)
+    assert mutants.run(mutant)["invariant"] == invariant
+
+
+@pytest.mark.timeout(420)
+def test_a_quarter_of_a_million_steps_hold_every_invariant(tmp_path):
+    page = tmp_path / "page.md"
+    child = subprocess.run(
+        [str(ROOT / "scripts" / "simulate"), "--seeds", "2000", "--most-steps", "240000",
+         "--page", str(page)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    text = page.read_text()
+    assert "| failures | 0 |" in text
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    figures = {name.strip(): value.strip() for name, value in rows}
+    assert int(figures["steps of ours, each with every check"].replace(",", "")) >= 240_000
+    met, of, all_of = figures["axis values met"].partition(" of ")
+    assert met == all_of, of
