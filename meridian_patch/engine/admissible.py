@@ -4,9 +4,10 @@ vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons l
 ``next_in_line``. A request is displaced for a newcomer that has none of them but the last.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -20,7 +21,22 @@ from meridian_patch.engine.waiting import first
 _MOST_LOOKED_AT = 16
 
 
-def next_in_line(scheduler: Any) -> Any | None:
+class ComingStep(NamedTuple):
+    """What is known of a step before it is scheduled.
+
+    Attributes:
+        token_budget: tokens that it may compute; None: as many as the engine may.
+        decode_tokens: tokens of them that requests which decode take, drafts included; None: one
+            per running request that is not computing its prompt.
+        least_chunk: fewest tokens of a prompt that upstream schedules, unless fewer are left.
+    """
+
+    token_budget: int | None = None
+    decode_tokens: int | None = None
+    least_chunk: int = 1
+
+
+def next_in_line(scheduler: Any, step: ComingStep | None = None) -> Any | None:
     """The first waiting request that lacks nothing, or nothing but blocks.
 
     Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
@@ -41,7 +57,8 @@ def next_in_line(scheduler: Any) -> Any | None:
     is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
     if scheduler._pause_state != PauseState.UNPAUSED or is_full:
         return None
-    left = _tokens_left(scheduler)
+    step = step or ComingStep()
+    left = _prefill_tokens(scheduler, step) - sum(_chunks(scheduler).values())
     if left <= 0 or any(
         _is_ready(scheduler, one) for one in first(scheduler.kv_holding_waiting, _MOST_LOOKED_AT)
     ):
@@ -51,7 +68,8 @@ def next_in_line(scheduler: Any) -> Any | None:
         if not _is_ready(scheduler, request) or not _has_adapter(scheduler, request, adapters):
             continue
         is_chunked = scheduler.scheduler_config.enable_chunked_prefill
-        return request if is_chunked or request.num_tokens <= left else None
+        least = min(step.least_chunk, request.num_tokens) if is_chunked else request.num_tokens
+        return request if least <= left else None
     return None
 
 
@@ -68,9 +86,7 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     already. They are counted by bisection: what holds a block of a prefix holds all before it.
     """
     manager = scheduler.kv_cache_manager
-    tokens = min(request.num_tokens, scheduler.max_model_len)
-    if not scheduler.scheduler_reserve_full_isl:
-        tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+    tokens = _gated_tokens(scheduler, request)
     # Load-bearing: changes nothing, and caps what a sliding window holds, as the gate does.
     whole = manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
@@ -86,22 +102,104 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     return int(whole + watermark - _num_held_hits(manager, request, tokens))
 
 
-def freed_blocks(scheduler: Any, request: Any) -> int:
-    """KV blocks that a preemption of a running request would free."""
-    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-    return sum(len(blocks) - count_shared(blocks) for blocks in groups)
+def taken_blocks(scheduler: Any, step: ComingStep) -> dict[str, int]:
+    """Free KV blocks that each running request takes in a step, at most; without those taking none.
+
+    Load-bearing: running requests get their blocks before a waiting request is looked at, and none
+    is admitted in a step in which they lack some.
+    """
+    manager = scheduler.kv_cache_manager
+    managers = manager.coordinator.single_type_managers
+    groups = [(group.block_size, group.req_to_blocks) for group in managers]
+    chunks, left = _chunks(scheduler), max(_prefill_tokens(scheduler, step), 0)
+    most, lookahead = scheduler.max_model_len, scheduler.num_lookahead_tokens
+    next_step = scheduler.current_step + 1
+    taken = {}
+    for request in scheduler.running:
+        name, computed = request.request_id, request.num_computed_tokens
+        chunk = chunks.get(name)
+        if chunk is None:
+            tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
+        else:
+            tokens = min(chunk, left)
+            left -= tokens
+        # Load-bearing: with pipeline parallelism a request decodes in one of several steps.
+        if tokens <= 0 or request.next_decode_eligible_step > next_step:
+            continue
+        end = min(computed + tokens, most)
+        slots = min(end + lookahead, most)
+        if all(size * len(held.get(name, ())) >= slots for size, held in groups):
+            continue
+        # Load-bearing: changes nothing; what the step's own allocation asks.
+        taken[name] = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=name,
+            num_tokens=slots,
+            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=computed,
+            num_tokens_main_model=end,
+        )
+    return taken
 
 
-def _tokens_left(scheduler: Any) -> int:
-    """Tokens of a step's whole budget that what runs does not take."""
-    longest = scheduler.scheduler_config.long_prefill_token_threshold or float("inf")
-    # Load-bearing: running requests come first, each with all of its known tokens.
-    prefill = sum(
-        min(request.num_tokens - request.num_computed_tokens, longest) - 1
+def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
+    """KV blocks that a preemption of a running request would free for a newcomer.
+
+    Blocks of the newcomer's prefix that this request alone holds do not count: the newcomer did not
+    need them while they were held, and takes them from the free ones then.
+    """
+    manager = scheduler.kv_cache_manager
+    name = request.request_id
+    freed = sum(len(held) - count_shared(held) for held in manager.get_blocks(name).blocks)
+    hit = _held_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
+    if not hit:
+        return freed
+    for group in _full_attention(manager):
+        own = group.req_to_blocks[name]
+        # By bisection: the two have the same blocks up to a place, and those of them that a third
+        # request holds come first.
+        most = min(hit // group.block_size, len(own))
+        common = bisect_left(
+            range(most), True, key=lambda at: _cached(group, newcomer, at) is not own[at]
+        )
+        freed -= common - bisect_left(range(common), True, key=lambda at: own[at].ref_cnt == 1)
+    return freed
+
+
+def _gated_tokens(scheduler: Any, request: Any) -> int:
+    """Tokens of a waiting request for which blocks must be free before it is admitted."""
+    tokens = request.num_tokens
+    if not scheduler.scheduler_reserve_full_isl:
+        tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+    # Load-bearing: the last chunk of a prompt has slots for the drafts behind it too.
+    return int(min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
+
+
+def _prefill_tokens(scheduler: Any, step: ComingStep) -> int:
+    """Tokens of a step that requests which decode leave."""
+    budget, decodes = scheduler.max_num_scheduled_tokens, step.decode_tokens
+    if step.token_budget is not None:
+        budget = min(budget, step.token_budget)
+    if decodes is None:
+        decodes = len(scheduler.running) - len(_chunks(scheduler))
+    return int(budget - decodes)
+
+
+def _chunks(scheduler: Any) -> dict[str, int]:
+    """Tokens that running requests still have to compute of their prompts, at most in one step."""
+    # Load-bearing: a chunk is no longer than this, unless there is no other request.
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    longest = threshold if threshold > 0 else math.inf
+    if threshold > 0 and scheduler.adaptive_long_prefill_threshold:
+        # Load-bearing: the bound is raised to an equal share for every request.
+        share = scheduler.scheduler_config.max_num_batched_tokens
+        longest = max(threshold, share // max(sum(scheduler.get_request_counts()), 1))
+    return {
+        request.request_id: min(request.num_tokens - request.num_computed_tokens, longest)
         for request in scheduler._inflight_prefills
         if request.status == RequestStatus.RUNNING
-    )
-    return int(scheduler.max_num_scheduled_tokens - len(scheduler.running) - prefill)
+    }
 
 
 def _is_ready(scheduler: Any, request: Any) -> bool:
@@ -132,19 +230,22 @@ def _has_adapter(scheduler: Any, request: Any, adapters: set[int] | None) -> boo
 
 def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
     """Blocks of the request's prefix that are in the cache and that running requests hold."""
+    hit = _held_tokens(manager, request, tokens)
+    return sum(hit // group.block_size for group in _full_attention(manager)) if hit else 0
+
+
+def _held_tokens(manager: Any, request: Any, tokens: int) -> int:
+    """Tokens of the request's prefix that are in the cache and that running requests hold."""
     if not manager.prefix_cache_lookup_enabled(request):
         return 0
     full = list(_full_attention(manager))
     # A hit is as long as all groups have it. Where one of another kind might have less, none is
     # counted unless the end of the prefix is held there too.
-    lengths = [_held_prefix(group, request, tokens - 1) for group in full]
-    if not lengths or not min(lengths):
-        return 0
-    common = min(lengths)
+    common = min((_held_prefix(group, request, tokens - 1) for group in full), default=0)
     groups = manager.coordinator.single_type_managers
     if any(not _has_end(group, request, common) for group in groups if group not in full):
         return 0
-    return sum(common // group.block_size for group in full)
+    return common
 
 
 def _full_attention(manager: Any) -> Iterator[Any]:

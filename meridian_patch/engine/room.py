@@ -8,7 +8,14 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.admissible import freed_blocks, needed_blocks, next_in_line, num_seated
+from meridian_patch.engine.admissible import (
+    ComingStep,
+    freed_blocks,
+    needed_blocks,
+    next_in_line,
+    num_seated,
+    taken_blocks,
+)
 from meridian_patch.engine.forecasts import Forecasts
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.waiting import WaitingOrder, first
@@ -79,13 +86,30 @@ class Room:
         """A request runs again, or for the first time."""
         self._away.pop(request, None)
 
-    def max_active(self, scheduler: Any, now_s: float) -> int | None:
+    def bring_aged(self, scheduler: Any, now_s: float) -> None:
+        """Requests that waited for long enough go first, the one that waits longest before all."""
+        if not self._away:
+            return
+        aged = list(
+            islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
+        )
+        for request in aged:
+            if request.status != RequestStatus.PREEMPTED:
+                self.resumed(request)
+        self._waiting_order.bring_forward(
+            [request for request in aged if request in self._away], scheduler.waiting
+        )
+
+    def max_active(self, scheduler: Any, now_s: float, step: ComingStep) -> int | None:
         """How many requests may run after the next step, probes not counted; None: as in stock.
 
         May displace running requests.
+
+        Args:
+            scheduler: the phase-aware one.
+            now_s: by the steady clock.
+            step: the next one.
         """
-        if self._away:
-            self._bring_aged(scheduler, now_s)
         is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
         # Load-bearing: a scheduler that is paused admits no request, so none is to make room.
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
@@ -95,7 +119,7 @@ class Room:
         if self._steps_left:
             self._steps_left -= 1
             return self._max_active
-        has_room = self._has_room(scheduler, now_s)
+        has_room = self._has_room(scheduler, now_s, step)
         self._max_active = None
         if self._is_forecasting:
             running = [one for one in scheduler.running if not isinstance(one, ProbeRequest)]
@@ -122,31 +146,47 @@ class Room:
                 holding.append(request)
         return count_admissible(self._forecasts.of([*running, *holding]), waiting, pool_tokens)
 
-    def _has_room(self, scheduler: Any, now_s: float) -> bool:
-        """The next in line fits in, with a block more for each that runs, or is given room."""
-        newcomer = next_in_line(scheduler)
+    def _has_room(self, scheduler: Any, now_s: float, step: ComingStep) -> bool:
+        """The next in line fits in with what the running requests take, or is given room."""
+        newcomer = next_in_line(scheduler, step)
         if newcomer is None:
             return True
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         missing = needed_blocks(scheduler, newcomer) - free
-        return missing + len(scheduler.running) <= 0 or self._displace(
-            scheduler, newcomer, missing, now_s
+        # A block more for each request that runs is more than enough where none computes a prompt.
+        if missing + len(scheduler.running) <= 0:
+            return True
+        return self._may_displace_for(newcomer, now_s) and self._displace(
+            scheduler, newcomer, missing, step
         )
 
-    def _displace(self, scheduler: Any, newcomer: Any, missing: int, now_s: float) -> bool:
-        """Preempt thinkers for a newcomer, if the policy names any and it has not had that yet."""
+    def _may_displace_for(self, newcomer: Any, now_s: float) -> bool:
         if self._sharing is None:
             return False
         # A request that was preempted had its turn, unless it has waited for long since. One that
         # was not admitted into the room made for it lacks something else.
         was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
-        if was_served or (newcomer.num_preemptions and not self._is_aged(newcomer, now_s)):
-            return False
+        return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
+
+    def _displace(self, scheduler: Any, newcomer: Any, missing: int, step: ComingStep) -> bool:
+        """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
+
+        ``missing`` is how many it lacks before the running requests take theirs.
+        """
+        assert self._sharing is not None
         requests = scheduler.requests
+        taken = taken_blocks(scheduler, step)
+        missing += sum(taken.values())
+        if missing <= 0:
+            return True
         chosen = self._sharing.choose(
             self._thinkers(scheduler, newcomer),
             missing,
-            lambda thinker: freed_blocks(scheduler, requests[thinker.request_id]),
+            # A displaced request takes no block either.
+            lambda thinker: (
+                freed_blocks(scheduler, requests[thinker.request_id], newcomer)
+                + taken.get(thinker.request_id, 0)
+            ),
         )
         for thinker in chosen:
             request = requests[thinker.request_id]
@@ -180,18 +220,6 @@ class Room:
                     state.think_tokens,
                     request.num_preemptions,
                 )
-
-    def _bring_aged(self, scheduler: Any, now_s: float) -> None:
-        """Requests that waited for long enough go first, the one that waits longest before all."""
-        aged = list(
-            islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
-        )
-        for request in aged:
-            if request.status != RequestStatus.PREEMPTED:
-                self.resumed(request)
-        self._waiting_order.bring_forward(
-            [request for request in aged if request in self._away], scheduler.waiting
-        )
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s

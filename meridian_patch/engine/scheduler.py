@@ -251,7 +251,7 @@ class PhaseScheduling(UpstreamScheduler):
             with self._phase_guard.protect("early exit"):
                 exits.arrange(
                     self.current_step,
-                    may_probe=not self._waiting_answers,
+                    may_probe=not self._waiting_answers and not self.steering.makes_room,
                     token_budget=limits.token_budget,
                 )
                 limits = limits.with_probes(exits.num_probes)

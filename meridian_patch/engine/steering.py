@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.engine.admissible import ComingStep
 from meridian_patch.engine.begun import begun_in
 from meridian_patch.engine.forecasts import Forecasts
 from meridian_patch.engine.kv_units import KVUnits
@@ -67,6 +68,7 @@ class Steering:
         clock: seconds of a steady clock.
         probes: those of thoughts; None: none are made.
         waiting_order: places in the scheduler's queue.
+        makes_room: requests were displaced for the next step.
         ran_steps: steps with tokens whose outputs came back.
         learnt_steps: those of them that the step-time model learnt from.
     """
@@ -87,6 +89,7 @@ class Steering:
         self.forecasts = Forecasts(router, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
+        self.makes_room = False
         self.ran_steps = self.learnt_steps = 0
         self._told_steps = 0, 0
         self._pool_tokens = units.pool_tokens
@@ -164,6 +167,7 @@ class Steering:
         self._readers.left(request.request_id)
         self._wishes.pop(request.request_id, None)
         self._pieces.left(request)
+        self._stops_prefilling(request)
         self.waiting_order.left(request)
         if self._room:
             self._room.left(request)
@@ -171,25 +175,47 @@ class Steering:
     def preempted(self, request: Any, *, is_answer: bool) -> None:
         """A request was preempted, and waits."""
         self._pieces.waits(request)
+        self._stops_prefilling(request)
         if is_answer:
             return
         self.waiting_order.preempted(request)
         if self._room:
             self._room.preempted(request, self.clock())
 
+    def _stops_prefilling(self, request: Any) -> None:
+        """The request is in no step from now on; few requests prefill at a time."""
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+
     def plan(self, scheduler: Any) -> StepLimits:
         """Limits of the next step; may displace a running request."""
         now_s = self.clock()
-        max_active = self._room.max_active(scheduler, now_s) if self._room else None
+        if self._room:
+            self._room.bring_aged(scheduler, now_s)
         self.decodes(scheduler)
-        if self._rules.step_cut and self._readers:
-            least = self._pieces.least_prefill(scheduler, self._prefilling)
-            if least is not None:
-                before = self._tokens_before(scheduler)
-                target_s = self._target_s(now_s)
-                self._budget = self._cut.token_budget(self._shape, before, target_s, now_s, least)
-                self._least = least
-        return StepLimits(self._budget, max_active)
+        # Before room is made: a newcomer comes in only where the budget has tokens left for it.
+        budget = self._cut_budget(scheduler, now_s)
+        max_active = None
+        if self._room:
+            rows = len(scheduler.running)
+            step = ComingStep(budget, self._shape.decode_tokens, self._pieces.least)
+            max_active = self._room.max_active(scheduler, now_s, step)
+            if len(scheduler.running) < rows:
+                self.decodes(scheduler)
+                self.makes_room = True
+        self._budget = budget
+        return StepLimits(budget, max_active)
+
+    def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
+        """Tokens that the next step may have; None: as many as in stock."""
+        if not self._rules.step_cut or not self._readers:
+            return None
+        least = self._pieces.least_prefill(scheduler, self._prefilling)
+        if least is None:
+            return None
+        self._least = least
+        before, target_s = self._tokens_before(scheduler), self._target_s(now_s)
+        return self._cut.token_budget(self._shape, before, target_s, now_s, least)
 
     def num_prefilling(self) -> int:
         """Running requests of whose known tokens some are to be computed."""
@@ -216,6 +242,7 @@ class Steering:
             tokens += sum([len(request.spec_token_ids) for request in scheduler.running])
         self._shape = StepShape(0, tokens, held)
         self._budget = None
+        self.makes_room = False
 
     def _tokens_before(self, scheduler: Any) -> int:
         """What stands before the next chunk, or may at most."""

@@ -32,6 +32,10 @@ class WholePieces:
 
     Args:
         scheduler: upstream's, initialised.
+
+    Attributes:
+        least: fewest tokens of any prompt's chunk that does not end the prompt; cases 1, 3 and 4
+            may ask for more.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -44,12 +48,12 @@ class WholePieces:
         self._lookahead = scheduler.num_prefill_lookahead
         # Load-bearing: a new request that has but one token to compute is padded to a decode with
         # drafts, or waits; a chunk does not end within the lookahead of its prompt's end.
-        self._least = max(1 + scheduler.num_spec_tokens, 2 * self._lookahead)
+        self.least = max(1 + scheduler.num_spec_tokens, 2 * self._lookahead)
         # Load-bearing: chunks end at block boundaries, and there is no chunk if none is reached.
         # Longer blocks than chunks are computed in parts.
         block = scheduler.cache_config.block_size
         if scheduler.need_mamba_block_aligned_split and block <= self._longest_chunk:
-            self._least = max(self._least, block)
+            self.least = max(self.least, block)
         # Of case 4: ids of those that wait, and those whose prompts are being computed.
         self._waiting: set[str] = set()
         self._running: list[Any] = []
@@ -107,10 +111,10 @@ class WholePieces:
             # length is not looked at here, comes first.
             if not _is_ready(scheduler, head):
                 return None
-            return max(self._least, _left_of(head))
+            return max(self.least, _left_of(head))
         if self._has_whole_media:
-            return max(self._least, self._media_tokens(head, prefilling))
-        return self._least
+            return max(self.least, self._media_tokens(head, prefilling))
+        return self.least
 
     def whole_media_tokens(self, request: Any, computed: int, tokens: int) -> int:
         """How long a chunk may be, so that it ends in no media item that begins within it.

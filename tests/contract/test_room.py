@@ -9,7 +9,7 @@ from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.admissible import needed_blocks, next_in_line
+from meridian_patch.engine.admissible import freed_blocks, needed_blocks, next_in_line
 from meridian_patch.engine.kv_integrity import find_faults
 from meridian_patch.phase.router import Phase
 
@@ -227,7 +227,84 @@ def test_the_step_model_sees_the_context_of_all_groups(demo_model):
         driver = driver_for(demo_model, blocks=60, groups=HYBRIDS[name])
         driver.add(job("long", 50, think=700, answer=5))
         step_until(driver, "long", Phase.THINK, 400)
-        driver.scheduler.steering.decodes(driver.scheduler, 1)
+        driver.scheduler.steering.decodes(driver.scheduler)
         held[name] = driver.scheduler.steering._shape.context_tokens
     assert 400 < held["full"] < 550
     assert 400 < held["window"] < 700
+
+
+@SYNC_AND_ASYNC
+def test_room_is_made_beside_what_running_prompts_take(demo_model, is_async):
+    """Running requests get their blocks first: what they leave must suffice for the newcomer."""
+    driver = full_pool(demo_model, is_async=is_async, blocks=60, long_prefill_token_threshold=64)
+    scheduler = driver.scheduler
+    for number in range(3):
+        driver.add(job(f"prompt{number}", 60 + number, prompt=1000, think=2, answer=3))
+    # Admitted although they do not fit whole.
+    scheduler.scheduler_reserve_full_isl = False
+    driver.step()
+    scheduler.scheduler_reserve_full_isl = True
+    assert not displaced(driver)
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    # Each prompt takes two blocks or more: of eight blocks no more than two are left.
+    held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
+    driver.add(newcomer(held + 4))
+    driver.step()
+    is_in = scheduler.requests["new"].status == RequestStatus.RUNNING
+    assert is_in == bool(displaced(driver))
+
+
+@SYNC_AND_ASYNC
+def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_async):
+    """The blocks that it frees are those that the newcomer did not need while they were held."""
+    driver = full_pool(demo_model, prompt=320, is_async=is_async, blocks=60)
+    scheduler = driver.scheduler
+    long, other = scheduler.requests["long"], scheduler.requests["other"]
+    tokens = (*long.prompt_token_ids[:-1], *make_prompt(random.Random(9), 800, thinks=True))
+    driver.add(Job("new", tokens, 2, 3))
+    new = scheduler.requests["new"]
+    held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
+    pool = scheduler.kv_cache_manager.block_pool
+    # As few as suffice by what it holds, and not by what it holds beside the newcomer's prefix.
+    pool.get_new_blocks(pool.get_num_free_blocks() - needed_blocks(scheduler, new) + held - 2)
+    other.num_preemptions = 1000
+    for _ in range(20):
+        driver.step()
+    assert new.status != RequestStatus.RUNNING
+    assert not displaced(driver)
+    held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
+    assert freed_blocks(scheduler, long, new) == held - 9
+    assert freed_blocks(scheduler, long, other) == held
+
+
+def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkeypatch):
+    """Prompts under way take up what a cut leaves of a step: no other request would come in."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "true")
+    driver = full_pool(demo_model, blocks=100)
+    scheduler = driver.scheduler
+    driver.add(job("reads", 70, think=2, answer=300))
+    step_until(driver, "reads", Phase.ANSWER, 5)
+    driver.add(job("prompt", 71, prompt=500, think=2, answer=3))
+    monkeypatch.setattr(scheduler.steering._cut, "token_budget", lambda *_: 20)
+    driver.step()
+    assert not displaced(driver)
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 22)
+    driver.add(newcomer(26))
+    new = scheduler.requests["new"]
+    while not displaced(driver):
+        driver.step()
+    assert new.status == RequestStatus.RUNNING
+    assert not scheduler.requests["prompt"].is_prefill_chunk
+
+
+def test_the_policy_keeps_no_request_that_is_gone(demo_model):
+    """One that is aborted in the middle of its prompt is forgotten at once, not in a later plan."""
+    driver = driver_for(demo_model, max_num_batched_tokens=64)
+    driver.add(job("gone", 80, prompt=400))
+    driver.step()
+    steering = driver.scheduler.steering
+    assert len(steering._prefilling) == 1
+    driver.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+    assert not steering._prefilling
