@@ -16,7 +16,8 @@ def find_leaks(scheduler: Any, names: set[str]) -> list[str]:
         scheduler: ours, of which everything that is not vLLM's own is walked through.
         names: of all requests that ever were; probes' names are known by their beginning.
     """
-    seen: set[int] = set()
+    # Its own queues are vLLM's.
+    seen: set[int] = {id(scheduler)}
     found = []
     for attribute, value in vars(scheduler).items():
         if _is_ours(value) or attribute in _own_tables(scheduler):

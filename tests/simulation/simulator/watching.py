@@ -24,6 +24,8 @@ from simulator.worker import Step
 
 # Steps in a row in which somebody may wait although there is room, and for whom there is.
 PATIENCE_STEPS = 120
+# Steps within which somebody comes in where room was made; a cut may put it off.
+ROOM_STEPS = 8
 # Of the steps in which something ran, the share that the step-time model learns from.
 LEAST_LEARNT = 0.9
 _FEWEST_STEPS = 60
@@ -91,6 +93,9 @@ class Checker(Recorder):
         # Displaced by us since the step began, with who stood first then.
         self._displaced: list[Any] = []
         self.num_displaced = 0
+        # Those that made room for a request that has not come in, and since which step.
+        self._made_room: set[str] = set()
+        self._made_room_step = 0
         # The first failure of each kind that a run can go on after.
         self.failures: dict[str, str] = {}
         self._cut_since_s: float | None = None
@@ -246,18 +251,26 @@ class Checker(Recorder):
                 )
 
     def _check_displacing(self, output: Any) -> None:
-        """Invariant 4: who makes room makes it for somebody."""
-        if not self._displaced:
-            return
+        """Invariant 4: who makes room makes it for somebody, who comes in soon."""
+        scheduler = self._arm.scheduler
         gone = {request.request_id for request in self._displaced}
+        if gone and not self._made_room:
+            self._made_room_step = self._arm.num_steps
+        self._made_room |= gone
+        if not self._made_room:
+            return
         came = {new.req_id for new in output.scheduled_new_reqs}
         came |= set(output.scheduled_cached_reqs.resumed_req_ids)
         is_loading = any(
-            r.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            for r in self._arm.scheduler.kv_holding_waiting
+            r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in scheduler.kv_holding_waiting
         )
-        if not came - gone and not is_loading:
-            raise Failure("displacing", f"{sorted(gone)} made room and nobody came in")
+        is_paused = scheduler._pause_state != PauseState.UNPAUSED
+        if came - self._made_room or is_loading or is_paused or not scheduler.waiting:
+            self._made_room.clear()
+        elif came or self._arm.num_steps - self._made_room_step >= ROOM_STEPS:
+            names = sorted(self._made_room)
+            self._made_room.clear()
+            raise Failure("displacing", f"{names} made room and nobody came in")
 
     def _check_probes(self, output: Any) -> None:
         """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made."""
