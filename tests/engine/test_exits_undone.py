@@ -30,7 +30,8 @@ CLOSED = {
         "presence_penalty": 2.0,
         "frequency_penalty": 2.0,
     },
-    "narrow": {"temperature": 1.0, "min_p": 0.5, "top_k": 1, "top_p": 0.5},
+    "min_p": {"temperature": 1.0, "min_p": 0.5},
+    "top": {"temperature": 1.0, "top_k": 1, "top_p": 0.5},
     "allowed": {"allowed_token_ids": [*range(256), THINK_END]},
     "min_tokens": {"min_tokens": 100},
     "stops there": {"stop_token_ids": [THINK_END]},
@@ -39,7 +40,7 @@ GIVEN_UP = {
     "stop_ids": ({"stop_token_ids": [THINK_END], "min_tokens": 100}, "min_tokens"),
     "allowed_only": ({"allowed_token_ids": list(range(256))}, "allowed_tokens"),
     "bad": ({"bad_words": ["</think>"]}, "bad_words"),
-    "budget": ({"thinking_token_budget": CAP + 1}, "budget"),
+    "budget": ({"thinking_token_budget": CAP - 3}, "budget"),
 }
 
 
@@ -60,12 +61,14 @@ def ids(done, name):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_close_comes_through_or_is_given_up(demo_model, tmp_path, way):
     """No request's other wishes make a forced token another one."""
-    asked = [ask(name, PROBLEM, max_tokens=150, **wishes) for name, wishes in CLOSED.items()]
+    # vLLM's kernel for top_k and top_p does not run in Triton's interpreter.
+    closed = {name: wishes for name, wishes in CLOSED.items() if way != "v2" or name != "top"}
+    asked = [ask(name, PROBLEM, max_tokens=150, **wishes) for name, wishes in closed.items()]
     asked += [
         ask(name, PROBLEM, max_tokens=150, **wishes) for name, (wishes, _) in GIVEN_UP.items()
     ]
     done = run(demo_model, tmp_path, way, asked)
-    for name in CLOSED:
+    for name in closed:
         assert THINK_END in ids(done, name), name
         assert CAP - 8 <= ids(done, name).index(THINK_END) <= CAP + 3, name
     assert ids(done, "stops there")[-1] == THINK_END
