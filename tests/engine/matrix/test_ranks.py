@@ -20,7 +20,7 @@ def test_tensor_parallel(both_jobs, tiny, cell):
 
 def test_pipeline_parallel(both_jobs, tiny, cell):
     """Two batches are under way at once, each half of the crowd."""
-    stages = [stage("ranks", tiny("dense"), **PIPELINE, **WORKERS)]
+    stages = [stage("ranks", tiny("dense"), async_scheduling=False, **PIPELINE, **WORKERS)]
     pair = both_jobs("pipeline", stages)["ranks"]
     cell.works("pipeline parallel 2", assert_works(pair), probed(pair))
 
