@@ -51,6 +51,18 @@ KINDS = {
             "chunk_size": 32,
         },
     ),
+    "convolution": (
+        "Lfm2Config",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "conv_dim": 128,
+            "block_dim": 128,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "mla": (
         "DeepseekV3Config",
         {

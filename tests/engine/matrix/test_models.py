@@ -10,7 +10,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)
 
 # Blocks of KV cache that are too few for the crowd; where several groups share them, or blocks are
 # smaller, the same is more.
-POOLS = {"moe": 11, "sliding": 11, "two_groups": 24, "mamba": 24, "mla": 24}
+POOLS = {"moe": 11, "sliding": 11, "two_groups": 24, "convolution": 24, "mla": 24}
+HYBRID = {"num_gpu_blocks_override": 24, "async_scheduling": True}
 GROUPS = "EAT is off, thoughts are not probed: the model has several groups of KV cache"
 UNCACHED = "EAT is off, thoughts are not probed: prefix caching is off"
 NO_TIERS = "KV tiers are inactive: prefix caching is off"
@@ -23,6 +24,10 @@ def kinds(both_jobs, tiny):
         [
             stage(kind, tiny(kind), num_gpu_blocks_override=blocks, async_scheduling=True)
             for kind, blocks in POOLS.items()
+        ]
+        + [
+            stage("mamba", tiny("mamba"), enable_prefix_caching=False, **HYBRID),
+            stage("mamba_cached", tiny("mamba"), **HYBRID),
         ],
     )
 
@@ -41,7 +46,7 @@ def test_one_group_of_kv_cache(kinds, cell, kind, name):
     ("kind", "name"),
     [
         ("two_groups", "sliding window and full attention"),
-        ("mamba", "hybrid, mamba and attention"),
+        ("convolution", "hybrid, short convolution and attention"),
     ],
 )
 def test_several_groups_of_kv_cache(kinds, cell, kind, name):
@@ -50,6 +55,24 @@ def test_several_groups_of_kv_cache(kinds, cell, kind, name):
     note = assert_works(pair, probes=False)
     assert GROUPS in pair.log
     cell.works(name, note, f"off, with a notice: {GROUPS.split(': ')[1]}")
+
+
+def test_mamba_without_prefix_caching(kinds, cell):
+    pair = kinds["mamba"]
+    note = assert_works(pair, probes=False)
+    assert UNCACHED in pair.log
+    name = "hybrid, mamba 2 and attention, prefix caching off"
+    cell.works(name, f"{note}; tiers off, with a notice", "off, with a notice")
+
+
+def test_mamba(kinds, cell):
+    """vLLM's CPU kernel returns one state per prompt where its caller takes one per chunk."""
+    pair = kinds["mamba_cached"]
+    for report in (pair.stock, pair.patched):
+        assert report["error"].startswith("IndexError")
+        assert "varlen_states[last_chunk_indices_p]" in report["trace"]
+    reason = "stock vLLM fails as well: its CPU kernel has no states within a prompt to cache"
+    cell.cannot_run("hybrid, mamba 2 and attention", reason)
 
 
 def test_mla(kinds, cell):
