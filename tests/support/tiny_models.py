@@ -57,6 +57,7 @@ KINDS = {
             "hidden_size": 128,
             "num_hidden_layers": 4,
             "layer_types": ["conv", "full_attention"] * 2,
+            "tie_word_embeddings": True,
             "conv_L_cache": 3,
             "conv_dim": 128,
             "block_dim": 128,
