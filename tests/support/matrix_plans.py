@@ -27,14 +27,16 @@ PRESSED = {
 ANSWERS = {"template": {"enable_thinking": False}}
 PROBLEMS = make_problems(16, seed=21, steps=3)
 END_ID = 259
+BIAS = {"65": 2.0, "66": -100}
 
 
-def crowd(length: int = 110, every_steps: int = 4, **more) -> dict:
+def crowd(length: int = 110, every_steps: int = 4, *, has_bias: bool = True, **more) -> dict:
     """A run: thinkers, answers among them, some with wishes of their own, and two that leave.
 
     Args:
         length: tokens of each thinker.
         every_steps: engine steps between two arrivals.
+        has_bias: some ask for other logits.
         more: of every request.
     """
     free = {"ignore_eos": True}
@@ -45,11 +47,14 @@ def crowd(length: int = 110, every_steps: int = 4, **more) -> dict:
         ask(f"answer{n}", PROBLEMS[7 + n], max_tokens=answers, **free) | ANSWERS for n in range(3)
     ]
     asked += [
-        ask("biased", PROBLEMS[10], max_tokens=answers, logit_bias={"65": 2.0, "66": -100}, **free),
+        ask("biased", PROBLEMS[10], max_tokens=answers, logit_bias=BIAS, **free),
         ask("floored", PROBLEMS[11], max_tokens=answers, min_tokens=20, logit_bias={END_ID: 3.0}),
         ask("hurried", PROBLEMS[12], max_tokens=answers, extra_args={"meridian_itl_ms": 50.0})
         | ANSWERS,
     ]
+    if not has_bias:
+        for request in asked:
+            request["params"].pop("logit_bias", None)
     # Not by kind: thinkers come first and last.
     order = sorted(range(len(asked)), key=lambda n: (n * 5) % len(asked))
     for place, number in enumerate(order):
