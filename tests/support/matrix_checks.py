@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine_watch import ANSWER
 from workloads import preempted_phases
 
 
@@ -82,12 +83,15 @@ def assert_works(pair: Pair, *, probes: bool = True, pressed: bool = True, run="
         assert patched["counted"].get("probe:lost", 0) == 0
     else:
         assert patched["probes"] == []
-    preempted = preempted_phases(patched)
-    # While a thinker holds blocks no answer is preempted; this crowd always has one.
     return (
-        f"{len(patched['outputs'])} requests, {tokens} tokens as stock; preempted "
-        f"{len(preempted)} (stock {len(stock['preemptions'])})"
+        f"{len(patched['outputs'])} requests, {tokens} tokens as stock; "
+        f"{_preempted(patched)} (stock {_preempted(stock)})"
     )
+
+
+def _preempted(run: dict) -> str:
+    phases = preempted_phases(run)
+    return f"preempted {len(phases)}, of these {phases.count(ANSWER)} answers"
 
 
 def probed(pair: Pair, run: str = "crowd") -> str:
