@@ -131,3 +131,6 @@ def _draw(network) -> None:
         if weight.dim() > 1 and "conv" not in name:
             fan_in = 1 if "embed" in name else weight[0].numel()
             weight.data = torch.randn(weight.shape, generator=draw) / fan_in**0.5
+    if network.config.tie_word_embeddings:
+        # Or every token's own embedding would be what it is most like.
+        network.get_input_embeddings().weight.data *= 0.05
