@@ -118,7 +118,8 @@ class SchedulerWatch:
         router = getattr(self.scheduler, "phase_router", None)
         if router is not None:
             for request_id, request in self.scheduler.requests.items():
-                if type(request).__name__ == PROBE:
+                # One that has ended stays while a connector sends its blocks.
+                if type(request).__name__ == PROBE or request.is_finished():
                     continue
                 self._routed(request_id, str(router.get(request_id).phase), self._phase(request))
 
