@@ -5,6 +5,7 @@ from matrix_checks import assert_healthy, assert_works, probed
 from matrix_plans import cell as stage
 from matrix_plans import crowd
 from tiny_vlm import IMAGE, IMAGE_TOKENS, make_vlm
+from workloads import sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -26,6 +27,7 @@ def kinds(both_jobs, tiny):
             for kind, blocks in POOLS.items()
         ]
         + [
+            stage("mla_alone", tiny("mla"), [crowd(40) | {"events": []}], max_num_seqs=1, **HYBRID),
             stage("mamba", tiny("mamba"), enable_prefix_caching=False, **HYBRID),
             stage("mamba_cached", tiny("mamba"), **HYBRID),
         ],
@@ -76,13 +78,26 @@ def test_mamba(kinds, cell):
 
 
 def test_mla(kinds, cell):
-    """On a CPU vLLM runs MLA without prefix caching; the log says what is off."""
-    pair = kinds["mla"]
-    note = assert_works(pair, probes=False)
+    """On a CPU vLLM runs MLA without prefix caching; the log says what is off.
+
+    A request's tokens there depend on who runs beside it, in stock as well. So outputs are compared
+    where requests run one at a time; of the crowd it is seen that all end and nothing is left.
+    """
+    alone, pair = kinds["mla_alone"], kinds["mla"]
+    note = assert_works(alone, probes=False, pressed=False)
+    (single, _), (stock, patched) = alone.runs("crowd"), pair.runs("crowd")
+    beside = {name: sample(stock, name)["ids"][:20] for name in stock["outputs"]}
+    assert any(sample(single, name)["ids"][:20] != ids for name, ids in beside.items())
+    assert_healthy(patched)
+    assert stock["preemptions"]
+    assert all(
+        output["finished"] or name.startswith("leaver")
+        for name, output in patched["outputs"].items()
+    )
     assert UNCACHED in pair.log
     assert NO_TIERS in pair.log
-    reason = "vLLM's CPU build switches prefix caching off with MLA: tiers off, with a notice"
-    cell.works("MLA", f"{note}; {reason}", "off, with a notice")
+    note = f"one at a time: {note}; at once stock is not equal to itself, all requests end; tiers"
+    cell.works("MLA", f"{note} off, with a notice (vLLM caches no prefixes)", "off, with a notice")
 
 
 @pytest.fixture(scope="module")
