@@ -67,6 +67,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "need_mamba_block_aligned_split",
         "num_prefill_lookahead",
         "num_spec_tokens",
+        "num_waiting_for_streaming_input",
         "parallel_config",
         "policy",
         "prev_step_scheduled_req_ids",
