@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from simulator.axes import draw
 from simulator.campaign import Campaign, line_of, run_all
+from simulator.open_findings import is_open
 from simulator.report import page
 from simulator.run import run_case
 from simulator.shrink import shrink
@@ -88,8 +89,13 @@ def many(options: argparse.Namespace) -> int:
             told=told,
             most_steps=options.most_steps,
         )
+    known = [pair for pair in campaign.failed if is_open(pair[0], STEPS)]
+    campaign.failed = [pair for pair in campaign.failed if pair not in known]
     arguments = " ".join(["scripts/simulate", *sys.argv[1:]])
     text = page(campaign, time.monotonic() - began, arguments)
+    if known:
+        rows = [f"- {line_of(*pair)}" for pair in known]
+        text += "\n".join(["", "Known, and not mended yet:", "", *rows]) + "\n"
     if options.page:
         options.page.write_text(text)
     print(text)

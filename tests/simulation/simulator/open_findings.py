@@ -1,0 +1,21 @@
+"""Failures of the simulation that are known and not mended yet.
+
+They keep the command and its test green, and nothing else: the page lists them, a failure of
+another invariant at the same seed counts, and a seed that is mended leaves the table.
+"""
+
+from simulator.run import Result
+
+# Seed, drawn with the usual number of steps: the invariant, and what is known.
+OPEN: dict[int, tuple[str, str]] = {
+    51: ("prediction", "decode steps are predicted 80 % wrong; the cause is not known"),
+    83: ("displacing", "a running prompt takes the blocks that were made free for a newcomer"),
+    87: ("progress", "a request waits with 511 tokens and 19 blocks to spare"),
+    93: ("prediction", "decode steps are predicted 25 % wrong; the cause is not known"),
+}
+
+
+def is_open(result: Result, usual_steps: int) -> bool:
+    """Whether a failed case is one of the table, and fails as that says and no other way."""
+    known = OPEN.get(result.case.seed)
+    return bool(known and result.case.steps == usual_steps and set(result.failures) == {known[0]})
