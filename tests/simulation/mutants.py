@@ -86,7 +86,7 @@ MUTANTS = (
            fixed={**ENFORCE, "seats": 4, "pool": "starving"}, seeds=40),
     Mutant("a probe past the model's length", "engine.probes",
            "        if prefix_tokens + len(self._suffix) + 1 > self._max_model_len:\n",
-           "        if prefix_tokens + len(self._suffix) > self._max_model_len:\n",
+           "        if False:\n",
            fixed={**ENFORCE, "traffic": "runaways", "length": 192, "exit": "observe"}),
     Mutant("a resumed answer still waits", "engine.scheduler",
            "            self.phase_router.runs(request_id)\n"
@@ -109,7 +109,7 @@ MUTANTS = (
            fixed={"boundary": "token", "traffic": "mixed"}, seeds=40),
     Mutant("the floor is not kept", "exit.watch",
            "        self._floor_tokens = int(min(config.min_think_tokens, self._most_tokens))\n",
-           "        self._floor_tokens = 0\n", fixed={**ENFORCE, "strategy": "rpdi"}),
+           "        self._floor_tokens = 0\n", fixed={**ENFORCE, "strategy": "end_probability"}),
     Mutant("fences one tier off", "engine.free_queue",
            "            move_before(self._tier_ends[tier], first, last)\n",
            "            move_before(first, first, last)\n", fixed=TIERED),

@@ -283,6 +283,7 @@ def _exit_settings(case: Case) -> dict[str, Any]:
         "rpdi_window_tokens": 16,
         "rpdi_lambda": 1.2,
         "end_probability_threshold": 0.3,
+        "end_probability_patience": 1,
     }
     if case.strategy == "cap":
         common["max_think_tokens"] = 60

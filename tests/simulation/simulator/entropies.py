@@ -30,5 +30,5 @@ class Entropies:
             entropy = 0.3 if num_tokens % 5 else entropy
         elif kind == 0:
             entropy = 0.2 if num_tokens % 64 < 40 else 2.0 + entropy
-        ends = 0.6 if draw % 97 == 0 else 0.01
+        ends = 0.6 if draw % 23 == 0 else 0.01
         return [entropy, 5.0, 0.5, ends]
