@@ -24,7 +24,7 @@ class Job:
 
     Attributes:
         stages: one engine each: ``{"name", "engine": LLM's arguments, "runs": [...]}``.
-        env: added to a clean environment.
+        env: added to a clean environment; None takes a variable out of it.
         import_meridian_patch: import the package before vLLM, as a user's script would.
         model_runner_v2: run Model Runner V2, without CUDA its kernels in Triton's interpreter.
         allow_async: let ``async_scheduling=True`` stand on the CPU.
@@ -36,7 +36,7 @@ class Job:
     """
 
     stages: list[dict]
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str | None] = field(default_factory=dict)
     import_meridian_patch: bool = False
     model_runner_v2: bool = False
     allow_async: bool = False
@@ -86,7 +86,8 @@ def job_environment(job: Job, folder: Path) -> dict[str, str]:
     """The child's environment."""
     # On CUDA vLLM would choose Model Runner V2 by itself.
     runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if job.model_runner_v2 else "0"}
-    env = clean_environment(folder) | runner | job.env
+    wanted = clean_environment(folder) | runner | job.env
+    env = {name: value for name, value in wanted.items() if value is not None}
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.in_process and not job.is_async else "1"
     if job.model_runner_v2 and not torch.cuda.is_available():
         env["TRITON_INTERPRET"] = "1"

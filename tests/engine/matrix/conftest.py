@@ -21,9 +21,10 @@ def both_jobs(tmp_path_factory):
 
     def run(name, stages, env=None, limit_s=540, **job):
         results, logs = [], []
-        for kind, activation in (("stock", STOCK), ("patched", PATCHED | ALL_ON | (env or {}))):
+        for kind, activation in (("stock", STOCK), ("patched", PATCHED | ALL_ON)):
             folder = tmp_path_factory.mktemp(f"{name}_{kind}")
-            results.append(run_job(matrix_job(stages, activation, **job), folder, limit_s))
+            job_of_kind = matrix_job(stages, activation | (env or {}), **job)
+            results.append(run_job(job_of_kind, folder, limit_s))
             logs.append((folder / "log.txt").read_text(errors="replace"))
         stock, patched = (result["stages"] for result in results)
         return {name: Pair(stock[name], patched[name], logs[1]) for name in stock}
