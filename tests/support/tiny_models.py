@@ -91,7 +91,7 @@ KINDS = {
             "num_hidden_layers": 2,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": 128,
             "decoder_sparse_step": 1,
             "norm_topk_prob": True,
         },

@@ -37,8 +37,8 @@ def test_ray(both_jobs, tiny, cell):
 
 
 def test_data_parallel(both_jobs, tiny, cell):
-    """Two engine cores in lock step share the experts; waves end when both are done."""
-    arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    """Two engine cores in lock step share each expert; waves end when both are done."""
+    arguments = {"data_parallel_size": 2}
     run = streaming_crowd()
     for number, request in enumerate(run["requests"]):
         request["rank"] = number % 2
