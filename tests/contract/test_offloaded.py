@@ -165,7 +165,8 @@ def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
         engine.step()
     # Nothing is in flight that writes the blocks.
     engine._deliver_down_to(0)
-    (thinker,) = engine.scheduler.steering._room._thinkers(engine.scheduler)
+    room = engine.scheduler.steering._room
+    (thinker,) = room._thinkers(engine.scheduler, newcomer=engine.requests["one"])
     prompt = BIG // BLOCK_SIZE * BLOCK_SIZE
     assert thinker.held_tokens == engine.requests["one"].num_computed_tokens - prompt > 0
 
