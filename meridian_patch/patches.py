@@ -62,7 +62,6 @@ SCHEDULER_CONTRACT: Final = Contract(
         "kv_holding_waiting",
         "lora_config",
         "max_num_active_reqs",
-        "max_num_running_reqs",
         "max_num_scheduled_tokens",
         "need_mamba_block_aligned_split",
         "num_prefill_lookahead",

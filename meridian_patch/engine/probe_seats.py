@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meridian_patch.engine.admissible import next_in_line
+from meridian_patch.engine.admissible import next_in_line, num_seated
 
 
 class ProbeSeats:
@@ -38,7 +38,7 @@ class ProbeSeats:
             most_probes: that may be under way at a time.
         """
         scheduler = self._scheduler
-        free = scheduler.max_num_running_reqs - len(scheduler.running)
+        free = free_seats(scheduler)
         self.places = free
         if not 0 < free + num_probes <= num_kept + most_probes or not scheduler.waiting:
             self._is_wanted = False
@@ -56,3 +56,10 @@ class ProbeSeats:
         elif free:
             self.places = 0 if self._had_turn else 1
             self._had_turn = not self._had_turn
+
+
+def free_seats(scheduler: Any) -> int:
+    """Requests that upstream would still admit; to be asked outside of ``schedule()``."""
+    # Load-bearing: upstream admits requests up to this number, paused sessions included. The model
+    # runner may have more slots (max_num_seqs).
+    return int(scheduler.max_num_active_reqs - num_seated(scheduler))

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.probe_request import ProbeRequest
-from meridian_patch.engine.probe_seats import ProbeSeats
+from meridian_patch.engine.probe_seats import ProbeSeats, free_seats
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
@@ -139,7 +139,7 @@ class Probes:
         Args:
             is_kept: whether seats are to be kept for probes where a request waits for one.
         """
-        kept = self.kept_seats(self._scheduler.max_num_running_reqs) if is_kept else 0
+        kept = self.kept_seats(self._scheduler.max_num_active_reqs) if is_kept else 0
         self.seats.share(kept, len(self._live), self._limits.in_flight)
 
     def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
@@ -312,10 +312,7 @@ class Probes:
 
     def _num_places(self) -> int:
         """How many of them a step would take; making a probe for nothing takes long."""
-        # Load-bearing: with as many running as may run nobody gets a place.
-        scheduler = self._scheduler
-        places = scheduler.max_num_running_reqs - len(scheduler.running)
-        return int(min(self._limits.in_flight - len(self._live), places))
+        return min(self._limits.in_flight - len(self._live), free_seats(self._scheduler))
 
     def _num_tokens_left(self, token_budget: int | None) -> int:
         """Tokens of the next step that running requests do not take."""

@@ -255,7 +255,7 @@ class PhaseScheduling(UpstreamScheduler):
                     token_budget=limits.token_budget,
                 )
                 limits = limits.with_probes(exits.num_probes)
-                limits = limits.with_seats(exits.user_seats(self.max_num_running_reqs))
+                limits = limits.with_seats(exits.user_seats(self.max_num_active_reqs))
         self._is_cut = limits.token_budget is not None
         try:
             with limited(self, limits):
