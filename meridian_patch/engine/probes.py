@@ -151,6 +151,8 @@ class Probes:
         full = self._num_cached(prefix_tokens)
         # Embeddings in place of a prompt's tokens are not handed on.
         is_told = parent.prompt_embeds is None or parent.num_prompt_tokens <= full
+        # Load-bearing: upstream tells an encoder connector of every request with media.
+        is_told &= self._scheduler.ec_connector is None or not parent.mm_features
         if is_told and all(_is_behind(image, full) for image in parent.mm_features):
             self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
 
