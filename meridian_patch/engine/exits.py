@@ -147,7 +147,9 @@ class Exits:
         """
         name = request.request_id
         self.freed(request)
-        self._outcomes.pop(name, None)
+        # A session's turn may have ended in the step that is being taken in; its caller is told.
+        if not request.resumable:
+            self._outcomes.pop(name, None)
         state, sampling = self._router.get(name), request.sampling_params
         if state is None or sampling is None:
             return

@@ -8,8 +8,11 @@ from scheduler_driver import THINK_END, THINK_START, TURN_END, WORD, Job
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.engine import output_processor
 from vllm.v1.request import Request, RequestStatus
 
+from meridian_patch.engine.wire import KEY
+from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.router import Phase
 
 OBSERVED = {"EXIT__MODE": "observe"}
@@ -129,3 +132,25 @@ def test_a_chunk_brings_its_own_wishes(driver):
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     send(driver, Job("s", PROMPT, 5, 5), 50)
     assert "s" not in scheduler.steering._wishes
+
+
+@pytest.mark.parametrize("is_queued", [False, True], ids=["paused", "queued"])
+def test_the_end_of_a_turn_is_told(driver, monkeypatch, is_queued):
+    """Also where the next chunk waits already, and takes the turn's place in the same step."""
+    monkeypatch.setattr(output_processor.RequestState, MARK, "state", raising=False)
+    scheduler, told = driver.scheduler, []
+    update = scheduler.update_from_output
+
+    def watched(*args):
+        result = update(*args)
+        ends = [each for batch in result.values() for each in batch.outputs if each.finish_reason]
+        told.extend((each.kv_transfer_params or {}).get(KEY) for each in ends)
+        return result
+
+    monkeypatch.setattr(scheduler, "update_from_output", watched)
+    asked = {"meridian_exit": "enforce", "meridian_min_think_tokens": 50}
+    for _ in range(1 + is_queued):
+        send(driver, Job("s", PROMPT, 100, 5), 10, asked)
+    session = scheduler.requests["s"]
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert [each and each["not_enforced"]["eat"] for each in told] == ["floor"] * (1 + is_queued)
