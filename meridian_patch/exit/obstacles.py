@@ -7,7 +7,7 @@ from typing import Final
 class Obstacle(StrEnum):
     """One reason; its text is what callers and metrics see.
 
-    The first seven hold for the engine and stop strategies from judging. The next eight concern
+    The first eight hold for the engine and stop strategies from judging. The next eight concern
     the close itself: something behind our masks would undo it. The last three concern one thought.
     """
 
