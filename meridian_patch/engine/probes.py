@@ -260,13 +260,17 @@ class Probes:
         places = min(self._num_places(), self.seats.places)
         tokens_left = self._num_tokens_left(token_budget)
         context_left = self._limits.context_tokens
+        blocks_left = self._num_blocks_left()
         for due in self._due.values():
             if not self._is_ready(due):
                 continue
-            tokens_left -= due.prefix_tokens - self._num_cached(due.prefix_tokens)
-            tokens_left -= len(self._suffix)
+            own_tokens = due.prefix_tokens - self._num_cached(due.prefix_tokens)
+            own_tokens += len(self._suffix)
+            tokens_left -= own_tokens
+            blocks_left -= -(-own_tokens // self._block_size)
             context_left -= due.prefix_tokens
-            if len(chosen) >= places or tokens_left < 0 or (chosen and context_left < 0):
+            has_room = tokens_left >= 0 and blocks_left >= 0
+            if len(chosen) >= places or not has_room or (chosen and context_left < 0):
                 break
             chosen.append(due)
         return chosen
@@ -315,6 +319,13 @@ class Probes:
     def _num_places(self) -> int:
         """How many of them a step would take; making a probe for nothing takes long."""
         return min(self._limits.in_flight - len(self._live), free_seats(self._scheduler))
+
+    def _num_blocks_left(self) -> int:
+        """KV blocks that the next step's probes may have at most; running requests go first."""
+        manager = self._scheduler.kv_cache_manager
+        # Load-bearing: a waiting request must leave as many free.
+        kept = manager.watermark_blocks if self._scheduler.running else 0
+        return int(manager.block_pool.get_num_free_blocks() - kept)
 
     def _num_tokens_left(self, token_budget: int | None) -> int:
         """Tokens of the next step that running requests do not take."""

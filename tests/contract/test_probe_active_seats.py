@@ -1,4 +1,4 @@
-"""Probes where fewer requests may be admitted than the model runner has slots for."""
+"""No probe is made for nothing: seats are counted as upstream admits, and blocks are asked for."""
 
 import pytest
 from exit_driver import exit_driver, thinker
@@ -55,3 +55,27 @@ def test_no_probe_is_made_for_seats_that_paused_sessions_hold(monkeypatch, demo_
         driver.step()
     assert len(scheduler.running) == scheduler.max_num_running_reqs - 1
     assert not made
+
+
+def test_no_probe_is_made_while_no_block_is_free(monkeypatch, demo_model):
+    """Making one takes milliseconds where the thought is long, in every step of a full pool."""
+    settings = {**NEVER, "EXIT__MODE": "observe", "EXIT__PROBE_MIN_GAP_TOKENS": "4"}
+    driver = exit_driver(monkeypatch, demo_model, blocks=200, **settings)
+    probes, made = driver.scheduler.exits.probes, []
+    make = probes._make
+    monkeypatch.setattr(probes, "_make", lambda *args: made.append(args) or make(*args))
+    fill(driver, 4)
+    while not probes.num_probes:
+        driver.step()
+    # Their last blocks are new: the thoughts themselves take none for a while.
+    while any(len(one._all_token_ids) % 32 not in (3, 4) for one in driver.scheduler.running):
+        driver.step()
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    made.clear()
+    for _ in range(24):
+        driver.step()
+    assert len(probes) and not made
+    pool.free_blocks(taken)
+    driver.step()
+    assert made
