@@ -52,8 +52,14 @@ class WholePieces:
         # Load-bearing: chunks end at block boundaries, and there is no chunk if none is reached.
         # Longer blocks than chunks are computed in parts.
         block = scheduler.cache_config.block_size
+        self._block = 1
         if scheduler.need_mamba_block_aligned_split and block <= self._longest_chunk:
+            self._block = block
             self.least = max(self.least, block)
+        # Load-bearing: changes nothing; how long a chunk that may have so many tokens is.
+        self._split = None
+        if scheduler.need_mamba_block_aligned_split:
+            self._split = scheduler._mamba_block_aligned_split
         # Of case 4: ids of those that wait, and those whose prompts are being computed.
         self._waiting: set[str] = set()
         self._running: list[Any] = []
@@ -120,7 +126,9 @@ class WholePieces:
         """How long a chunk may be, so that it ends in no media item that begins within it.
 
         Upstream sees to it where text stands before the item in the chunk. An item that is the
-        chunk's first would be cut: in stock it is only where the engine's own budget is too small.
+        chunk's first would be cut. Stock cuts it only where its own chunk ends within the item: the
+        engine's budget is too small, or Mamba state is cached at a place within the item. Such an
+        item is cut here too, because no later step computes it whole.
 
         Args:
             request: that the chunk is of.
@@ -130,14 +138,25 @@ class WholePieces:
         if not self._has_whole_media:
             return tokens
         end = computed + tokens
+        longest_end = None
         for feature in request.mm_features:
-            start = feature.mm_position.offset
-            stop = start + feature.mm_position.length
+            start, stop = feature.mm_position.offset, _end_of(feature.mm_position)
             if start >= end:
                 break
-            if computed <= start and end < stop <= start + self._longest_chunk:
-                return int(start - computed)
+            if computed <= start and end < stop:
+                if longest_end is None:
+                    longest_end = computed + self._uncut_tokens(request, computed)
+                if stop <= longest_end:
+                    return int(start - computed)
         return tokens
+
+    def _uncut_tokens(self, request: Any, computed: int) -> int:
+        """Tokens of the chunk that upstream would make of a request in a step of its own."""
+        tokens = min(int(request.num_tokens - computed), self._longest_chunk)
+        if self._split is None:
+            return tokens
+        # A waiting request's cached prefix does not count as computed yet.
+        return int(self._split(request, tokens, computed - request.num_computed_tokens))
 
     def _is_any_running(self) -> bool:
         if self._running:
@@ -151,22 +170,32 @@ class WholePieces:
     def _media_tokens(self, head: Any, prefilling: Sequence[Any]) -> int:
         if prefilling:
             request = prefilling[0]
-            computed = request.num_computed_tokens
+            computed, known = request.num_computed_tokens, request.num_tokens
             # Load-bearing: upstream looks so many tokens ahead for items that a chunk needs.
             first = computed + self._lookahead
             ends = (
-                feature.mm_position.offset + feature.mm_position.length - computed
+                min(self._aligned(_end_of(feature.mm_position)), known) - computed
                 for feature in request.mm_features
                 if computed <= feature.mm_position.offset <= first
             )
         elif head is not None:
             # How much of it is cached, and with which item it goes on, is not known yet.
             ends = (
-                feature.mm_position.length + self._lookahead for feature in head.mm_features or ()
+                self._aligned(feature.mm_position.length + self._lookahead)
+                for feature in head.mm_features or ()
             )
         else:
             return 0
         return max((end for end in ends if end <= self._longest_chunk), default=0)
+
+    def _aligned(self, tokens: int) -> int:
+        """The first place at or behind this one where a chunk may end within a prompt."""
+        return -(-tokens // self._block) * self._block
+
+
+def _end_of(position: Any) -> int:
+    """The place behind a media item."""
+    return int(position.offset + position.length)
 
 
 def _must_be_whole(request: Any) -> bool:

@@ -88,8 +88,8 @@ def test_without_chunked_prefill_a_request_that_is_not_ready_does_not_block_othe
     assert steps_until_begun(driver, "long")[0] <= 15
 
 
-def test_mamba_chunks_reach_a_block_boundary(demo_model, tight):
-    """State is cached at block boundaries: a cut below a block would let no prompt in."""
+def hybrid(demo_model, **engine_args):
+    """A model whose Mamba state is cached at block boundaries."""
     mamba = MambaSpec(
         block_size=BLOCK_SIZE,
         shapes=((2, 512),),
@@ -102,8 +102,15 @@ def test_mamba_chunks_reach_a_block_boundary(demo_model, tight):
         groups=(full_attention(), mamba),
         max_num_seqs=48,
         mamba_cache_mode="align",
+        **engine_args,
     )
     assert driver.scheduler.need_mamba_block_aligned_split
+    return driver
+
+
+def test_mamba_chunks_reach_a_block_boundary(demo_model, tight):
+    """State is cached at block boundaries: a cut below a block would let no prompt in."""
+    driver = hybrid(demo_model)
     read(driver, readers=32)
     driver.add(job("long", prompt=10 * BLOCK_SIZE + 5))
     driver.add(job("behind", prompt=3 * BLOCK_SIZE))
@@ -146,6 +153,29 @@ def test_media_items_that_must_be_whole_are_not_cut(demo_model, tight, offset):
     assert driver.deliveries["other"]
     assert not [end for end in ends["image"] if offset < end < offset + 300]
     assert not [end for end in ends["other"] if offset < end < offset + 250]
+    assert not scheduler.phase_counters.totals.get("fallback:exception")
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(BLOCK_SIZE * 2 - 1, BLOCK_SIZE - 9), (BLOCK_SIZE * 2, BLOCK_SIZE + 9)],
+    ids=["ends-within", "ends-behind"],
+)
+def test_media_items_across_a_mamba_boundary_come_in(demo_model, tight, offset, length):
+    """A chunk ends at the boundary: within the item, as in stock, or at the next one behind it."""
+    driver = hybrid(demo_model, disable_chunked_mm_input=True, max_num_batched_tokens=512)
+    scheduler = driver.scheduler
+    scheduler.max_num_encoder_input_tokens = 2000
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=2000)
+    read(driver)
+    request = add_with_image(driver, "image", BLOCK_SIZE * 6 + 5, offset, length)
+    ends = []
+    for _ in range(20):
+        driver.step()
+        ends.append(request.num_computed_tokens)
+    assert driver.deliveries["image"]
+    within = {end for end in ends if offset < end < offset + length}
+    assert within == ({BLOCK_SIZE * 2} if offset % BLOCK_SIZE else set())
     assert not scheduler.phase_counters.totals.get("fallback:exception")
 
 
