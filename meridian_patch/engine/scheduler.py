@@ -388,7 +388,8 @@ class PhaseScheduling(UpstreamScheduler):
         would be longer still.
         """
         started_s = time.perf_counter()
-        limits = self.steering.plan(self)
+        answers = self._waiting_answers.values() if self._phase_rules.order else ()
+        limits = self.steering.plan(self, answers)
         if time.perf_counter() - started_s > self._time_budget_s:
             self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
         return limits
@@ -419,11 +420,6 @@ class PhaseScheduling(UpstreamScheduler):
             self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
         if self.policy == SchedulingPolicy.PRIORITY:
             return ArrivalOrder(self.running)
-        if self._waiting_answers:
-            answers = self._waiting_answers.values()
-            self.steering.waiting_order.bring_forward(
-                [one for one in answers if one.status == RequestStatus.PREEMPTED], self.waiting
-            )
         return None
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Carries the policy's limits out: how long a step may be, who comes in, who makes room."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,11 +187,22 @@ class Steering:
         if request in self._prefilling:
             self._prefilling.remove(request)
 
-    def plan(self, scheduler: Any) -> StepLimits:
-        """Limits of the next step; may displace a running request."""
+    def plan(self, scheduler: Any, answers: Collection[Any] = ()) -> StepLimits:
+        """Limits of the next step; may displace a running request.
+
+        Args:
+            scheduler: the phase-aware one.
+            answers: those of them that are preempted go before all other waiting requests.
+        """
         now_s = self.clock()
         if self._room:
             self._room.bring_aged(scheduler, now_s)
+        # Before room is made, which is for the request that goes first.
+        if answers:
+            self.waiting_order.bring_forward(
+                [one for one in answers if one.status == RequestStatus.PREEMPTED],
+                scheduler.waiting,
+            )
         self.decodes(scheduler)
         # Before room is made: a newcomer comes in only where the budget has tokens left for it.
         budget = self._cut_budget(scheduler, now_s)

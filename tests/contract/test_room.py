@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt, sliding_window
-from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
@@ -276,6 +276,28 @@ def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_
     held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
     assert freed_blocks(scheduler, long, new) == held - 9
     assert freed_blocks(scheduler, long, other) == held
+
+
+@SYNC_AND_ASYNC
+def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, is_async):
+    """The answer goes first and lacks more blocks than a displaced thinker would free."""
+    driver = full_pool(demo_model, is_async=is_async, blocks=80)
+    scheduler = driver.scheduler
+    driver.add(job("reads", 70, prompt=1000, think=2, answer=300))
+    step_until(driver, "reads", Phase.ANSWER, 5)
+    driver.add(newcomer(6, "aged"))
+    driver.step()
+    for name in ("aged", "reads"):
+        preempt(driver, name)
+    before, now_s = displaced(driver), scheduler.steering.clock()
+    scheduler.steering.clock = lambda: now_s + 60
+    pool = scheduler.kv_cache_manager.block_pool
+    # Of another engine: a thinker's blocks suffice for the aged request, not for the answer.
+    pool.get_new_blocks(pool.get_num_free_blocks() - 4)
+    for _ in range(5):
+        driver.step()
+    assert [request.request_id for request in scheduler.waiting] == ["reads", "aged"]
+    assert displaced(driver) == before
 
 
 def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkeypatch):
