@@ -217,21 +217,39 @@ class Checker(Recorder):
         """Whether upstream's part of the step has not begun."""
         return bool(self._arm.scheduler.current_step == self._arm.num_steps)
 
-    def _waiting_answers(self) -> list[Any]:
+    def _preempted_answers(self) -> list[Any]:
+        """Answers that wait, those included that upstream may pass over."""
         scheduler = self._arm.scheduler
         answers = []
         for request in scheduler.waiting:
             state = scheduler.phase_router.get(request.request_id)
-            if (
-                request.status == RequestStatus.PREEMPTED
-                and state is not None
-                and state.phase is Phase.ANSWER
-                and not request.num_stale_output_tokens
-                and not request.lora_request
-                and not request.has_encoder_inputs
-            ):
+            is_answer = state is not None and state.phase is Phase.ANSWER
+            if is_answer and request.status == RequestStatus.PREEMPTED:
                 answers.append(request)
         return answers
+
+    def _waiting_answers(self) -> list[Any]:
+        """Answers that wait for nothing but room."""
+        return [
+            request
+            for request in self._preempted_answers()
+            if not request.num_stale_output_tokens
+            and not request.lora_request
+            and not request.has_encoder_inputs
+        ]
+
+    def _has_adapter(self, request: Any, output: Any) -> bool:
+        """Whether the step has a place for the LoRA adapter; upstream skips a request without."""
+        scheduler = self._arm.scheduler
+        if not scheduler.lora_config or not request.lora_request:
+            return True
+        used = {
+            running.lora_request.lora_int_id
+            for running in scheduler.running
+            if running.lora_request and running.request_id in output.num_scheduled_tokens
+        }
+        is_used = request.lora_request.lora_int_id in used
+        return is_used or len(used) < scheduler.lora_config.max_loras
 
     def _check_waiting_answers(self, output: Any, answers: list[Any]) -> None:
         """Invariant 5: nobody is let in before an answer that waits."""
@@ -273,7 +291,11 @@ class Checker(Recorder):
             raise Failure("displacing", f"{names} made room and nobody came in")
 
     def _check_probes(self, output: Any) -> None:
-        """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made."""
+        """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made.
+
+        Not while an answer waits, whatever it waits for: probes are put off for all of them, those
+        with images and LoRA adapters too.
+        """
         scheduler = self._arm.scheduler
         probes = scheduler.exits.probes if scheduler.exits else None
         if probes is None:
@@ -283,7 +305,7 @@ class Checker(Recorder):
             len(scheduler.running) < scheduler.max_num_running_reqs - 1
             and free > 4 + 2 * len(scheduler.running)
             and output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens - 70
-            and not self._waiting_answers()
+            and not self._preempted_answers()
             and scheduler._pause_state == PauseState.UNPAUSED
         )
         if not is_roomy:
@@ -338,7 +360,11 @@ class Checker(Recorder):
             self._predictions.append((guess, truth))
 
     def _check_idle(self, output: Any) -> None:
-        """Invariant 4: with tokens, seats and blocks to spare nobody waits for long."""
+        """Invariant 4: with tokens, seats and blocks to spare no request waits for long.
+
+        The next in line is the first whose LoRA adapter has a place in the step: upstream skips the
+        others, which may wait for as long as running requests use all places.
+        """
         scheduler = self._arm.scheduler
         if scheduler._pause_state != PauseState.UNPAUSED:
             self._idle_heads.clear()
@@ -353,7 +379,7 @@ class Checker(Recorder):
             name = request.request_id
             if name not in output.num_scheduled_tokens and request.is_prefill_chunk:
                 still[name] = self._idle_heads.get(name, 0) + 1
-        head = next(iter(scheduler.waiting), None)
+        head = next((r for r in scheduler.waiting if self._has_adapter(r, output)), None)
         if head is not None and len(scheduler.running) < seats - 1:
             needed = num_groups * (-(-head.num_tokens // scheduler.block_size) + 2)
             slack = len(scheduler.running) * num_groups + needed
