@@ -111,9 +111,9 @@ class DeepQueue:
     def _time(self, owner: Any, name: str, shown: str) -> None:
         original, seconds = getattr(owner, name), self.seconds
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
-            result = original(*args)
+            result = original(*args, **kwargs)
             seconds.setdefault(shown, []).append(time.thread_time() - start)
             return result
 

@@ -282,6 +282,8 @@ def test_contract_lists_all_that_our_class_touches(patch: Patch, module, hands) 
         touched_calls |= calls
         touched_reads |= reads
     assert touched_calls == set(patch.contract.calls)
+    # A method whose source is locked as a whole may be handed on as a value.
+    touched_reads -= set(patch.contract.behaviour)
     assert touched_reads == set(patch.contract.reads)
 
 

@@ -29,6 +29,8 @@ EXIT = {
     "eat_max_entropy_nats": 0.5,
     "probe_min_gap_tokens": 8,
     "probe_max_gap_tokens": 12,
+    # With more steps between two with probes the wait is drawn, and no close is foreseen exactly.
+    "probe_every_steps": 1,
     "rpdi": False,
 }
 SETTINGS = {"MERIDIAN_PATCH_SET_EXIT__MODE": "enforce"} | {
@@ -67,6 +69,7 @@ def calibrated(demo_model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in clean_environment(folder).items():
             patch.setenv(name, value)
+        patch.setenv("MERIDIAN_PATCH_SET_EXIT__PROBE_EVERY_STEPS", "1")
         arguments = engine_arguments(demo_model)
         with (
             Journal(folder / "journal", {}) as journal,
