@@ -10,10 +10,17 @@ from operator import mul
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+
+_Array = NDArray[np.float64]
 
 _FORGETTING: Final = 0.995
-# A step further from the prediction than this many mean deviations counts as this far.
-_OUTLIER_DEVIATIONS: Final = 4.0
+# A step further from the fit than this share of it, or than so many times the median step, counts
+# as this far: a step that waited for something else does not set the fit.
+_OUTLIER_SHARE: Final = 0.05
+_OUTLIER_MEDIANS: Final = 4.0
+# Times that weights and fit are computed from each other, at most.
+_MOST_ROUNDS: Final = 12
 _MIN_STEPS: Final = 4
 # Each step counts at first; later ones change little.
 _EARLY_STEPS: Final = 64
@@ -221,9 +228,13 @@ class StepTimeModel:
 
 
 class LinearFit:
-    """Least squares with forgetting; coefficients are never negative.
+    """Least squares with forgetting, robust to outliers; coefficients are never negative.
 
-    Observations are gathered and fitted together: a step costs an addition to a list.
+    Observations are gathered and fitted together: a step costs an addition to a list. Outliers are
+    told by their distance from the fit that has taken them in (Huber's weights, by iteratively
+    reweighted least squares: Holland and Welsch, 1977), not from the one before it. The first fits
+    know few shapes, and predict others wrong: steps of those agree with each other and with the
+    ones before, and a new fit is near all of them. A step that stalled agrees with none.
 
     Args:
         features: how many; the first is 1 by convention.
@@ -236,25 +247,17 @@ class LinearFit:
         self.coefficients: tuple[float, ...] | None = None
         self._moments = np.zeros((features, features))
         self._products = np.zeros(features)
-        self._deviation_s = 0.0
         self._steps = 0
         self._gathered: list[tuple[float, ...]] = []
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         """One observation."""
-        predicted = self.predict(features)
-        if predicted is not None:
-            off_s = seconds - predicted
-            limit_s = max(_OUTLIER_DEVIATIONS * self._deviation_s, 0.05 * predicted)
-            off_s = min(max(off_s, -limit_s), limit_s)
-            seconds = predicted + off_s
-            self._deviation_s += 0.02 * (abs(off_s) - self._deviation_s)
         self._gathered.append((*features, seconds))
         self._steps += 1
-        is_due = self._steps < _EARLY_STEPS or self._steps % _REFIT_EVERY == 0
-        if self._steps >= _MIN_STEPS and is_due:
-            self._take_in()
-            self._refit()
+        # Early steps stay as they were measured: which of them are outliers is not known yet.
+        is_early = self._steps < _EARLY_STEPS
+        if self._steps >= _MIN_STEPS and (is_early or self._steps % _REFIT_EVERY == 0):
+            self._refit(is_early=is_early)
 
     def predict(self, features: tuple[float, ...]) -> float | None:
         """None before there is enough data."""
@@ -262,33 +265,57 @@ class LinearFit:
             return None
         return float(sum(map(mul, self.coefficients, features)))
 
-    def _take_in(self) -> None:
-        """What was gathered joins the moments, the last of it with the greatest weight."""
+    def _refit(self, *, is_early: bool) -> None:
+        """Fit the moments and what was gathered, which joins the moments once it is not early."""
         rows = np.array(self._gathered)
-        self._gathered.clear()
         features, seconds = rows[:, :-1], rows[:, -1]
-        weighted = features.T * _FORGETTING ** np.arange(len(rows))[::-1]
+        # The last step has the greatest weight.
+        ages = np.arange(len(rows))[::-1]
         faded = _FORGETTING ** len(rows)
-        self._moments = self._moments * faded + weighted @ features
-        self._products = self._products * faded + weighted @ seconds
+        before = np.array(self.coefficients or np.zeros(features.shape[1]))
+        # The first steps of all are all of the data: their median tells nothing if it is wrong.
+        is_first = not self._moments.any()
+        found, weights = before, np.ones(len(rows))
+        if not is_first:
+            weights = _weights(features @ before, seconds, is_first=False)
+        for _ in range(_MOST_ROUNDS):
+            weighted = features.T * (weights * _FORGETTING**ages)
+            moments = self._moments * faded + weighted @ features
+            products = self._products * faded + weighted @ seconds
+            found = self._solve(moments, products, before)
+            last, weights = weights, _weights(features @ found, seconds, is_first=is_first)
+            if np.allclose(weights, last, rtol=0.01):
+                break
+        self.coefficients = tuple(found.tolist())
+        if not is_early:
+            self._moments, self._products = moments, products
+            self._gathered.clear()
 
-    def _refit(self) -> None:
-        scale = np.sqrt(np.diag(self._moments))
+    def _solve(self, moments: _Array, products: _Array, before: _Array) -> _Array:
+        scale = np.sqrt(np.diag(moments))
         used = scale > 0
-        before = np.array(self.coefficients or np.zeros(len(scale)))
         found = np.zeros(len(scale))
         while used.any():
             pick = np.ix_(used, used)
             weight = np.diag(self._memory[used])
-            moments = self._moments[pick] / np.outer(scale[used], scale[used]) + weight
-            products = self._products[used] / scale[used] + weight @ (before[used] * scale[used])
+            scaled = moments[pick] / np.outer(scale[used], scale[used]) + weight
+            target = products[used] / scale[used] + weight @ (before[used] * scale[used])
             found[:] = 0.0
-            found[used] = np.linalg.solve(moments, products) / scale[used]
+            found[used] = np.linalg.solve(scaled, target) / scale[used]
             negative = found < 0
             if not negative.any():
                 break
             used &= ~negative
-        self.coefficients = tuple(found.tolist())
+        return found
+
+
+def _weights(fitted: _Array, seconds: _Array, *, is_first: bool) -> _Array:
+    """Huber's weights of steps, given what a fit says of them."""
+    off = np.abs(seconds - fitted)
+    limit = _OUTLIER_SHARE * np.maximum(fitted, 0.0)
+    if not is_first:
+        limit = np.maximum(limit, _OUTLIER_MEDIANS * np.median(off))
+    return np.where(off > limit, limit / np.maximum(off, 1e-12), 1.0)
 
 
 def _decode_features(shape: StepShape) -> tuple[float, ...]:

@@ -12,6 +12,11 @@ def error(model: StepTimeModel, shape: StepShape, speed: float = 1.0) -> float:
     return abs(model.seconds(shape) / roofline(shape, speed) - 1)
 
 
+def linear_s(tokens: int) -> float:
+    """Seconds of a step that decodes, on a machine where nothing but tokens counts."""
+    return 0.01 + 5e-4 * tokens
+
+
 def test_a_roofline_is_recovered():
     """Decode-only steps and large prefills are predicted within 10 % on shapes never seen."""
     model, rng = trained(), random.Random(1)
@@ -133,6 +138,33 @@ def test_outliers_and_nonsense_hardly_move_it():
         model.observe(shape, rng.choice((0.0, -1.0, float("inf"), float("nan"))))
     assert error(model, StepShape(0, 50, 50_000)) < 0.2
     assert error(model, StepShape(1000, 50, 50_000)) < 0.2
+
+
+def test_many_steps_of_one_shape_first_do_not_set_what_other_shapes_take():
+    """A fit of one shape is wrong on others; steps of those mend it, and are no outliers."""
+    model = StepTimeModel()
+    for _ in range(6):
+        model.observe(StepShape(0, 1, 16), linear_s(1))
+    assert model.decode_seconds(StepShape(0, 7, 144)) > 4 * linear_s(7)
+    for step in range(24):
+        tokens, context = ((7, 144), (2, 96), (7, 175))[step % 3]
+        model.observe(StepShape(0, tokens, context), linear_s(tokens))
+    for tokens, context in ((1, 48), (2, 192), (7, 192), (12, 300)):
+        guess_s = model.decode_seconds(StepShape(0, tokens, context))
+        assert guess_s == pytest.approx(linear_s(tokens), rel=0.05)
+
+
+@pytest.mark.parametrize("stalled", [(0,), (3,), (1, 3), (0, 5, 6)])
+def test_stalls_among_the_first_steps_are_outliers_too(stalled: tuple[int, ...]):
+    """Of 16 steps, and also when a stall is in the very first fit."""
+    model = StepTimeModel()
+    for step in range(16):
+        tokens = 1 + step % 2
+        seconds = 0.3 if step in stalled else linear_s(tokens)
+        model.observe(StepShape(0, tokens, 64 * tokens), seconds)
+    for tokens in (1, 2, 11):
+        guess_s = model.decode_seconds(StepShape(0, tokens, 64 * tokens))
+        assert guess_s == pytest.approx(linear_s(tokens), rel=0.25)
 
 
 def test_a_machine_that_slowed_down_is_followed():
