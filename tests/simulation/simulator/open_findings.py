@@ -8,10 +8,7 @@ from simulator.run import Result
 
 # Seed, drawn with the usual number of steps: the invariant, and what is known.
 OPEN: dict[int, tuple[str, str]] = {
-    51: ("prediction", "decode steps are predicted 80 % wrong; the cause is not known"),
-    83: ("displacing", "a running prompt takes the blocks that were made free for a newcomer"),
-    87: ("progress", "a request waits with 511 tokens and 19 blocks to spare"),
-    93: ("prediction", "decode steps are predicted 25 % wrong; the cause is not known"),
+    205: ("answers", "a newcomer comes in while a preempted answer waits; the cause is not known"),
 }
 
 
