@@ -79,7 +79,7 @@ class Arm:
 
     @property
     def is_drained(self) -> bool:
-        """Nothing is left to do, and nobody else will come."""
+        """No request is left, and no other will arrive."""
         return (
             self.tick > self.workload.last_tick
             and not self.scheduler.has_requests()

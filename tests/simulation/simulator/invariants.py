@@ -152,14 +152,14 @@ def check_health(arm: Arm) -> None:
 
 
 def check_drained(arm: Arm) -> None:
-    """Invariant 8: with nobody left, nothing is held and nobody is remembered."""
+    """Invariant 8: with no request left, no block is held and no table has an entry."""
     scheduler = arm.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     if arm.scheduler.requests:
         raise Failure("drained", f"requests are left: {sorted(scheduler.requests)[:3]}")
     if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        raise Failure("drained", f"{held} blocks are held by nobody")
+        raise Failure("drained", f"{held} blocks are held by no request")
     if arm.is_stock:
         return
     leaks = find_leaks(scheduler, set(arm.ledger.records))

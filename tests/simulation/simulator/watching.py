@@ -22,9 +22,9 @@ from simulator.invariants import (
 )
 from simulator.worker import Step
 
-# Steps in a row in which somebody may wait although there is room, and for whom there is.
+# Steps in a row in which a request may wait although there is room for it.
 PATIENCE_STEPS = 120
-# Steps within which somebody comes in where room was made; a cut may put it off.
+# Steps within which a request comes in where room was made; a cut may put it off.
 ROOM_STEPS = 8
 # Of the steps in which something ran, the share that the step-time model learns from.
 LEAST_LEARNT = 0.9
@@ -252,7 +252,7 @@ class Checker(Recorder):
         return is_used or len(used) < scheduler.lora_config.max_loras
 
     def _check_waiting_answers(self, output: Any, answers: list[Any]) -> None:
-        """Invariant 5: nobody is let in before an answer that waits."""
+        """Invariant 5: no request is admitted before an answer that waits."""
         left = [each for each in answers if each.status == RequestStatus.PREEMPTED]
         if not left or self._arm.case.connector != "none":
             return
@@ -269,7 +269,7 @@ class Checker(Recorder):
                 )
 
     def _check_displacing(self, output: Any) -> None:
-        """Invariant 4: who makes room makes it for somebody, who comes in soon."""
+        """Invariant 4: a request that makes room makes it for one that comes in soon."""
         scheduler = self._arm.scheduler
         gone = {request.request_id for request in self._displaced}
         if gone and not self._made_room:
@@ -288,7 +288,7 @@ class Checker(Recorder):
         elif came or self._arm.num_steps - self._made_room_step >= ROOM_STEPS:
             names = sorted(self._made_room)
             self._made_room.clear()
-            raise Failure("displacing", f"{names} made room and nobody came in")
+            raise Failure("displacing", f"{names} made room and no request came in")
 
     def _check_probes(self, output: Any) -> None:
         """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made.
