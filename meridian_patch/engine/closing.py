@@ -14,6 +14,7 @@ from packaging.version import Version
 from vllm.v1.core.sched.output import GrammarOutput
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
+from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +28,11 @@ _HAS_FIXED_ROWS = Version(vllm.__version__).release >= (0, 33)
 @dataclass(slots=True)
 class _Closing:
     request: Any
-    # Output index of the close sequence's first token; None while a token is on the way that may
-    # end the thought by itself.
+    # Output index of the first forced token; None while a token is on the way that may end the
+    # thought by itself.
     begin: int | None = None
+    # What is forced from there on.
+    sequence: TokenIds = ()
 
 
 class Closings:
@@ -40,7 +43,9 @@ class Closings:
     2. From then on each step forces one token, and nothing is speculated.
     3. Which token is forced follows from the request's known tokens and those on the way, so that
        a preemption starts over exactly where it has to.
-    4. A close that structured output would reject is given up: vLLM ends a request whose grammar
+    4. Nothing is forced behind the end of the thought. What the thought says last may be the
+       beginning of a boundary, which then ends within the close sequence.
+    5. A close that structured output would reject is given up: vLLM ends a request whose grammar
        rejects a token.
 
     Args:
@@ -49,12 +54,15 @@ class Closings:
         num_spec_tokens: drafts per step, at most.
 
     Attributes:
+        sequence: tokens that a close forces, at most.
         accepts: whether a request's structured output accepts tokens next.
         gave_up: called with the id of each request whose close is given up.
     """
 
     def __init__(self, boundaries: Boundaries, vocab_size: int, num_spec_tokens: int) -> None:
-        self.sequence = cut_behind_end(boundaries)
+        self._matcher = BoundaryMatcher(boundaries)
+        self._close = boundaries.close
+        self.sequence = self._up_to_end(ROOT)
         self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
         self.gave_up: Callable[[str], None] = lambda _request_id: None
         self._words = (vocab_size + 31) // 32
@@ -156,23 +164,23 @@ class Closings:
             if on_the_way or request.num_stale_output_tokens:
                 return ()
             closing.begin = request.num_output_tokens
+            closing.sequence = self._up_to_end(self._matcher.state_after(request.all_token_ids))
         index = request.num_output_tokens + on_the_way - closing.begin
-        return self.sequence[index:]
+        return closing.sequence[index:]
+
+    def _up_to_end(self, state: int) -> TokenIds:
+        """The close sequence until it ends a thought; no token behind that is ours to choose."""
+        for index, token_id in enumerate(self._close):
+            state, event = self._matcher.step(state, token_id)
+            if event is Event.END:
+                return self._close[: index + 1]
+        return self._close
 
     def _rows_of(self, name: str, drafts: dict[str, list[int]]) -> int:
         # Load-bearing: a row for the step's token, and one for each draft.
         if _HAS_FIXED_ROWS:
             return 1 + self._num_spec_tokens
         return 1 + len(drafts.get(name, ()))
-
-
-def cut_behind_end(boundaries: Boundaries) -> TokenIds:
-    """The close sequence up to the end of the thought; no token behind it is ours to choose."""
-    close = boundaries.close
-    for length in range(1, len(close) + 1):
-        if any(close[:length][-len(end) :] == end for end in boundaries.end):
-            return close[:length]
-    return close
 
 
 def mask_of(token_id: int, words: int) -> NDArray[np.int32]:

@@ -1,6 +1,7 @@
 """Early exit on the real scheduler: what is measured, probed, forced, and left behind."""
 
 import random
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -234,6 +235,21 @@ def test_a_boundary_of_several_tokens_is_forced_in_order(driver_for, use_family,
         # What a preemption took back is forced again.
         assert tokens[-len(end) :] == list(end), name
     assert driver.scheduler.phase_counters.totals["exit:hard_cap"] == 12
+    assert is_empty(driver)
+
+
+def test_a_boundary_that_the_thought_has_begun_ends_within_the_close(driver_for, use_family):
+    """The token on the way when the close is decided may be the first of the marker's three."""
+    use_family(end="zzz", probe=None, documented_ids=UNDOCUMENTED)
+    driver = driver_for(is_async=True, **CAPPED)
+    end = driver.scheduler.exits.closings.sequence
+    assert end == end[:1] * 3
+    names = [f"r{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        driver.add(thinker(name, 83 + number, opening=end[:1], max_tokens=140))
+    driver.drain()
+    forced = Counter(name for name, _ in driver.forced)
+    assert sorted(forced[name] for name in names) == [2, *[3] * 11]
     assert is_empty(driver)
 
 
