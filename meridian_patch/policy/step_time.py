@@ -6,6 +6,7 @@ only decode and one over steps whose prefill made them longer; a prediction is t
 """
 
 import math
+from dataclasses import dataclass, field
 from operator import mul
 from typing import Final, NamedTuple
 
@@ -19,12 +20,17 @@ _FORGETTING: Final = 0.995
 # as this far: a step that waited for something else does not set the fit.
 _OUTLIER_SHARE: Final = 0.05
 _OUTLIER_MEDIANS: Final = 4.0
-# Times that weights and fit are computed from each other, at most.
+# Times that weights and fit are computed from each other, at most, and in one step; weights that
+# change no more than this are final.
 _MOST_ROUNDS: Final = 12
+_ROUNDS_A_STEP: Final = 2
+_SAME_WEIGHT: Final = 0.01
 _MIN_STEPS: Final = 4
 # Each step counts at first; later ones change little.
 _EARLY_STEPS: Final = 64
 _REFIT_EVERY: Final = 32
+# Weights by age of the steps that are fitted together, the last one's last.
+_FADING: Final = _FORGETTING ** np.arange(_EARLY_STEPS)[::-1]
 # Weight of the coefficients so far against new data, in steps; keeps what new data cannot tell.
 _MEMORY: Final = 1e-3
 # A step that took this much longer than decoding alone was made longer by its prefill.
@@ -230,11 +236,13 @@ class StepTimeModel:
 class LinearFit:
     """Least squares with forgetting, robust to outliers; coefficients are never negative.
 
-    Observations are gathered and fitted together: a step costs an addition to a list. Outliers are
-    told by their distance from the fit that has taken them in (Huber's weights, by iteratively
+    Observations are gathered and fitted together: most steps cost an addition to a list. Outliers
+    are told by their distance from the fit that has taken them in (Huber's weights, by iteratively
     reweighted least squares: Holland and Welsch, 1977), not from the one before it. The first fits
     know few shapes, and predict others wrong: steps of those agree with each other and with the
     ones before, and a new fit is near all of them. A step that stalled agrees with none.
+
+    No observation pays for all rounds of a fit: each pays for a few, and the next ones go on.
 
     Args:
         features: how many; the first is 1 by convention.
@@ -249,15 +257,25 @@ class LinearFit:
         self._products = np.zeros(features)
         self._steps = 0
         self._gathered: list[tuple[float, ...]] = []
+        # The fit under way, if any; what it fits is no longer gathered.
+        self._batch: _Batch | None = None
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         """One observation."""
         self._gathered.append((*features, seconds))
         self._steps += 1
-        # Early steps stay as they were measured: which of them are outliers is not known yet.
-        is_early = self._steps < _EARLY_STEPS
-        if self._steps >= _MIN_STEPS and (is_early or self._steps % _REFIT_EVERY == 0):
-            self._refit(is_early=is_early)
+        if self._steps < _EARLY_STEPS:
+            # These stay as they were measured: which of them are outliers is not known yet. Each
+            # fit goes on from the weights that the one before came to.
+            if self._steps >= _MIN_STEPS:
+                self._run(self._begin())
+            return
+        if self._batch is None and self._steps % _REFIT_EVERY == 0:
+            self._batch = self._begin()
+            self._gathered = []
+        if self._batch is not None and self._run(self._batch):
+            self._moments, self._products = self._batch.moments, self._batch.products
+            self._batch = None
 
     def predict(self, features: tuple[float, ...]) -> float | None:
         """None before there is enough data."""
@@ -265,48 +283,78 @@ class LinearFit:
             return None
         return float(sum(map(mul, self.coefficients, features)))
 
-    def _refit(self, *, is_early: bool) -> None:
-        """Fit the moments and what was gathered, which joins the moments once it is not early."""
+    def _begin(self) -> "_Batch":
+        """A fit of the moments so far and what was gathered since."""
         rows = np.array(self._gathered)
         features, seconds = rows[:, :-1], rows[:, -1]
-        # The last step has the greatest weight.
-        ages = np.arange(len(rows))[::-1]
-        faded = _FORGETTING ** len(rows)
         before = np.array(self.coefficients or np.zeros(features.shape[1]))
         # The first steps of all are all of the data: their median tells nothing if it is wrong.
         is_first = not self._moments.any()
-        found, weights = before, np.ones(len(rows))
-        if not is_first:
-            weights = _weights(features @ before, seconds, is_first=False)
-        for _ in range(_MOST_ROUNDS):
-            weighted = features.T * (weights * _FORGETTING**ages)
-            moments = self._moments * faded + weighted @ features
-            products = self._products * faded + weighted @ seconds
-            found = self._solve(moments, products, before)
-            last, weights = weights, _weights(features @ found, seconds, is_first=is_first)
-            if np.allclose(weights, last, rtol=0.01):
+        weights = np.ones(len(rows))
+        if self.coefficients:
+            weights = _weights(features @ before, seconds, is_first=is_first)
+        return _Batch(features, seconds, before, weights, is_first)
+
+    def _run(self, batch: "_Batch") -> bool:
+        """A few rounds of a fit, whose coefficients hold from now on; whether it is done."""
+        features, seconds = batch.features, batch.seconds
+        # The last step has the greatest weight.
+        fading = _FADING[-len(seconds) :]
+        faded = _FORGETTING ** len(seconds)
+        for _ in range(_ROUNDS_A_STEP):
+            weighted = features.T * (batch.weights * fading)
+            batch.moments = self._moments * faded + weighted @ features
+            batch.products = self._products * faded + weighted @ seconds
+            found = self._solve(batch.moments, batch.products, batch.before)
+            last, batch.weights = (
+                batch.weights,
+                _weights(features @ found, seconds, is_first=batch.is_first),
+            )
+            batch.rounds += 1
+            is_done = batch.rounds == _MOST_ROUNDS or _is_close(batch.weights, last)
+            if is_done:
                 break
         self.coefficients = tuple(found.tolist())
-        if not is_early:
-            self._moments, self._products = moments, products
-            self._gathered.clear()
+        return is_done
 
     def _solve(self, moments: _Array, products: _Array, before: _Array) -> _Array:
-        scale = np.sqrt(np.diag(moments))
-        used = scale > 0
-        found = np.zeros(len(scale))
-        while used.any():
-            pick = np.ix_(used, used)
-            weight = np.diag(self._memory[used])
-            scaled = moments[pick] / np.outer(scale[used], scale[used]) + weight
-            target = products[used] / scale[used] + weight @ (before[used] * scale[used])
-            found[:] = 0.0
-            found[used] = np.linalg.solve(scaled, target) / scale[used]
+        scale = np.sqrt(moments.diagonal())
+        while True:
+            # A feature that was never there, or that would be negative, is left out by a 0.
+            inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 0)
+            scaled = moments * inverse * inverse[:, None]
+            scaled.flat[:: len(scale) + 1] += self._memory
+            target = products * inverse + self._memory * before * scale
+            found: _Array = np.linalg.solve(scaled, target) * inverse
             negative = found < 0
             if not negative.any():
-                break
-            used &= ~negative
-        return found
+                return found
+            scale[negative] = 0.0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A fit of some steps under way.
+
+    Attributes:
+        features: [steps, features].
+        seconds: [steps], measured.
+        before: [features], coefficients before the fit.
+        weights: [steps], of the next round.
+        is_first: there are no moments of earlier steps.
+        moments: [features, features], of the last round.
+        products: [features], of the last round.
+        rounds: that have run.
+    """
+
+    features: _Array
+    seconds: _Array
+    before: _Array
+    weights: _Array
+    is_first: bool
+    moments: _Array = field(default_factory=lambda: np.zeros(0))
+    products: _Array = field(default_factory=lambda: np.zeros(0))
+    rounds: int = 0
 
 
 def _weights(fitted: _Array, seconds: _Array, *, is_first: bool) -> _Array:
@@ -314,8 +362,13 @@ def _weights(fitted: _Array, seconds: _Array, *, is_first: bool) -> _Array:
     off = np.abs(seconds - fitted)
     limit = _OUTLIER_SHARE * np.maximum(fitted, 0.0)
     if not is_first:
-        limit = np.maximum(limit, _OUTLIER_MEDIANS * np.median(off))
+        middle = len(off) // 2
+        limit = np.maximum(limit, _OUTLIER_MEDIANS * np.partition(off, middle)[middle])
     return np.where(off > limit, limit / np.maximum(off, 1e-12), 1.0)
+
+
+def _is_close(weights: _Array, others: _Array) -> bool:
+    return float(np.abs(weights - others).max()) <= _SAME_WEIGHT
 
 
 def _decode_features(shape: StepShape) -> tuple[float, ...]:

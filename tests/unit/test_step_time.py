@@ -183,3 +183,18 @@ def test_coefficients_are_never_negative():
         fit.add((1.0, float(tokens)), 1.0 - tokens / 100)
     assert min(fit.coefficients) >= 0
     assert fit.predict((1.0, 1000.0)) > 0
+
+
+def test_no_step_pays_for_a_whole_fit(monkeypatch):
+    """Rounds of a fit with many stalls are spread over steps; it is as good in the end."""
+    solve, rounds = LinearFit._solve, []
+    monkeypatch.setattr(LinearFit, "_solve", lambda *args: rounds.append(1) or solve(*args))
+    fit, rng, most = LinearFit(2), random.Random(5), 0
+    for _ in range(400):
+        rounds.clear()
+        tokens = rng.randrange(1, 100)
+        fit.add((1.0, float(tokens)), linear_s(tokens) + (rng.random() < 0.1) * rng.random())
+        most = max(most, len(rounds))
+    # A round of its own when a coefficient would be negative.
+    assert 0 < most <= 4
+    assert fit.predict((1.0, 50.0)) == pytest.approx(linear_s(50), rel=0.1)
