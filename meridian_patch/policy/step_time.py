@@ -256,26 +256,31 @@ class LinearFit:
         self._moments = np.zeros((features, features))
         self._products = np.zeros(features)
         self._steps = 0
-        self._gathered: list[tuple[float, ...]] = []
+        # [steps, features and seconds]: what was gathered.
+        self._rows = np.empty((_EARLY_STEPS, features + 1))
+        self._gathered = 0
+        # The first steps of all are all of the data.
+        self._is_first = True
         # The fit under way, if any; what it fits is no longer gathered.
         self._batch: _Batch | None = None
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         """One observation."""
-        self._gathered.append((*features, seconds))
+        self._rows[self._gathered] = (*features, seconds)
+        self._gathered += 1
         self._steps += 1
         if self._steps < _EARLY_STEPS:
             # These stay as they were measured: which of them are outliers is not known yet. Each
-            # fit goes on from the weights that the one before came to.
+            # fit goes on from the one before.
             if self._steps >= _MIN_STEPS:
                 self._run(self._begin())
-            return
-        if self._batch is None and self._steps % _REFIT_EVERY == 0:
+        elif self._batch is not None:
+            if self._run(self._batch):
+                self._moments, self._products = self._batch.moments, self._batch.products
+                self._batch, self._is_first = None, False
+        elif self._steps % _REFIT_EVERY == 0:
             self._batch = self._begin()
-            self._gathered = []
-        if self._batch is not None and self._run(self._batch):
-            self._moments, self._products = self._batch.moments, self._batch.products
-            self._batch = None
+            self._gathered = 0
 
     def predict(self, features: tuple[float, ...]) -> float | None:
         """None before there is enough data."""
@@ -285,15 +290,9 @@ class LinearFit:
 
     def _begin(self) -> "_Batch":
         """A fit of the moments so far and what was gathered since."""
-        rows = np.array(self._gathered)
-        features, seconds = rows[:, :-1], rows[:, -1]
-        before = np.array(self.coefficients or np.zeros(features.shape[1]))
-        # The first steps of all are all of the data: their median tells nothing if it is wrong.
-        is_first = not self._moments.any()
-        weights = np.ones(len(rows))
-        if self.coefficients:
-            weights = _weights(features @ before, seconds, is_first=is_first)
-        return _Batch(features, seconds, before, weights, is_first)
+        rows = self._rows[: self._gathered].copy()
+        before = np.array(self.coefficients or (0.0,) * (rows.shape[1] - 1))
+        return _Batch(rows[:, :-1], rows[:, -1], before)
 
     def _run(self, batch: "_Batch") -> bool:
         """A few rounds of a fit, whose coefficients hold from now on; whether it is done."""
@@ -302,20 +301,19 @@ class LinearFit:
         fading = _FADING[-len(seconds) :]
         faded = _FORGETTING ** len(seconds)
         for _ in range(_ROUNDS_A_STEP):
-            weighted = features.T * (batch.weights * fading)
+            weights = np.ones(len(seconds))
+            if self.coefficients:
+                weights = _weights(features @ self.coefficients, seconds, is_first=self._is_first)
+            if batch.weights is not None and _are_close(weights, batch.weights):
+                return True
+            weighted = features.T * (weights * fading)
+            batch.weights = weights
             batch.moments = self._moments * faded + weighted @ features
             batch.products = self._products * faded + weighted @ seconds
             found = self._solve(batch.moments, batch.products, batch.before)
-            last, batch.weights = (
-                batch.weights,
-                _weights(features @ found, seconds, is_first=batch.is_first),
-            )
+            self.coefficients = tuple(found.tolist())
             batch.rounds += 1
-            is_done = batch.rounds == _MOST_ROUNDS or _is_close(batch.weights, last)
-            if is_done:
-                break
-        self.coefficients = tuple(found.tolist())
-        return is_done
+        return batch.rounds >= _MOST_ROUNDS
 
     def _solve(self, moments: _Array, products: _Array, before: _Array) -> _Array:
         scale = np.sqrt(moments.diagonal())
@@ -340,25 +338,26 @@ class _Batch:
         features: [steps, features].
         seconds: [steps], measured.
         before: [features], coefficients before the fit.
-        weights: [steps], of the next round.
-        is_first: there are no moments of earlier steps.
+        rounds: that have run.
+        weights: [steps], of the last round.
         moments: [features, features], of the last round.
         products: [features], of the last round.
-        rounds: that have run.
     """
 
     features: _Array
     seconds: _Array
     before: _Array
-    weights: _Array
-    is_first: bool
+    rounds: int = 0
+    weights: _Array | None = None
     moments: _Array = field(default_factory=lambda: np.zeros(0))
     products: _Array = field(default_factory=lambda: np.zeros(0))
-    rounds: int = 0
 
 
 def _weights(fitted: _Array, seconds: _Array, *, is_first: bool) -> _Array:
-    """Huber's weights of steps, given what a fit says of them."""
+    """Huber's weights of steps, given what a fit says of them.
+
+    The median tells nothing of the first steps of all: the fit that says it may be wrong.
+    """
     off = np.abs(seconds - fitted)
     limit = _OUTLIER_SHARE * np.maximum(fitted, 0.0)
     if not is_first:
@@ -367,7 +366,7 @@ def _weights(fitted: _Array, seconds: _Array, *, is_first: bool) -> _Array:
     return np.where(off > limit, limit / np.maximum(off, 1e-12), 1.0)
 
 
-def _is_close(weights: _Array, others: _Array) -> bool:
+def _are_close(weights: _Array, others: _Array) -> bool:
     return float(np.abs(weights - others).max()) <= _SAME_WEIGHT
 
 
