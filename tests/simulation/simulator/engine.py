@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from simulator.axes import Case
@@ -198,9 +198,27 @@ class Arm:
         for record in self.ledger.take_ended():
             self.workload.next_turn(record.ask, record.speaker.said, self.tick)
         if self.case.drafts and not self.case.is_async and step.result.req_ids:
-            drafts = self.workers.take_drafts(step)
+            drafts = self._drafts_of_running(step)
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
+
+    def _drafts_of_running(self, step: Step) -> DraftTokenIds | None:
+        """The drafts that a step made, but for requests that were preempted since.
+
+        Load-bearing: vLLM 0.32 hands them to those too. A request that resumes with some computes
+        its known tokens in one step and the drafts alone in the next, while the token before them
+        is on its way, and never goes on: in stock as with us.
+        """
+        made = self.workers.take_drafts(step)
+        if made is None:
+            return None
+        requests = self.scheduler.requests
+        pairs = [
+            pair
+            for pair in zip(made.req_ids, made.draft_token_ids, strict=True)
+            if pair[0] not in requests or requests[pair[0]].status != RequestStatus.PREEMPTED
+        ]
+        return DraftTokenIds([name for name, _ in pairs], [drafts for _, drafts in pairs])
 
     def _make(self, ask: Ask) -> Request:
         parameters = SamplingParams(

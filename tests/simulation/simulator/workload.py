@@ -6,6 +6,7 @@ from typing import Any
 
 from meridian_patch.phase.boundaries import Boundaries
 from simulator.axes import Case
+from simulator.build import MAX_LORAS
 from simulator.grammar import write_rules
 from simulator.oracle import NEWLINE, STOP_TOKEN, Script, boundaries_of, words
 
@@ -211,7 +212,7 @@ class Workload:
         if case.queue == "priority":
             ask.priority = rng.randrange(3)
         if case.lora != "none" and rng.random() < 0.7:
-            ask.adapter = rng.randrange(1, ADAPTERS + 1)
+            ask.adapter = rng.randrange(1, _num_adapters(case) + 1)
         if rng.random() < 0.05:
             ask.salt = f"salt{rng.randrange(2)}"
         if rng.random() < 0.05:
@@ -265,3 +266,13 @@ def _answer_of(output: list[int], boundaries: Boundaries | None) -> list[int]:
             if tuple(output[end - len(each) : end]) == each:
                 return output[end:]
     return output
+
+
+def _num_adapters(case: Case) -> int:
+    """How many adapters there are; the slots are fewer where vLLM keeps to them.
+
+    Load-bearing: vLLM 0.32 counts the adapters of scheduled requests alone. With drafts scheduled
+    ahead, a request that they may end sits a step out: another adapter comes in, and vLLM fails by
+    an assertion when all of them are scheduled again.
+    """
+    return MAX_LORAS if case.is_async and case.drafts else ADAPTERS
