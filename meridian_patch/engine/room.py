@@ -188,6 +188,9 @@ class Room:
                 + taken.get(thinker.request_id, 0)
             ),
         )
+        if chosen and self._is_forecasting and not self._fits_without(scheduler, chosen):
+            self._sharing.refund(chosen)
+            return False
         for thinker in chosen:
             request = requests[thinker.request_id]
             scheduler.running.remove(request)
@@ -201,6 +204,16 @@ class Room:
         if chosen:
             self._made_room[newcomer] = newcomer.num_preemptions
         return bool(chosen)
+
+    def _fits_without(self, scheduler: Any, chosen: list[Thinker]) -> bool:
+        """Whether one more is admissible once these have made room."""
+        names = {thinker.request_id for thinker in chosen}
+        left = [
+            one
+            for one in scheduler.running
+            if one.request_id not in names and not isinstance(one, ProbeRequest)
+        ]
+        return self._count_admissible(scheduler, left) > 0
 
     def _thinkers(self, scheduler: Any, newcomer: Any) -> Iterator[Thinker]:
         kept = self._kept_tokens

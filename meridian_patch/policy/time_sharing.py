@@ -98,8 +98,15 @@ class TimeSharing:
 
     def _pay(self, chosen: list[Thinker]) -> list[Thinker]:
         """Take the price from the credit; empty where it does not suffice for all of them."""
-        price_s = sum(self._model.prefill_seconds(each.held_tokens) or 0.0 for each in chosen)
+        price_s = self._price_s(chosen)
         if len(chosen) > 1 and price_s > self._credit_s:
             return []
         self._credit_s -= price_s
         return chosen
+
+    def refund(self, chosen: list[Thinker]) -> None:
+        """Those that were just chosen stay after all."""
+        self._credit_s += self._price_s(chosen)
+
+    def _price_s(self, chosen: list[Thinker]) -> float:
+        return sum(self._model.prefill_seconds(each.held_tokens) or 0.0 for each in chosen)

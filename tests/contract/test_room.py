@@ -192,6 +192,26 @@ def test_several_make_room_where_one_does_not_suffice(demo_model, is_async):
     assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
 
 
+@SYNC_AND_ASYNC
+def test_no_request_makes_room_for_one_that_admission_keeps_out(demo_model, is_async, monkeypatch):
+    """Its forecast does not fit beside what would go on running, however much is free now."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__ADMISSION", "true")
+    driver = full_pool(demo_model, is_async=is_async)
+    room = driver.scheduler.steering._room
+    room._pool_tokens, pool_tokens = 1.0, room._pool_tokens
+    driver.add(newcomer(BLOCKS - 22))
+    credit_s = room._sharing._credit_s
+    for _ in range(50):
+        driver.step()
+    assert not displaced(driver)
+    assert room._sharing._credit_s >= credit_s
+    room._pool_tokens = pool_tokens
+    while not driver.deliveries["new"]:
+        driver.step()
+    assert displaced(driver) == 1
+    assert "other" in driver.scheduler.requests
+
+
 HYBRIDS = {
     "full": (full_attention(),),
     "window": (full_attention(), sliding_window(48, BLOCK_SIZE // 2)),
