@@ -51,6 +51,9 @@ _UP, _DOWN = 0.02, 0.1
 # context than to change what tokens cost. Chunks of one size do not tell these apart, and most of
 # what prefill adds to a step is due to its tokens.
 _STIFF: Final = 100.0
+# The same of a decode's tokens and its context against its constant: steps of one shape do not tell
+# them apart, and the weights that every step reads are most of it.
+_STIFF_ROWS: Final = 10.0
 
 
 class StepShape(NamedTuple):
@@ -91,7 +94,7 @@ class StepTimeModel:
     """Predicts seconds per step from its shape."""
 
     def __init__(self) -> None:
-        self._decode = LinearFit(5)
+        self._decode = LinearFit(5, (1.0, _STIFF_ROWS, _STIFF_ROWS, 1.0, 1.0))
         self._prefill = LinearFit(4, (_STIFF, 1.0, _STIFF, 1.0))
         # About the least that small chunks add to a step; None before there was one.
         self._least_added_s: float | None = None
