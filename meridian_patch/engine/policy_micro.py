@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from meridian_patch.engine.replay import ReplayEngine
@@ -9,6 +10,8 @@ from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
 from meridian_patch.engine.replay_types import ReplayArm, ReplayRequest
 
 SCHEDULE, UPDATE = "schedule", "update_from_output"
+# What a call takes beside the call of vLLM's own that it makes, by call.
+OWN = {SCHEDULE: "own part of schedule", UPDATE: "own part of update"}
 # Mean context that the pool has room for; nobody is preempted then, and all arms do the same.
 CONTEXT_TOKENS = 3072
 # Of the requests that run, how many decode at least once the load has settled.
@@ -36,7 +39,8 @@ class PolicyMicro:
         draw: Callable[[int], ReplayRequest],
     ) -> None:
         self._running = running
-        self._lanes = [_Lane(arm, running, draw) for arm in arms]
+        self._upstream = _Upstream()
+        self._lanes = [_Lane(arm, running, draw, self._upstream) for arm in arms]
         for lane in self._lanes:
             lane.add(running + waiting)
 
@@ -53,20 +57,70 @@ class PolicyMicro:
             list(self.step())
 
     def step(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """One step of every arm; per arm, the CPU seconds of each call.
+        """One step of every arm; per arm, the CPU seconds of each call, and of its own part.
 
         The scheduler never waits, so this is the time that it takes on a machine of its own.
         """
-        # Nobody always comes first, when the caches are cold.
+        # Each arm comes first in turn, when the caches are cold.
         self._lanes.append(self._lanes.pop(0))
         for lane in self._lanes:
-            yield lane.name, lane.step()
+            with self._upstream.timed(lane.engine.scheduler):
+                seconds = lane.step()
+            yield lane.name, seconds
+
+
+class _Upstream:
+    """Times vLLM's own calls, those that our scheduler makes included.
+
+    Attributes:
+        seconds: CPU seconds of each call so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((SCHEDULE, UPDATE), 0.0)
+
+    @contextmanager
+    def timed(self, scheduler: Any) -> Iterator[None]:
+        """Within this block ``seconds`` grows by the calls of the scheduler's class."""
+        owners = {call: _owner_of(call, type(scheduler)) for call in self.seconds}
+        originals = {call: getattr(owner, call) for call, owner in owners.items()}
+        try:
+            for call, owner in owners.items():
+                setattr(owner, call, self._timed(originals[call], call))
+            yield
+        finally:
+            for call, owner in owners.items():
+                setattr(owner, call, originals[call])
+
+    def _timed(self, original: Callable[..., Any], call: str) -> Callable[..., Any]:
+        seconds = self.seconds
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            result = original(*args, **kwargs)
+            seconds[call] += time.thread_time() - start
+            return result
+
+        return timed
+
+
+def _owner_of(call: str, scheduler: type) -> type:
+    """The class of vLLM's whose method a scheduler's own one calls."""
+    return next(
+        cls for cls in scheduler.__mro__ if call in vars(cls) and cls.__module__.startswith("vllm.")
+    )
 
 
 class _Lane:
     """One arm's scheduler and the load on it."""
 
-    def __init__(self, arm: ReplayArm, running: int, draw: Callable[[int], ReplayRequest]) -> None:
+    def __init__(
+        self,
+        arm: ReplayArm,
+        running: int,
+        draw: Callable[[int], ReplayRequest],
+        upstream: _Upstream,
+    ) -> None:
         blocks = running * CONTEXT_TOKENS // BLOCK_SIZE
         self.name = arm.name
         self.engine = ReplayEngine(arm, blocks, lambda _work: 0.02, read_markers())
@@ -76,6 +130,7 @@ class _Lane:
         self._running = running
         self._draw = draw
         self._drawn = 0
+        self._upstream = upstream
         self._seconds: dict[str, float] = {}
         for call in (SCHEDULE, UPDATE):
             self._time(call)
@@ -102,12 +157,16 @@ class _Lane:
 
     def _time(self, call: str) -> None:
         scheduler, seconds = self.engine.scheduler, self._seconds
-        original = getattr(scheduler, call)
+        upstream = self._upstream.seconds
 
         def timed(*args: Any) -> Any:
-            start = time.thread_time()
-            result = original(*args)
-            seconds[call] = seconds.get(call, 0.0) + time.thread_time() - start
+            start, before = time.thread_time(), upstream[call]
+            # Looked up here: the class's method is another one while vLLM's calls are timed.
+            result = getattr(type(scheduler), call)(scheduler, *args)
+            whole = time.thread_time() - start
+            seconds[call] = seconds.get(call, 0.0) + whole
+            own = whole - (upstream[call] - before)
+            seconds[OWN[call]] = seconds.get(OWN[call], 0.0) + own
             return result
 
         setattr(scheduler, call, timed)

@@ -28,7 +28,7 @@ from meridian_patch.engine.offloaded import find_offloaded
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.probes import strip
-from meridian_patch.engine.steering import Steering, StepLimits, limited
+from meridian_patch.engine.steering import UNLIMITED, Steering, StepLimits, limited
 from meridian_patch.engine.unthinking import Unthinking
 from meridian_patch.engine.whole_pieces import WholePieces
 from meridian_patch.exit.obstacles import Obstacle
@@ -236,7 +236,7 @@ class PhaseScheduling(UpstreamScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
-        limits = StepLimits()
+        limits = UNLIMITED
         if not self._is_stock:
             with self._phase_guard.protect("the policy"):
                 if not self.phase_router.num_reasoning:

@@ -54,6 +54,9 @@ class StepLimits(NamedTuple):
         return self._replace(max_active=self.max_active + count)
 
 
+UNLIMITED = StepLimits()
+
+
 class Steering:
     """Works out and applies the limits of each step.
 
@@ -356,6 +359,9 @@ def _due_of(scheduler: Any) -> list[int]:
 @contextmanager
 def limited(scheduler: Any, limits: StepLimits) -> Iterator[None]:
     """Apply the limits for the length of one step."""
+    if limits is UNLIMITED:
+        yield
+        return
     budget, active = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
     try:
         if limits.token_budget is not None:

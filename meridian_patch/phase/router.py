@@ -47,6 +47,8 @@ class RequestPhase:
     think_tokens_before: int = 0
     # True once a boundary ended thinking in this request's output.
     is_handed_off: bool = False
+    # Known tokens from which on the next ones may change something, for an attentive request.
+    attends_from: int = 0
     # True for a request that thinks, has thought, or will think as soon as it is prefilled.
     is_reasoning: bool = False
 
@@ -136,6 +138,7 @@ class PhaseRouter:
         """A request is in a step that may bring its first token; unknown ids are fine."""
         state = self._states.get(request_id)
         if state is not None and state.phase is Phase.PREFILL:
+            state.attends_from = 0
             self._attentive[request_id] = state
 
     def expects(
@@ -150,11 +153,16 @@ class PhaseRouter:
         Returns:
             By request id the number of known tokens, which is what ``observe`` wants.
         """
-        expected = {name: len(state.known) for name, state in self._attentive.items()}
+        expected = {}
+        for name, attentive in self._attentive.items():
+            index = index_of.get(name)
+            known = len(attentive.known)
+            if index is not None and known + len(sampled[index]) >= attentive.attends_from:
+                expected[name] = known
         if not self._first_ids.isdisjoint(chain.from_iterable(sampled)):
-            for name, index in index_of.items():
+            for name, row in index_of.items():
                 state = self._states.get(name)
-                if state is not None and not self._first_ids.isdisjoint(sampled[index]):
+                if state is not None and not self._first_ids.isdisjoint(sampled[row]):
                     expected[name] = len(state.known)
         return expected
 
@@ -181,7 +189,9 @@ class PhaseRouter:
             and state.is_handed_off
             and state.tokens_in_phase < self._handoff_tokens
         )
-        if is_handing_off or state.match_state != ROOT:
+        is_matching = state.match_state != ROOT
+        if is_handing_off or is_matching:
+            state.attends_from = 0 if is_matching else state.tokens_before + self._handoff_tokens
             self._attentive[request_id] = state
         else:
             self._attentive.pop(request_id, None)

@@ -259,9 +259,8 @@ class LinearFit:
         self._moments = np.zeros((features, features))
         self._products = np.zeros(features)
         self._steps = 0
-        # [steps, features and seconds]: what was gathered.
-        self._rows = np.empty((_EARLY_STEPS, features + 1))
-        self._gathered = 0
+        # Features and seconds of each step.
+        self._gathered: list[tuple[float, ...]] = []
         # The first steps of all are all of the data.
         self._is_first = True
         # The fit under way, if any; what it fits is no longer gathered.
@@ -269,8 +268,7 @@ class LinearFit:
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         """One observation."""
-        self._rows[self._gathered] = (*features, seconds)
-        self._gathered += 1
+        self._gathered.append((*features, seconds))
         self._steps += 1
         if self._steps < _EARLY_STEPS:
             # These stay as they were measured: which of them are outliers is not known yet. Each
@@ -283,7 +281,7 @@ class LinearFit:
                 self._batch, self._is_first = None, False
         elif self._steps % _REFIT_EVERY == 0:
             self._batch = self._begin()
-            self._gathered = 0
+            self._gathered = []
 
     def predict(self, features: tuple[float, ...]) -> float | None:
         """None before there is enough data."""
@@ -293,7 +291,7 @@ class LinearFit:
 
     def _begin(self) -> "_Batch":
         """A fit of the moments so far and what was gathered since."""
-        rows = self._rows[: self._gathered].copy()
+        rows = np.array(self._gathered)
         before = np.array(self.coefficients or (0.0,) * (rows.shape[1] - 1))
         return _Batch(rows[:, :-1], rows[:, -1], before)
 

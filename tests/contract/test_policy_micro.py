@@ -6,7 +6,7 @@ import pytest
 
 from meridian_patch import cli
 from meridian_patch.bench.policy_micro import ARMS, STOCK, Load
-from meridian_patch.engine.policy_micro import SCHEDULE, UPDATE, PolicyMicro
+from meridian_patch.engine.policy_micro import OWN, SCHEDULE, UPDATE, PolicyMicro
 from meridian_patch.engine.replay_types import ReplayArm
 
 
@@ -18,7 +18,8 @@ def test_all_arms_do_the_same_work_and_stay_full():
     for _ in range(300):
         seconds = dict(micro.step())
         assert set(seconds) == {STOCK, *ARMS}
-        assert all(set(calls) == {SCHEDULE, UPDATE} for calls in seconds.values())
+        assert all({SCHEDULE, UPDATE} < set(calls) for calls in seconds.values())
+        assert all(0 < seconds[arm][OWN[call]] < seconds[arm][call] for arm in ARMS for call in OWN)
     lanes = {lane.name: lane.engine for lane in micro._lanes}
     assert micro.preemptions == 0
     assert len({engine.totals.steps for engine in lanes.values()}) == 1
@@ -58,6 +59,7 @@ def test_the_command_writes_its_figures(tmp_path, capsys):
     for (_, arm, _), row in rows.items():
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert ("extra_us" in row) == (arm != STOCK)
+        assert ("own_us" in row) == (arm in ARMS)
     deep = report["deep_queue"]
     assert deep["waiting"] >= 250
     assert deep["most_displaced"] > 0
