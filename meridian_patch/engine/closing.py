@@ -33,16 +33,20 @@ class _Closing:
     begin: int | None = None
     # What is forced from there on.
     sequence: TokenIds = ()
+    # Whether the last step has drafts of the request: how many tokens it brings is not known then.
+    has_drafts: bool = False
 
 
 class Closings:
     """The requests whose thoughts are being closed.
 
     1. No token is forced while an earlier one is not known yet: it might be the boundary itself.
-       Under asynchronous scheduling the request sits out one step for that.
+       Under asynchronous scheduling the request sits out one step for that, and another one when
+       it was preempted and came back with drafts.
     2. From then on each step forces one token, and nothing is speculated.
     3. Which token is forced follows from the request's known tokens and those on the way, so that
-       a preemption starts over exactly where it has to.
+       a preemption starts over exactly where it has to. Where another token came than the forced
+       one, the close begins anew.
     4. Nothing is forced behind the end of the thought. What the thought says last may be the
        beginning of a boundary, which then ends within the close sequence.
     5. A close that structured output would reject is given up: vLLM ends a request whose grammar
@@ -105,7 +109,8 @@ class Closings:
             request = closing.request
             # Drafts are for what the model would say. Without them a step brings one token.
             request.spec_token_ids = []
-            if closing.begin is None and _tokens_on_the_way(request):
+            is_unsure = closing.begin is None or closing.has_drafts
+            if is_unsure and _tokens_on_the_way(request):
                 # Load-bearing: a running request with a greater number than the step's is left
                 # out of the step; the step's number is one more than now.
                 request.next_decode_eligible_step = max(
@@ -121,11 +126,13 @@ class Closings:
             output: vLLM's ``SchedulerOutput``.
             grammar: the masks of structured output; None: there are none.
         """
-        forced = {}
+        forced, drafts = {}, output.scheduled_spec_decode_tokens
         for name, closing in list(self._closings.items()):
             if name not in output.num_scheduled_tokens:
                 continue
-            tokens = self._next_tokens(closing)
+            num_drafts = len(drafts.get(name, ()))
+            closing.has_drafts = num_drafts > 0
+            tokens = self._next_tokens(closing, num_drafts)
             # Load-bearing: with structured output all tokens are known when a step's masks are
             # asked for, so that the grammar stands where this step samples.
             if tokens and not self.accepts(closing.request, tokens):
@@ -135,10 +142,12 @@ class Closings:
                 forced[name] = tokens[0]
         if not forced:
             return grammar
-        drafts = output.scheduled_spec_decode_tokens
         names, rows, acceptable = _parts(grammar, self._words)
+        # Load-bearing: masks are as wide as the grammar's vocabulary, which may be wider than the
+        # logits: Guidance counts the tokenizer's tokens where these are more.
+        words = rows.shape[1]
         for name, token_id in forced.items():
-            mask = mask_of(token_id, self._words)
+            mask = mask_of(token_id, words)
             if name in names:
                 # Structured output leaves its row free, or accepts the token.
                 index = names.index(name)
@@ -146,20 +155,31 @@ class Closings:
                 rows[first] = mask
                 acceptable[index] = 0
                 continue
-            free = np.full((self._rows_of(name, drafts) - 1, self._words), _FREE, np.int32)
+            free = np.full((self._rows_of(name, drafts) - 1, words), _FREE, np.int32)
             names.append(name)
             rows = np.concatenate((rows, mask[None], free))
             acceptable.append(0)
         return GrammarOutput(names, rows, acceptable)
 
-    def _next_tokens(self, closing: _Closing) -> TokenIds:
-        """What this step and the next ones must sample; nothing when this one samples freely."""
+    def _next_tokens(self, closing: _Closing, num_drafts: int) -> TokenIds:
+        """What this step and the next ones must sample; nothing when this one samples freely.
+
+        Args:
+            closing: of a request in the step.
+            num_drafts: of the request in the step. Load-bearing: a request that comes back with
+                one token to compute has drafts that stand for none.
+        """
         request = closing.request
         # Load-bearing: True when the step leaves known tokens uncomputed, and samples none.
         if request.is_prefill_chunk:
             return ()
-        # Load-bearing: under asynchronous scheduling the step's own token is counted already.
-        on_the_way = max(_tokens_on_the_way(request) - 1, 0)
+        # Load-bearing: under asynchronous scheduling the step's own token is counted already, and
+        # its drafts.
+        on_the_way = max(_tokens_on_the_way(request) - 1 - num_drafts, 0)
+        if closing.begin is not None:
+            came = tuple(request._output_token_ids[closing.begin :])
+            if came != closing.sequence[: len(came)]:
+                closing.begin = None
         if closing.begin is None:
             if on_the_way or request.num_stale_output_tokens:
                 return ()

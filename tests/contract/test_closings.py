@@ -1,0 +1,124 @@
+"""What closes must stand: drafts of requests that come back, wide masks, tokens that change."""
+
+import exit_driver as exits_of
+import numpy as np
+import pytest
+from exit_driver import exit_driver, is_empty, thinker
+from scheduler_driver import BLOCK_SIZE, WORD, engine_config
+from tier_driver import preempt
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+
+CAPPED = {"EXIT__MAX_THINK_TOKENS": "40", "EXIT__EAT": "false"}
+UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": False}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+@pytest.fixture
+def long_end(use_family):
+    """Thoughts end with a marker of seven tokens."""
+    use_family(end="</done>", probe=None, documented_ids=UNDOCUMENTED)
+
+
+def only_token(row):
+    """The token that a mask leaves; None: it leaves several."""
+    ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return ids[0] if len(ids) == 1 else None
+
+
+def force_first_rows(driver):
+    """Let the pretended model sample what the first row of each request leaves, with drafts too."""
+    scheduler = driver.scheduler
+
+    def force(output, result):
+        grammar = scheduler.get_grammar_bitmask(output)
+        row = 0
+        for name in grammar.structured_output_request_ids if grammar else ():
+            token = only_token(grammar.grammar_bitmask[row])
+            row += scheduler.exits.closings._rows_of(name, output.scheduled_spec_decode_tokens)
+            if token is not None:
+                result.sampled_token_ids[result.req_id_to_index[name]] = [token]
+                driver.forced.append((name, token))
+        return result
+
+    driver._force = force
+
+
+def drive_into_close(driver, name, prompt_tokens, steps=2):
+    """Some tokens of the request's close have been forced, and some of them are known."""
+    driver.add(thinker(name, 400, prompt_tokens=prompt_tokens, max_tokens=100))
+    while not driver.scheduler.exits.closings.has_begun(name):
+        driver.step()
+    for _ in range(steps):
+        driver.step()
+    return driver.scheduler.requests[name]
+
+
+def has_end(request, end):
+    said = tuple(request._output_token_ids)
+    return any(said[index : index + len(end)] == end for index in range(len(said)))
+
+
+def test_drafts_of_a_request_that_comes_back_are_no_tokens(monkeypatch, demo_model, long_end):
+    """vLLM gives it some that stand for none where one token is left to compute."""
+    build = engine_config.__wrapped__
+    monkeypatch.setattr(
+        exits_of, "engine_config", lambda *a, **k: build(*a, **k, speculative_config=DRAFTS)
+    )
+    driver = exit_driver(monkeypatch, demo_model, is_async=True, **CAPPED)
+    force_first_rows(driver)
+    end = driver.scheduler.exits.closings.sequence
+    padded = 0
+    # At the length that leaves one token behind full blocks, and at the next one.
+    for prompt_tokens in (BLOCK_SIZE + 22, BLOCK_SIZE + 23):
+        name = f"r{prompt_tokens}"
+        request = drive_into_close(driver, name, prompt_tokens)
+        preempt(driver, name)
+        drafts = driver.step().scheduled_spec_decode_tokens.get(name)
+        padded += drafts == [-1] * 3
+        driver.drain()
+        assert has_end(request, end)
+        # Only what the preemption took back was forced twice.
+        assert len([token for who, token in driver.forced if who == name]) == len(end) + 1
+    assert padded == 1
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_close_begins_anew_behind_another_token(monkeypatch, demo_model, long_end, is_async):
+    """One that was not forced, for whatever reason, stands in the middle of the marker."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **CAPPED)
+    end = driver.scheduler.exits.closings.sequence
+    request = drive_into_close(driver, "r", 40)
+    force, driver._force = driver._force, lambda output, result: result
+    driver.step()
+    driver._force = force
+    driver.drain()
+    assert WORD in request._output_token_ids[40 : 40 + len(end)]
+    assert has_end(request, end)
+    assert is_empty(driver)
+
+
+def test_masks_may_be_wider_than_the_logits(monkeypatch, demo_model):
+    """Closes share a step with structured output of any backend."""
+    driver = exit_driver(monkeypatch, demo_model, **CAPPED)
+    closings = driver.scheduler.exits.closings
+    driver.add(thinker("r", 100))
+    while not closings:
+        driver.step()
+    output = driver.scheduler.schedule()
+    wide = GrammarOutput(["other"], np.full((1, closings._words + 2), 5, np.int32), None)
+    grammar = closings.add_rows(output, wide)
+    assert grammar.structured_output_request_ids == ["other", "r"]
+    assert grammar.grammar_bitmask[0].tolist() == [5] * (closings._words + 2)
+    assert only_token(grammar.grammar_bitmask[1]) == closings.sequence[0]
+
+
+def test_guidance_masks_are_wider_where_the_tokenizer_is(demo_model):
+    """It counts the tokenizer's tokens where these are more than the model's."""
+    model_config = engine_config(demo_model, is_async=False, blocks=50).model_config
+    tokenizer = cached_tokenizer_from_config(model_config)
+    for vocab_size in (len(tokenizer) - 100, len(tokenizer) + 100):
+        built = GuidanceBackend._build_ll_tokenizer(tokenizer, vocab_size)
+        assert built.vocab_size == max(vocab_size, len(tokenizer))
