@@ -51,8 +51,9 @@ class _Watched:
     quiet_until: float = 0
     lines_from: float = 0
     paragraphs_from: float = 0
-    # A close that waits for the end of what may become a marker.
+    # A close that waits for the end of what may become a marker, and known tokens up to which.
     due: Close | None = None
+    due_by: int = 0
     # Of thoughts that have ended, all together.
     think_tokens: int = 0
     # Strategies that cannot close its thoughts, and whether its caller was told so.
@@ -102,6 +103,7 @@ class Exits:
         self._outcomes: dict[str, Told] = {}
         self._config = config
         self._boundary_id = boundaries.end[0][0]
+        self._longest_marker = max(map(len, (*boundaries.start, *boundaries.end)))
         self._breaks = breaks
         self._router = router
         self._counters = phase_counters
@@ -417,11 +419,14 @@ class Exits:
     def _do(self, watched: _Watched, action: Action | None) -> None:
         name = watched.request.request_id
         if action is not None:
-            watched.due = action.close or watched.due
+            if action.close is not None:
+                watched.due, watched.due_by = action.close, watched.seen + self._longest_marker
             if action.probe is not None and self.probes is not None:
                 prefix = watched.state.tokens_before + action.probe.think_tokens
                 self.probes.ask(watched.request, action.probe, prefix)
-        if watched.due is None or watched.state.match_state != ROOT:
+        # A thought may begin the marker again and again.
+        is_in_marker = watched.state.match_state != ROOT and watched.seen < watched.due_by
+        if watched.due is None or is_in_marker:
             return
         reason, watched.due = watched.due.reason, None
         # vLLM closes at its own budget itself.

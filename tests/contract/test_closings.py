@@ -122,3 +122,20 @@ def test_guidance_masks_are_wider_where_the_tokenizer_is(demo_model):
     for vocab_size in (len(tokenizer) - 100, len(tokenizer) + 100):
         built = GuidanceBackend._build_ll_tokenizer(tokenizer, vocab_size)
         assert built.vocab_size == max(vocab_size, len(tokenizer))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_thought_that_begins_the_marker_again_and_again_is_closed(
+    monkeypatch, demo_model, use_family, is_async
+):
+    """A close waits for what may become a marker, but not without end: chains derail like this."""
+    use_family(end="b7", probe=None, documented_ids=UNDOCUMENTED)
+    driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **CAPPED)
+    end = driver.scheduler.exits.closings.sequence
+    assert end[0] == WORD
+    driver.add(thinker("r", 400, max_tokens=100))
+    request = driver.scheduler.requests["r"]
+    driver.drain()
+    assert has_end(request, end)
+    assert driver.forced == [("r", token) for token in end]
+    assert is_empty(driver)
