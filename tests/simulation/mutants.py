@@ -94,7 +94,8 @@ MUTANTS = (
     Mutant("a probe past the model's length", "engine.probes",
            "        if prefix_tokens + len(self._suffix) + 1 > self._max_model_len:\n",
            "        if False:\n",
-           fixed={**ENFORCE, "traffic": "runaways", "length": 192, "exit": "observe"}),
+           fixed={**ENFORCE, "traffic": "runaways", "length": 192, "exit": "observe",
+                  "boundary": "spelled"}),
     Mutant("a resumed answer still waits", "engine.scheduler",
            "            self.phase_router.runs(request_id)\n"
            "            self._waiting_answers.pop(request_id, None)\n",

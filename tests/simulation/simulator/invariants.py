@@ -132,6 +132,11 @@ def check_tables(arm: Arm) -> None:
         lost = [name for name in probes.live if name not in scheduler.requests]
         if lost:
             raise Failure("tables", f"probes that are gone count as live: {lost[:3]}")
+    # Between steps nothing is being freed.
+    if any(
+        queue.retention is not None for queue in getattr(scheduler.kv_cache_manager, "queues", ())
+    ):
+        raise Failure("tables", "the next blocks to be freed count as those of a request before")
     known = scheduler.steering._readers._since_s
     for name in known:
         request = scheduler.requests.get(name)
