@@ -125,6 +125,15 @@ def allow_ray() -> None:
     CpuPlatform.ray_device_key = "GPU"
 
 
+def profile(worker) -> None:
+    """Run a worker's model once on nothing, as vLLM does at the start of every GPU worker.
+
+    Without it the second worker of a pipeline has nowhere to put what the first one sends: vLLM's
+    CPU worker leaves it out where nothing is compiled.
+    """
+    worker.model_runner.profile_run()
+
+
 class _Event:
     def __init__(self, *args, **kwargs) -> None:
         """Accepts what ``torch.cuda.Event`` accepts."""

@@ -63,10 +63,9 @@ def try_stage(stage: dict) -> dict:
 
 def run_stage(stage: dict) -> dict:
     """Start one engine, make its runs, stop it."""
-    from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm = LLM(**request_kinds.engine_arguments(stage["engine"]))
+    llm = _start(stage)
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     watch = signals = entropies = listener = None
     if "listens" in stage:
@@ -105,6 +104,15 @@ def run_stage(stage: dict) -> dict:
     cleanup_dist_env_and_memory()
     gc.collect()
     return report
+
+
+def _start(stage: dict):
+    from vllm import LLM
+
+    llm = LLM(**request_kinds.engine_arguments(stage["engine"]))
+    if stage.get("profiles"):
+        llm.collective_rpc(cpu_engine.profile)
+    return llm
 
 
 def _ask_sampler(stage: dict, llm, what):

@@ -30,26 +30,29 @@ END_ID = 259
 BIAS = {"65": 2.0, "66": -100}
 
 
-def crowd(length: int = 110, every_steps: int = 4, *, has_bias: bool = True, **more) -> dict:
+def crowd(
+    length: int = 110, every_steps: int = 4, *, has_bias: bool = True, problems=PROBLEMS, **more
+) -> dict:
     """A run: thinkers, answers among them, some with wishes of their own, and two that leave.
 
     Args:
         length: tokens of each thinker.
         every_steps: engine steps between two arrivals.
         has_bias: some ask for other logits.
+        problems: what they ask, 13 at least.
         more: of every request.
     """
     free = {"ignore_eos": True}
-    asked = [ask(f"thinker{n}", PROBLEMS[n], max_tokens=length, **free) for n in range(5)]
-    asked += [ask(f"leaver{n}", PROBLEMS[5 + n], max_tokens=length, **free) for n in range(2)]
+    asked = [ask(f"thinker{n}", problems[n], max_tokens=length, **free) for n in range(5)]
+    asked += [ask(f"leaver{n}", problems[5 + n], max_tokens=length, **free) for n in range(2)]
     answers = length * 2 // 3
     asked += [
-        ask(f"answer{n}", PROBLEMS[7 + n], max_tokens=answers, **free) | ANSWERS for n in range(3)
+        ask(f"answer{n}", problems[7 + n], max_tokens=answers, **free) | ANSWERS for n in range(3)
     ]
     asked += [
-        ask("biased", PROBLEMS[10], max_tokens=answers, logit_bias=BIAS, **free),
-        ask("floored", PROBLEMS[11], max_tokens=answers, min_tokens=20, logit_bias={END_ID: 3.0}),
-        ask("hurried", PROBLEMS[12], max_tokens=answers, extra_args={"meridian_itl_ms": 50.0})
+        ask("biased", problems[10], max_tokens=answers, logit_bias=BIAS, **free),
+        ask("floored", problems[11], max_tokens=answers, min_tokens=20, logit_bias={END_ID: 3.0}),
+        ask("hurried", problems[12], max_tokens=answers, extra_args={"meridian_itl_ms": 50.0})
         | ANSWERS,
     ]
     if not has_bias:

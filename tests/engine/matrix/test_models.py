@@ -14,12 +14,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)
 POOLS = {"moe": 11, "sliding": 11, "two_groups": 24, "convolution": 24, "mla": 24}
 HYBRID = {"num_gpu_blocks_override": 24, "async_scheduling": True}
 GROUPS = "EAT is off, thoughts are not probed: the model has several groups of KV cache"
+OFF = f"off, with a notice: {GROUPS.partition(': ')[2]}"
 UNCACHED = "EAT is off, thoughts are not probed: prefix caching is off"
 NO_TIERS = "KV tiers are inactive: prefix caching is off"
 
 
 @pytest.fixture(scope="module")
 def kinds(both_jobs, tiny):
+    short = crowd(40) | {"events": []}
     return both_jobs(
         "models",
         [
@@ -27,7 +29,10 @@ def kinds(both_jobs, tiny):
             for kind, blocks in POOLS.items()
         ]
         + [
-            stage("mla_alone", tiny("mla"), [crowd(40) | {"events": []}], max_num_seqs=1, **HYBRID),
+            stage(f"{kind}_alone", tiny(kind), [short], max_num_seqs=1, **HYBRID)
+            for kind in ("mla", "convolution")
+        ]
+        + [
             stage("mamba", tiny("mamba"), enable_prefix_caching=False, **HYBRID),
             stage("mamba_cached", tiny("mamba"), **HYBRID),
         ],
@@ -44,19 +49,18 @@ def test_one_group_of_kv_cache(kinds, cell, kind, name):
     cell.works(name, assert_works(pair), probed(pair))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("two_groups", "sliding window and full attention"),
-        ("convolution", "hybrid, short convolution and attention"),
-    ],
-)
-def test_several_groups_of_kv_cache(kinds, cell, kind, name):
+def test_several_groups_of_kv_cache(kinds, cell):
     """Scheduling and tiers work; thoughts are not probed, and the log says why."""
-    pair = kinds[kind]
+    pair = kinds["two_groups"]
     note = assert_works(pair, probes=False)
     assert GROUPS in pair.log
-    cell.works(name, note, f"off, with a notice: {GROUPS.split(': ')[1]}")
+    cell.works("sliding window and full attention", note, OFF)
+
+
+def test_short_convolution(kinds, cell):
+    note = assert_works_alone(kinds["convolution_alone"], kinds["convolution"])
+    assert GROUPS in kinds["convolution"].log
+    cell.works("hybrid, short convolution and attention", note, OFF)
 
 
 def test_mamba_without_prefix_caching(kinds, cell):
@@ -77,13 +81,12 @@ def test_mamba(kinds, cell):
     cell.cannot_run("hybrid, mamba 2 and attention", reason)
 
 
-def test_mla(kinds, cell):
-    """On a CPU vLLM runs MLA without prefix caching; the log says what is off.
+def assert_works_alone(alone, pair) -> str:
+    """Of a kind whose tokens depend on what runs beside a request, in stock as well.
 
-    A request's tokens there depend on who runs beside it, in stock as well. So outputs are compared
-    where requests run one at a time; of the crowd it is seen that all end and nothing is left.
+    So outputs are compared where requests run one at a time; of the crowd it is seen that all end
+    and nothing is left.
     """
-    alone, pair = kinds["mla_alone"], kinds["mla"]
     note = assert_works(alone, probes=False, pressed=False)
     (single, _), (stock, patched) = alone.runs("crowd"), pair.runs("crowd")
     beside = {name: sample(stock, name)["ids"][:20] for name in stock["outputs"]}
@@ -94,10 +97,17 @@ def test_mla(kinds, cell):
         output["finished"] or name.startswith("leaver")
         for name, output in patched["outputs"].items()
     )
-    assert UNCACHED in pair.log
-    assert NO_TIERS in pair.log
-    note = f"one at a time: {note}; at once stock is not equal to itself, all requests end; tiers"
-    cell.works("MLA", f"{note} off, with a notice (vLLM caches no prefixes)", "off, with a notice")
+    note = note.partition(";")[0]
+    return f"one at a time: {note}; at once stock is not equal to itself, and all requests end"
+
+
+def test_mla(kinds, cell):
+    """On a CPU vLLM runs MLA without prefix caching; the log says what is off."""
+    note = assert_works_alone(kinds["mla_alone"], kinds["mla"])
+    assert UNCACHED in kinds["mla"].log
+    assert NO_TIERS in kinds["mla"].log
+    note = f"{note}; tiers off, with a notice"
+    cell.works("MLA", note, "off, with a notice: vLLM caches no prefixes here")
 
 
 @pytest.fixture(scope="module")

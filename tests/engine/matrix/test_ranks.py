@@ -8,10 +8,7 @@ from matrix_plans import streaming_crowd
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 TENSOR = {"tensor_parallel_size": 2}
-PIPELINE = {"pipeline_parallel_size": 2, "gpu_memory_utilization": 0.1}
-# With a size given for the KV cache, vLLM's CPU workers are not warmed up; without that, the second
-# in a pipeline has nowhere to put what it gets from the first.
-WARMED_UP = {"VLLM_CPU_KVCACHE_SPACE": None}
+PIPELINE = {"pipeline_parallel_size": 2}
 WORKERS = {"distributed_executor_backend": "mp"}
 
 
@@ -23,8 +20,8 @@ def test_tensor_parallel(both_jobs, tiny, cell):
 
 def test_pipeline_parallel(both_jobs, tiny, cell):
     """Two batches are under way at once, each half of the crowd."""
-    stages = [stage("ranks", tiny("dense"), async_scheduling=False, **PIPELINE, **WORKERS)]
-    pair = both_jobs("pipeline", stages, WARMED_UP)["ranks"]
+    two = stage("ranks", tiny("dense"), async_scheduling=False, **PIPELINE, **WORKERS)
+    pair = both_jobs("pipeline", [two | {"profiles": True}])["ranks"]
     cell.works("pipeline parallel 2", assert_works(pair), probed(pair))
 
 

@@ -5,8 +5,12 @@ from matrix_checks import assert_works, probed
 from matrix_plans import cell as stage
 from matrix_plans import crowd
 
+from meridian_patch.demo.problems import make_problems
+
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
+# The reasoner thinks about these for longer: with drafts a thought takes few steps.
+LONG = make_problems(16, seed=21, steps=6)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 
@@ -39,7 +43,7 @@ def drafted(both_jobs, demo_model):
     """The reasoner repeats itself, and drafts for itself as well as can be."""
     drafts = {"method": "draft_model", "model": str(demo_model), "num_speculative_tokens": 2}
     # vLLM's CPU build takes no bias with drafts, and starts no engine behind one with ngram.
-    runs = [crowd(has_bias=False)]
+    runs = [crowd(has_bias=False, problems=LONG)]
     return both_jobs(
         "drafted",
         [
