@@ -100,7 +100,7 @@ def test_fewer_slots_than_adapters(asked, cell):
 @pytest.fixture(scope="module", params=["reasoning parser", "no reasoning parser"])
 def structured(request, both_jobs, demo_model):
     """One engine a job: the CPU build starts no second one where bit masks were applied."""
-    problems = make_problems(6, seed=9, steps=2)
+    problems = make_problems(6, seed=9, steps=3)
     requests = [
         ask(f"{kind}{n}", problem, at_step=3 * n, max_tokens=150, regex=REGEX, **wishes)
         for n, problem in enumerate(problems)
@@ -109,7 +109,9 @@ def structured(request, both_jobs, demo_model):
     requests += [ask(f"free{n}", p, at_step=5 * n, max_tokens=90) for n, p in enumerate(problems)]
     parser = {} if request.param.startswith("no ") else {"reasoning_parser": "deepseek_r1"}
     run = {"name": "structured", "requests": requests}
-    arguments = {"async_scheduling": True, "num_gpu_blocks_override": 14, **parser}
+    # The pool is short, not the seats: where requests wait for seats, probes have few of them.
+    short = {"num_gpu_blocks_override": 18, "max_num_seqs": 16}
+    arguments = {"async_scheduling": True, **short, **parser}
     stages = [stage("structured", demo_model, [run], **arguments)]
     return request.param, both_jobs(request.param.split()[0], stages)["structured"]
 
