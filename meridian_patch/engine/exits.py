@@ -274,6 +274,9 @@ class Exits:
             else:
                 self._follow(watched)
         self._signals.over()
+        if not self._watched:
+            # The step began while there were some.
+            self._signals.forget()
         self._check_health()
 
     def probe_ended(self, request: Any, *, is_aborted: bool) -> None:

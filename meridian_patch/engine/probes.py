@@ -230,7 +230,7 @@ class Probes:
         """A probe found no place in the step."""
         scheduler = self._scheduler
         del scheduler.requests[request.request_id]
-        scheduler.waiting.remove_request(request)
+        self._take_out(request)
         # Load-bearing: requests that were passed over in the queue are kept for the next step.
         scheduler.deferred_waiting.discard(request)
         due = self._forget(request.request_id)
@@ -242,9 +242,18 @@ class Probes:
         # is to be dropped.
         is_sampled = request.num_stale_output_tokens and not request.is_prefill_chunk
         if is_sampled and not request.drop_stale_output:
-            self._scheduler.waiting.remove_request(request)
+            self._take_out(request)
         else:
             self._abort(request.request_id)
+
+    def _take_out(self, request: ProbeRequest) -> None:
+        """Take a probe out of the queue, nearly always from its front."""
+        waiting = self._scheduler.waiting
+        # Load-bearing: a queue by priority is a heap; to take one out of its middle builds it anew.
+        if waiting.peek_request() is request:
+            waiting.pop_request()
+        else:
+            waiting.remove_request(request)
 
     def _forget(self, name: str) -> _Due:
         due = self._live.pop(name)

@@ -359,3 +359,16 @@ def test_a_single_seat_is_the_users(driver_for):
     driver.drain(5_000)
     assert driver.scheduler.phase_counters.totals["exit:natural"] == 2
     assert is_empty(driver)
+
+
+def test_no_name_of_a_measured_request_stays_when_its_last_step_is_late(driver_for):
+    """It is aborted while its step is under way, and beside it one goes on that is not measured."""
+    driver = driver_for(is_async=True, EXIT__MODE="observe", EXIT__OBSERVED_AT_A_TIME="1")
+    driver.add(thinker("measured"))
+    driver.add(thinker("other"))
+    while not driver.deliveries["other"]:
+        driver.step()
+    driver.abort("measured")
+    driver.drain()
+    assert not driver.scheduler.exits._signals.spans
+    assert is_empty(driver)

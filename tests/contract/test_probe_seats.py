@@ -1,7 +1,8 @@
 """Probes and users' requests for the same seats, on vLLM's real scheduler."""
 
 import pytest
-from exit_driver import exit_driver, thinker
+from exit_driver import exit_driver, is_empty, thinker
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.router import Phase
@@ -87,3 +88,28 @@ def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):
         driver.step()
     assert scheduler.requests["waits"].status == RequestStatus.WAITING
     assert scheduler.exits.probes.num_probes - before > 5
+
+
+def test_a_probe_without_a_place_leaves_a_queue_by_priority_from_its_front(monkeypatch, demo_model):
+    """To take one out of a heap's middle takes as long as the queue is."""
+    arguments = {"scheduling_policy": "priority"}
+    driver = exit_driver(monkeypatch, demo_model, engine_args=arguments)
+    driver.add(thinker("thinks"))
+    scheduler = driver.scheduler
+    probes = scheduler.exits.probes
+    while not probes.are_next:
+        driver.step()
+    for number in range(20):
+        driver.add(thinker(f"later{number}", arrival_time=1.0))
+    probes.share_seats(is_kept=False)
+    probes.offer()
+    assert len(probes.live) == 1
+    assert len(scheduler.waiting) == 21
+    with monkeypatch.context() as patched:
+        patched.setattr(type(scheduler.waiting), "remove_request", None)
+        probes.settle(SchedulerOutput.make_empty())
+    assert not probes.live
+    assert probes.are_next
+    assert len(scheduler.waiting) == 20
+    driver.drain()
+    assert is_empty(driver)
