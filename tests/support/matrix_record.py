@@ -90,9 +90,10 @@ Which features of vLLM were seen to work together with `meridian_patch`. For eac
 real engines of vLLM {release}, without the package (stock) and with it, and gives both the same
 crowd: requests that think, requests that answer at once, some with wishes of their own, and clients
 that leave, in a KV pool too small for all of them. The package runs with its defaults (policy
-`latency`, KV tiers, early exit observing), but it probes after every few tokens, and its policy may
-take its time, so that a busy machine changes no decision. The words are those of the
-[glossary](glossary.md).
+`latency`, KV tiers, early exit observing), but it probes after every few tokens, and its policy has
+no time limit, so that a busy machine drops no decision. Step times are learnt while it runs: who is
+preempted, and how many probes find a place, differ a little from run to run. The words are those
+of the [glossary](glossary.md).
 
 - **works**: the package's classes took part, and under greedy decoding the outputs of all requests
   equal stock's, token by token (of one that was aborted, as far as both got). Where a row compares
