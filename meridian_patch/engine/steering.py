@@ -210,6 +210,11 @@ class Steering:
         # Before room is made: a newcomer comes in only where the budget has tokens left for it.
         budget = self._cut_budget(scheduler, now_s)
         max_active = None
+        if budget is not None and self._may_pass_adapter_over(scheduler):
+            if not answers:
+                self._budget = budget
+                return StepLimits(budget, max_active=0)
+            budget = None
         if self._room:
             rows = len(scheduler.running)
             step = ComingStep(budget, self._shape.decode_tokens, self._pieces.least)
@@ -230,6 +235,18 @@ class Steering:
         self._least = least
         before, target_s = self._tokens_before(scheduler), self._target_s(now_s)
         return self._cut.token_budget(self._shape, before, target_s, now_s, least)
+
+    def _may_pass_adapter_over(self, scheduler: Any) -> bool:
+        """Whether a cut may leave a running request with a LoRA adapter out of the step.
+
+        No request must be admitted then. Load-bearing: upstream counts the adapters of the requests
+        in a step, and fails by an assertion when those that run have more than it has slots for.
+        """
+        return (
+            bool(scheduler.lora_config)
+            and self._pieces.may_pass_over
+            and any(request.lora_request for request in self._prefilling)
+        )
 
     def num_prefilling(self) -> int:
         """Running requests of whose known tokens some are to be computed."""

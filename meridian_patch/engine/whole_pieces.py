@@ -67,6 +67,11 @@ class WholePieces:
         self._idle_steps = 0
         self._patience_steps = _PATIENCE_STEPS
 
+    @property
+    def may_pass_over(self) -> bool:
+        """Whether a cut step may leave a running request out and have tokens left for others."""
+        return self._block > 1 or self._has_whole_media or self._lookahead > 1
+
     def waits(self, request: Any) -> None:
         """The request is new, or was preempted."""
         if _must_be_whole(request):

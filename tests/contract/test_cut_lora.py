@@ -1,0 +1,86 @@
+"""Cuts beside LoRA adapters, which vLLM counts over the requests of one step alone."""
+
+import random
+
+import pytest
+import torch
+from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt
+from tier_driver import driver_for, preempt, step_until
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from meridian_patch.phase.router import Phase
+
+# A step that answers has room for a block of a prompt and half of the next.
+SETTINGS = {
+    "ANSWER_ITL_MS": "15",
+    "MIN_PREFILL_TOKENS": "1",
+    "DRAIN_S": "100000",
+    "TIME_BUDGET_US": "10000000",
+}
+LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+LONG = 40 * BLOCK_SIZE + 5
+
+
+@pytest.fixture
+def cut(demo_model, monkeypatch):
+    """Cut steps of a model whose prompts are computed in whole blocks; one adapter at a time."""
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name}", value)
+    mamba = MambaSpec(
+        block_size=BLOCK_SIZE, shapes=((2, 512),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    driver = driver_for(
+        demo_model,
+        blocks=600,
+        groups=(full_attention(), mamba),
+        max_num_seqs=48,
+        mamba_cache_mode="align",
+        long_prefill_token_threshold=2 * BLOCK_SIZE,
+        **LORA,
+    )
+    for number in range(12):
+        add(driver, f"lesson{number}", 0, 50 + 40 * number)
+        driver.drain()
+    return driver
+
+
+def add(driver, name, adapter, prompt, think=5, answer=5):
+    tokens = make_prompt(random.Random(name), prompt, thinks=True, shared=sum(map(ord, name)))
+    driver.add(Job(name, tuple(tokens), think, answer))
+    if adapter:
+        request = driver.scheduler.requests[name]
+        request.lora_request = LoRARequest(f"adapter{adapter}", adapter, f"adapter{adapter}")
+
+
+def read_beside_prompts(driver):
+    """An answer is being read; of two long prompts each cut step computes the first one alone."""
+    add(driver, "reader", 0, 20, think=12, answer=1000)
+    driver.step()
+    add(driver, "first", 0, LONG)
+    add(driver, "second", 1, LONG)
+    step_until(driver, "reader", Phase.ANSWER)
+    while "second" in driver.step().num_scheduled_tokens:
+        pass
+
+
+def test_no_other_adapter_comes_in_while_a_cut_passes_one_over(cut):
+    """Both would be in a step later, and vLLM stops at more adapters than it has slots for."""
+    read_beside_prompts(cut)
+    add(cut, "other", 2, 4, think=200)
+    cut.drain()
+    assert cut.deliveries["second"][-1] < cut.deliveries["other"][0]
+    assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
+
+
+def test_an_answer_that_waits_ends_the_cut(cut):
+    """It comes in although a prompt with an adapter is being computed."""
+    read_beside_prompts(cut)
+    preempt(cut, "reader")
+    steps = 0
+    while "reader" not in cut.step().num_scheduled_tokens:
+        steps += 1
+    assert steps <= 1
+    assert "second" in cut.scheduler.requests
+    cut.drain()
+    assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
