@@ -132,7 +132,7 @@ class Closings:
                 continue
             num_drafts = len(drafts.get(name, ()))
             closing.has_drafts = num_drafts > 0
-            tokens = self._next_tokens(closing, num_drafts)
+            tokens = self._next_tokens(closing, output.num_scheduled_tokens[name], num_drafts)
             # Load-bearing: with structured output all tokens are known when a step's masks are
             # asked for, so that the grammar stands where this step samples.
             if tokens and not self.accepts(closing.request, tokens):
@@ -161,11 +161,12 @@ class Closings:
             acceptable.append(0)
         return GrammarOutput(names, rows, acceptable)
 
-    def _next_tokens(self, closing: _Closing, num_drafts: int) -> TokenIds:
+    def _next_tokens(self, closing: _Closing, num_scheduled: int, num_drafts: int) -> TokenIds:
         """What this step and the next ones must sample; nothing when this one samples freely.
 
         Args:
             closing: of a request in the step.
+            num_scheduled: tokens of the request in the step.
             num_drafts: of the request in the step. Load-bearing: a request that comes back with
                 one token to compute has drafts that stand for none.
         """
@@ -175,7 +176,8 @@ class Closings:
             return ()
         # Load-bearing: under asynchronous scheduling the step's own token is counted already, and
         # its drafts.
-        on_the_way = max(_tokens_on_the_way(request) - 1 - num_drafts, 0)
+        counted = request.num_output_placeholders - 1 - num_drafts
+        on_the_way = max(min(counted, request.num_in_flight_tokens - num_scheduled), 0)
         if closing.begin is not None:
             came = tuple(request._output_token_ids[closing.begin :])
             if came != closing.sequence[: len(came)]:
@@ -211,8 +213,9 @@ def mask_of(token_id: int, words: int) -> NDArray[np.int32]:
 
 
 def _tokens_on_the_way(request: Any) -> int:
-    # Load-bearing: 0 under synchronous scheduling.
-    return int(request.num_output_placeholders)
+    # Load-bearing: the first is 0 under synchronous scheduling, and keeps the tokens of a step
+    # whose KV load failed, which never come. The second is all that is not back, prompts included.
+    return int(min(request.num_output_placeholders, request.num_in_flight_tokens))
 
 
 def _parts(

@@ -1,5 +1,7 @@
 """What closes must stand: drafts of requests that come back, wide masks, tokens that change."""
 
+from dataclasses import replace
+
 import exit_driver as exits_of
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from scheduler_driver import BLOCK_SIZE, WORD, engine_config
 from tier_driver import preempt
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 CAPPED = {"EXIT__MAX_THINK_TOKENS": "40", "EXIT__EAT": "false"}
@@ -139,3 +142,29 @@ def test_a_thought_that_begins_the_marker_again_and_again_is_closed(
     assert has_end(request, end)
     assert driver.forced == [("r", token) for token in end]
     assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_request_whose_kv_load_failed_is_closed(monkeypatch, demo_model, long_end, is_async):
+    """vLLM goes on counting the token of the step that failed, which never comes."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **CAPPED)
+    scheduler, run = driver.scheduler, driver._run
+    prompt = thinker("r", 5, prompt_tokens=100)
+    driver.add(prompt)
+    driver.drain()
+    driver.add(replace(prompt, request_id="again", think_tokens=400, max_tokens=100))
+    request = scheduler.requests["again"]
+
+    def fail_once(output):
+        result = run(output)
+        driver._run = run
+        ((first, *_),) = scheduler.kv_cache_manager.get_block_ids("again")
+        result.kv_connector_output = KVConnectorOutput(invalid_block_ids={first})
+        return result
+
+    driver._run = fail_once
+    for _ in range(100):
+        driver.step()
+    assert has_end(request, scheduler.exits.closings.sequence)
+    assert not len(scheduler.exits.closings)
+    assert not scheduler.phase_counters.totals.get("fallback:exception")
