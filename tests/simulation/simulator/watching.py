@@ -344,7 +344,13 @@ class Checker(Recorder):
         if self._cut_since_s is None:
             self._cut_since_s = arm.clock.now
         waited_s = arm.clock.now - self._cut_since_s
-        prefill = sum(output.num_scheduled_tokens.get(r.request_id, 0) for r in chunks)
+        # Of prompts' last chunks too, after which they decode.
+        names, drafts = {r.request_id for r in chunks}, output.scheduled_spec_decode_tokens
+        prefill = sum(
+            tokens
+            for name, tokens in output.num_scheduled_tokens.items()
+            if name in names or tokens > 1 + len(drafts.get(name, ()))
+        )
         is_little = arm.seconds(total) < LEAST_STRETCH * arm.seconds(total - prefill)
         drain_s = scheduler.steering._cut._settings.drain_s
         if is_little and waited_s > PATIENCE_DRAINS * drain_s:
