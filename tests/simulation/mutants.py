@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant("closes go on behind the thought", "engine.exits",
            "        self.closings.end(name)\n", "        pass\n", fixed=ENFORCE),
     Mutant("a probe that found no place stays in the queue", "engine.probes",
-           "        scheduler.waiting.remove_request(request)\n        # Load-bearing: requests",
+           "        self._take_out(request)\n        # Load-bearing: requests",
            "        # Load-bearing: requests",
            fixed={**ENFORCE, "seats": 4, "pool": "starving"}, seeds=40),
     Mutant("a probe past the model's length", "engine.probes",

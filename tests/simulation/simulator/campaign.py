@@ -93,7 +93,7 @@ def run_all(
     told: Callable[[Result], None] = lambda _: None,
     most_steps: int | None = None,
 ) -> Campaign:
-    """Run seeds on several processes.
+    """Run seeds on several processes; Ctrl-C ends it with what was run so far.
 
     Args:
         steps: during which requests arrive, per seed.
@@ -110,17 +110,20 @@ def run_all(
             pool.submit(run_seed, seed, steps, shrinks=shrinks)
             for seed in itertools.islice(left, 2 * workers)
         }
-        while running:
-            done = next(as_completed(running))
-            running.discard(done)
-            result, smallest = done.result()
-            campaign.add(result, smallest)
-            told(result)
-            if most_steps is None or campaign.steps < most_steps:
-                running |= {
-                    pool.submit(run_seed, seed, steps, shrinks=shrinks)
-                    for seed in itertools.islice(left, 1)
-                }
+        try:
+            while running:
+                done = next(as_completed(running))
+                running.discard(done)
+                result, smallest = done.result()
+                campaign.add(result, smallest)
+                told(result)
+                if most_steps is None or campaign.steps < most_steps:
+                    running |= {
+                        pool.submit(run_seed, seed, steps, shrinks=shrinks)
+                        for seed in itertools.islice(left, 1)
+                    }
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
     return campaign
 
 
