@@ -147,13 +147,16 @@ class PhaseRouter:
         """The requests to ``observe`` once these tokens are accepted, and what they know now.
 
         Args:
-            sampled: tokens of a step, one row per request.
+            sampled: tokens of a step, one row per request; empty where nothing is sampled.
             index_of: row by request id.
 
         Returns:
             By request id the number of known tokens, which is what ``observe`` wants.
         """
-        expected = {}
+        expected: dict[str, int] = {}
+        if not sampled:
+            # A pooling model samples nothing.
+            return expected
         for name, attentive in self._attentive.items():
             index = index_of.get(name)
             known = len(attentive.known)

@@ -99,6 +99,29 @@ def test_handoff_end_is_reported():
     assert [router.say("plain", [WORD]) for _ in range(3)] == [False, False, False]
 
 
+def test_only_the_step_that_may_end_a_handoff_is_looked_at():
+    """Several tokens a step may pass its end; within it, words change nothing."""
+    router = SpokenRouter(SIMPLE, handoff_tokens=6)
+    router.add("r", [START])
+    router.runs("r")
+    router.say("r", [WORD])
+    router.say("r", [END])
+    router.say("r", [WORD])  # the marker is over
+    assert router.expects([[WORD]], {"r": 0}) == {}
+    router.say("r", [WORD] * 3)
+    assert router.expects([[WORD]], {"r": 0}) == {}
+    assert router.expects([[WORD] * 2], {"r": 0}) == {"r": 7}
+    assert router.say("r", [WORD] * 4)
+    assert router.expects([[WORD]], {"r": 0}) == {}
+
+
+def test_a_pooling_model_samples_nothing():
+    router = SpokenRouter(SIMPLE)
+    router.add("r", [WORD])
+    router.runs("r")
+    assert router.expects([], {"r": 0}) == {}
+
+
 def test_single_phase_model():
     """Without boundaries every request answers from its first token."""
     router = SpokenRouter(None)
