@@ -1,16 +1,16 @@
 """Which requests a scheduled step begins to compute."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 
-def begun_in(output: Any) -> Iterator[str]:
+def begun_in(output: Any) -> Sequence[str]:
     """Ids of the requests that a ``SchedulerOutput`` begins or resumes, probes included.
 
     Load-bearing: a request that was preempted and resumes is in ``resumed_req_ids`` under model
     runner V1. Under V2 the scheduler lists it among the new requests, and ``resumed_req_ids`` is
     empty.
     """
-    for new in output.scheduled_new_reqs:
-        yield new.req_id
-    yield from output.scheduled_cached_reqs.resumed_req_ids
+    new, resumed = output.scheduled_new_reqs, output.scheduled_cached_reqs.resumed_req_ids
+    # Most steps begin none.
+    return [*(each.req_id for each in new), *resumed] if new or resumed else ()

@@ -28,7 +28,7 @@ from meridian_patch.engine.offloaded import find_offloaded
 from meridian_patch.engine.ordering import ArrivalOrder, RunningOrder
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.probes import strip
-from meridian_patch.engine.steering import UNLIMITED, Steering, StepLimits, limited
+from meridian_patch.engine.steering import UNLIMITED, Limited, Steering, StepLimits
 from meridian_patch.engine.unthinking import Unthinking
 from meridian_patch.engine.whole_pieces import WholePieces
 from meridian_patch.exit.obstacles import Obstacle
@@ -258,7 +258,7 @@ class PhaseScheduling(UpstreamScheduler):
                 limits = limits.with_seats(exits.user_seats(self.max_num_active_reqs))
         self._is_cut = limits.token_budget is not None
         try:
-            with limited(self, limits):
+            with Limited(self, limits):
                 output = super().schedule(*args, **kwargs)
         finally:
             self._is_cut = False

@@ -1,8 +1,7 @@
 """Carries the policy's limits out: how long a step may be, who comes in, who makes room."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
@@ -373,19 +372,27 @@ def _due_of(scheduler: Any) -> list[int]:
     ]
 
 
-@contextmanager
-def limited(scheduler: Any, limits: StepLimits) -> Iterator[None]:
-    """Apply the limits for the length of one step."""
-    if limits is UNLIMITED:
-        yield
-        return
-    budget, active = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
-    try:
-        if limits.token_budget is not None:
-            scheduler.max_num_scheduled_tokens = min(budget, limits.token_budget)
-        if limits.max_active is not None:
-            scheduler.max_num_active_reqs = min(active, limits.max_active)
-        yield
-    finally:
-        scheduler.max_num_scheduled_tokens = budget
-        scheduler.max_num_active_reqs = active
+class Limited:
+    """Applies limits to a scheduler for the length of one step.
+
+    Args:
+        scheduler: upstream's.
+        limits: of the step.
+    """
+
+    __slots__ = ("_before", "_limits", "_scheduler")
+
+    def __init__(self, scheduler: Any, limits: StepLimits) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+
+    def __enter__(self) -> None:
+        scheduler, (budget, active) = self._scheduler, self._before
+        if self._limits.token_budget is not None:
+            scheduler.max_num_scheduled_tokens = min(budget, self._limits.token_budget)
+        if self._limits.max_active is not None:
+            scheduler.max_num_active_reqs = min(active, self._limits.max_active)
+
+    def __exit__(self, *_error: object) -> None:
+        self._scheduler.max_num_scheduled_tokens, self._scheduler.max_num_active_reqs = self._before
