@@ -134,8 +134,6 @@ class PhaseScheduling(UpstreamScheduler):
         self._unthinking = Unthinking(config.exit, obstacle) if obstacle else None
         # Known tokens, by request, of those whose next tokens the router wants to see.
         self._expected: dict[str, int] = {}
-        # Requests by phase, as last told to the API server.
-        self._told_counts: dict[Phase, int] = {}
         # Of the step that is being scheduled, under vLLM's priority policy.
         self._arrivals: ArrivalOrder | None = None
         # Preempted answers that have not resumed yet; left in _free_request or on resume.
@@ -287,11 +285,13 @@ class PhaseScheduling(UpstreamScheduler):
     ) -> Any:
         with self._phase_guard.protect("the policy"):
             self.steering.ended(scheduler_output)
+        is_followed = False
         with self._phase_guard.protect("the phase router"):
             # Load-bearing: rows of token ids; a request accepts none that is not in its row.
             self._expected = self.phase_router.expects(
                 model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             )
+            is_followed = True
         exits = self._busy_exits
         if exits:
             with self._phase_guard.protect("early exit"):
@@ -299,6 +299,9 @@ class PhaseScheduling(UpstreamScheduler):
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         while self._expected:
             self._observe(next(iter(self._expected)))
+        if not is_followed:
+            for request_id in model_runner_output.req_id_to_index:
+                self._resync(request_id)
         # Load-bearing: the status of a session that waits for its next chunk.
         for session in list(self._sessions.values()):
             if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -367,19 +370,27 @@ class PhaseScheduling(UpstreamScheduler):
             return
         with self._phase_guard.protect("the phase router", request_id):
             if self.phase_router.observe(request_id, seen):
-                request = self.requests[request_id]
-                self._phase_order.changed(request)
-                if self.exits:
-                    self.exits.changed(request_id)
-                # Its boundary was on the way when it was preempted.
-                if self._is_preempted_answer(request):
-                    self._waiting_answers[request_id] = request
-                self.steering.changed(request)
+                self._phase_changed(request_id)
+            return
+        self._resync(request_id)
 
-    def _is_preempted_answer(self, request: Any) -> bool:
-        state = self.phase_router.get(request.request_id)
+    def _resync(self, request_id: str) -> None:
+        """Following the request's tokens failed; a boundary may have been among them."""
+        with self._phase_guard.protect("the phase router", request_id):
+            if self.phase_router.resync(request_id):
+                self._phase_changed(request_id)
+
+    def _phase_changed(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        self._phase_order.changed(request)
+        if self.exits:
+            self.exits.changed(request_id)
+        state = self.phase_router.get(request_id)
         is_answer = state is not None and state.phase is Phase.ANSWER
-        return is_answer and request.status == RequestStatus.PREEMPTED
+        # Its boundary was on the way when it was preempted.
+        if is_answer and request.status == RequestStatus.PREEMPTED:
+            self._waiting_answers[request_id] = request
+        self.steering.changed(request)
 
     def _plan(self) -> StepLimits:
         """Limits of the next step; a plan that took too long counts all the same.
@@ -457,14 +468,8 @@ class PhaseScheduling(UpstreamScheduler):
             if self._kv_phases:
                 self._kv_phases.count_evictions()
             self.steering.tell_steps(self.phase_counters)
-            payload = self.phase_counters.drain()
-            for phase, number in self.phase_router.drain_entered().items():
-                payload[f"{counters.PHASE_CHANGE}:{phase}"] = number
-            counts = dict(self.phase_router.counts)
-            if counts != self._told_counts:
-                self._told_counts = counts
-                for phase, number in counts.items():
-                    payload[f"{counters.REQUESTS}:{phase}"] = number
+            entered, counts = self.phase_router.drain_entered(), self.phase_router.counts
+            payload = self.phase_counters.drain_with(entered.items(), counts.items())
             setattr(stats, stats_field.FIELD, payload or None)
         return stats
 

@@ -201,6 +201,29 @@ class PhaseRouter:
         was_handing_off = state.is_handed_off and seen - state.tokens_before < self._handoff_tokens
         return is_changed or (state.phase is _ANSWER and was_handing_off and not is_handing_off)
 
+    def resync(self, request_id: str) -> bool:
+        """Judge a request by all of its tokens: ``observe`` failed, and some were not taken in.
+
+        Returns:
+            True when its phase changed.
+        """
+        state = self._states.get(request_id)
+        if state is None or self._matcher is None or len(state.known) <= state.tokens_before:
+            return False
+        before = state.phase
+        if before is Phase.PREFILL:
+            self._enter(state, state.first_phase, state.tokens_before)
+        event, begin = self._matcher.last_boundary(state.known)
+        if event is Event.END and state.phase is _THINK:
+            state.is_handed_off = True
+            self._enter(state, _ANSWER, len(state.known))
+        elif event is Event.START and state.phase is _ANSWER:
+            self._open_thought(state, begin, len(state.known))
+        state.match_state = self._matcher.state_after(state.known)
+        state.attends_from = 0
+        self._attentive[request_id] = state
+        return state.phase is not before
+
     def drain_entered(self) -> dict[Phase, int]:
         """How often a request entered each phase since the last call."""
         entered, self._entered = self._entered, {}
@@ -214,14 +237,17 @@ class PhaseRouter:
             self._enter(state, Phase.ANSWER, known)
             return True
         if event is Event.START and state.phase is Phase.ANSWER:
-            self._mark_reasoning(state)
-            if state.own_thought is None:
-                state.own_thought = known - self._matcher.longest_start
-            if state.first_thought is None:
-                state.first_thought = state.own_thought
-            self._enter(state, Phase.THINK, known)
+            self._open_thought(state, known - self._matcher.longest_start, known)
             return True
         return False
+
+    def _open_thought(self, state: RequestPhase, begin: int, known: int) -> None:
+        self._mark_reasoning(state)
+        if state.own_thought is None:
+            state.own_thought = begin
+        if state.first_thought is None:
+            state.first_thought = state.own_thought
+        self._enter(state, _THINK, known)
 
     def _mark_reasoning(self, state: RequestPhase) -> None:
         self.num_reasoning += not state.is_reasoning

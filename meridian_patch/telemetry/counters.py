@@ -1,5 +1,6 @@
 """Counts of what the scheduler did, kept in EngineCore and exported by the API server."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -22,6 +23,8 @@ class PhaseCounters:
         self._events: dict[str, int] = {}
         # Totals since the start, for the status report and tests.
         self.totals: dict[str, int] = {}
+        # Requests by phase, as last drained.
+        self._requests: dict[str, int] = {}
 
     def count(self, event: str, label: str, number: int = 1) -> None:
         """Count ``number`` events."""
@@ -32,6 +35,25 @@ class PhaseCounters:
     def drain(self) -> dict[str, int]:
         """Events since the last call."""
         events, self._events = self._events, {}
+        return events
+
+    def drain_with(
+        self, entered: Iterable[tuple[str, int]], requests: Iterable[tuple[str, int]]
+    ) -> dict[str, int]:
+        """The same, and what a phase router counts.
+
+        Args:
+            entered: phases, and how often each was entered since the last call.
+            requests: phases, and how many are in each now; left out where nothing changed.
+        """
+        events = self.drain()
+        for phase, number in entered:
+            events[f"{PHASE_CHANGE}:{phase}"] = number
+        now = dict(requests)
+        if now != self._requests:
+            self._requests = now
+            for phase, number in now.items():
+                events[f"{REQUESTS}:{phase}"] = number
         return events
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 from exit_driver import exit_driver, thinker
+from scheduler_driver import THINK_END
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.signals import SIGNALS_FIELD
+from meridian_patch.phase.router import Phase
 
 
 @pytest.fixture
@@ -60,3 +62,32 @@ def test_probes_that_cannot_be_ended(driver, monkeypatch, names):
     assert not set(ended) & set(scheduler.requests)
     driver.drain()
     assert not scheduler.requests
+
+
+@pytest.mark.parametrize("hook", ["observe", "expects"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_boundary_that_could_not_be_followed(monkeypatch, demo_model, hook, is_async):
+    """The request is judged by all of its tokens: it answers, and no close comes behind that."""
+    driver = exit_driver(
+        monkeypatch, demo_model, is_async=is_async, EXIT__EAT="false", EXIT__MAX_THINK_TOKENS="60"
+    )
+    router = driver.scheduler.phase_router
+    follow = getattr(router, hook)
+
+    def fails_at_the_end(*args):
+        state = router.get("r")
+        tokens = args[0][0] if hook == "expects" and args[0] else state.known[-1:] if state else []
+        if THINK_END in tokens:
+            raise RuntimeError("cannot follow")
+        return follow(*args)
+
+    monkeypatch.setattr(router, hook, fails_at_the_end)
+    driver.add(thinker("r", 40, prompt_tokens=40))
+    for _ in range(60):
+        driver.step()
+    assert num_failed(driver)
+    assert router.get("r").phase is Phase.ANSWER
+    driver.drain()
+    assert not driver.forced
+    assert not driver.scheduler.requests
+    assert set(router.counts.values()) == {0}
