@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.probe_request import ProbeRequest
@@ -301,7 +302,8 @@ class Checker(Recorder):
         """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made.
 
         Not while an answer waits, whatever it waits for: probes are put off for all of them, those
-        with images and LoRA adapters too.
+        with images and LoRA adapters too. And under vLLM's priority policy a probe has the priority
+        of its parent, and stands behind a request of a higher one that finds no room.
         """
         scheduler = self._arm.scheduler
         probes = scheduler.exits.probes if scheduler.exits else None
@@ -318,7 +320,13 @@ class Checker(Recorder):
         if not is_roomy:
             self._is_probe_due.clear()
             return
-        ready = [name for name, due in probes._due.items() if probes._is_ready(due)]
+        is_by_priority = scheduler.policy == SchedulingPolicy.PRIORITY
+        first = scheduler.waiting.peek_request() if is_by_priority and scheduler.waiting else None
+        ready = [
+            name
+            for name, due in probes._due.items()
+            if probes._is_ready(due) and not (first is not None and first < due.parent)
+        ]
         self._is_probe_due = {name: self._is_probe_due.get(name, 0) + 1 for name in ready}
         for name, steps in self._is_probe_due.items():
             if steps > PATIENCE_STEPS:
