@@ -6,7 +6,7 @@ vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons l
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
@@ -36,8 +36,15 @@ class ComingStep(NamedTuple):
     least_chunk: int = 1
 
 
-def next_in_line(scheduler: Any, step: ComingStep | None = None) -> Any | None:
+def next_in_line(
+    scheduler: Any, step: ComingStep | None = None, without: Collection[str] = ()
+) -> Any | None:
     """The first waiting request that lacks nothing, or nothing but blocks.
+
+    Args:
+        scheduler: upstream's.
+        step: the next one.
+        without: running requests that would have made room by then, with their LoRA adapters.
 
     Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
 
@@ -63,7 +70,7 @@ def next_in_line(scheduler: Any, step: ComingStep | None = None) -> Any | None:
         _is_ready(scheduler, one) for one in first(scheduler.kv_holding_waiting, _MOST_LOOKED_AT)
     ):
         return None
-    adapters = _adapters(scheduler) if scheduler.lora_config else None
+    adapters = _adapters(scheduler, without) if scheduler.lora_config else None
     for request in first(scheduler.waiting, _MOST_LOOKED_AT):
         if not _is_ready(scheduler, request) or not _has_adapter(scheduler, request, adapters):
             continue
@@ -214,10 +221,12 @@ def _is_ready(scheduler: Any, request: Any) -> bool:
     return not request.num_stale_output_tokens or request.drop_stale_output
 
 
-def _adapters(scheduler: Any) -> set[int]:
-    """Ids of the LoRA adapters that running requests use."""
+def _adapters(scheduler: Any, without: Collection[str]) -> set[int]:
+    """Ids of the LoRA adapters that running requests use, but for some of them."""
     return {
-        request.lora_request.lora_int_id for request in scheduler.running if request.lora_request
+        request.lora_request.lora_int_id
+        for request in scheduler.running
+        if request.lora_request and request.request_id not in without
     }
 
 

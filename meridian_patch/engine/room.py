@@ -1,7 +1,7 @@
 """Which request comes in next, and which make room: admission and time-sharing."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice, takewhile
 from typing import Any
 
@@ -151,14 +151,16 @@ class Room:
         newcomer = next_in_line(scheduler, step)
         if newcomer is None:
             return True
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        missing = needed_blocks(scheduler, newcomer) - free
+        missing = self._num_missing(scheduler, newcomer)
         # A block more for each request that runs is more than enough where none computes a prompt.
         if missing + len(scheduler.running) <= 0:
             return True
-        return self._may_displace_for(newcomer, now_s) and self._displace(
-            scheduler, newcomer, missing, step
-        )
+        return self._displace(scheduler, newcomer, now_s, step)
+
+    def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
+        """Blocks that it lacks before the running requests take theirs."""
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return int(needed_blocks(scheduler, newcomer) - free)
 
     def _may_displace_for(self, newcomer: Any, now_s: float) -> bool:
         if self._sharing is None:
@@ -168,18 +170,44 @@ class Room:
         was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
         return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
 
-    def _displace(self, scheduler: Any, newcomer: Any, missing: int, step: ComingStep) -> bool:
+    def _displace(self, scheduler: Any, newcomer: Any, now_s: float, step: ComingStep) -> bool:
         """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
 
-        ``missing`` is how many it lacks before the running requests take theirs.
+        With a thinker its LoRA adapter may go, which lets another request come first; then it is
+        that one for which room is made, or none.
         """
+        taken = taken_blocks(scheduler, step)
+        for _ in range(2):
+            if not self._may_displace_for(newcomer, now_s):
+                return False
+            missing = self._num_missing(scheduler, newcomer) + sum(taken.values())
+            if missing <= 0:
+                return True
+            chosen = self._choose(scheduler, newcomer, missing, taken)
+            if not chosen:
+                return False
+            names = [thinker.request_id for thinker in chosen]
+            first_in = newcomer
+            if scheduler.lora_config:
+                first_in = next_in_line(scheduler, step, names)
+            if first_in is newcomer and self._fits_without(scheduler, names):
+                self._preempt(scheduler, names)
+                self._made_room[newcomer] = newcomer.num_preemptions
+                return True
+            assert self._sharing is not None
+            self._sharing.refund(chosen)
+            if first_in is None or first_in is newcomer:
+                return False
+            newcomer = first_in
+        return False
+
+    def _choose(
+        self, scheduler: Any, newcomer: Any, missing: int, taken: dict[str, int]
+    ) -> list[Thinker]:
+        """Thinkers that are to make room; none where they do not suffice."""
         assert self._sharing is not None
         requests = scheduler.requests
-        taken = taken_blocks(scheduler, step)
-        missing += sum(taken.values())
-        if missing <= 0:
-            return True
-        chosen = self._sharing.choose(
+        return self._sharing.choose(
             self._thinkers(scheduler, newcomer),
             missing,
             # A displaced request takes no block either.
@@ -188,26 +216,23 @@ class Room:
                 + taken.get(thinker.request_id, 0)
             ),
         )
-        if chosen and self._is_forecasting and not self._fits_without(scheduler, chosen):
-            self._sharing.refund(chosen)
-            return False
-        for thinker in chosen:
-            request = requests[thinker.request_id]
+
+    def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
+        for name in names:
+            request = scheduler.requests[name]
             scheduler.running.remove(request)
             # Load-bearing: as upstream preempts, before the step rather than in it.
             scheduler._preempt_request(
                 request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
             )
             # Load-bearing: for model runner V1 a request that is back at once never left.
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            scheduler.prev_step_scheduled_req_ids.discard(name)
             self._waiting_order.put_behind(request, scheduler.waiting)
-        if chosen:
-            self._made_room[newcomer] = newcomer.num_preemptions
-        return bool(chosen)
 
-    def _fits_without(self, scheduler: Any, chosen: list[Thinker]) -> bool:
+    def _fits_without(self, scheduler: Any, names: Collection[str]) -> bool:
         """Whether one more is admissible once these have made room."""
-        names = {thinker.request_id for thinker in chosen}
+        if not self._is_forecasting:
+            return True
         left = [
             one
             for one in scheduler.running

@@ -139,7 +139,10 @@ def test_no_request_makes_room_for_one_that_lacks_something_else(demo_model, is_
 
 @pytest.mark.parametrize("block", [set_grammar, set_adapter, set_loading, set_stale])
 def test_room_is_made_for_the_first_that_upstream_does_not_skip(demo_model, block):
-    """One that is skipped keeps those behind it from nothing."""
+    """One that is skipped keeps those behind it from nothing.
+
+    With a thinker its adapter may go, and the one that lacked a slot comes in before.
+    """
     driver = full_pool(demo_model)
     driver.add(newcomer(BLOCKS - 22))
     block(driver, driver.scheduler.requests["new"])
@@ -147,8 +150,22 @@ def test_room_is_made_for_the_first_that_upstream_does_not_skip(demo_model, bloc
     assert next_in_line(driver.scheduler).request_id == "next"
     while not driver.deliveries["next"]:
         driver.step()
-    assert displaced(driver) == 1
+    assert displaced(driver) == (2 if block is set_adapter else 1)
     assert "other" in driver.scheduler.requests
+
+
+def test_no_request_makes_room_where_its_adapter_lets_a_longer_one_come_first(demo_model):
+    """With its adapter gone the longer one is next, and lacks blocks all the same."""
+    driver = full_pool(demo_model)
+    driver.scheduler.kv_cache_manager.block_pool.get_new_blocks(4)
+    driver.add(newcomer(BLOCKS - 4))
+    set_adapter(driver, driver.scheduler.requests["new"])
+    driver.add(newcomer(BLOCKS - 26, "next", 53))
+    assert next_in_line(driver.scheduler).request_id == "next"
+    assert next_in_line(driver.scheduler, without={"long"}).request_id == "new"
+    for _ in range(50):
+        driver.step()
+    assert not displaced(driver)
 
 
 @SYNC_AND_ASYNC

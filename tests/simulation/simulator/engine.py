@@ -172,6 +172,8 @@ class Arm:
         output: SchedulerOutput = self.watch.schedule(self)
         self.num_steps += 1
         step = self.workers.execute(output)
+        requests = self.scheduler.requests
+        step.preemptions = {name: requests[name].num_preemptions for name in step.starts}
         begin_s = max(self.clock.now, self._last_done_s)
         self._last_done_s = begin_s + self.seconds(output.total_num_scheduled_tokens)
         self._done_s[id(output)] = self._last_done_s
@@ -216,7 +218,8 @@ class Arm:
         pairs = [
             pair
             for pair in zip(made.req_ids, made.draft_token_ids, strict=True)
-            if pair[0] not in requests or requests[pair[0]].status != RequestStatus.PREEMPTED
+            if pair[0] not in requests
+            or requests[pair[0]].num_preemptions == step.preemptions.get(pair[0])
         ]
         return DraftTokenIds([name for name, _ in pairs], [drafts for _, drafts in pairs])
 

@@ -31,12 +31,14 @@ class Step:
     Attributes:
         starts: computed tokens of each request when it began, as the scheduler said.
         is_deferred: its masks were made once the step before it had come back.
+        preemptions: of each request when it began.
     """
 
     output: Any
     starts: dict[str, int]
     result: ModelRunnerOutput | None = None
     is_deferred: bool = False
+    preemptions: dict[str, int] = field(default_factory=dict)
 
 
 class Workers:
