@@ -395,4 +395,6 @@ class Limited:
             scheduler.max_num_active_reqs = min(active, self._limits.max_active)
 
     def __exit__(self, *_error: object) -> None:
-        self._scheduler.max_num_scheduled_tokens, self._scheduler.max_num_active_reqs = self._before
+        scheduler, (budget, active) = self._scheduler, self._before
+        scheduler.max_num_scheduled_tokens = budget
+        scheduler.max_num_active_reqs = active
