@@ -159,7 +159,7 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
     manager = scheduler.kv_cache_manager
     name = request.request_id
     freed = sum(len(held) - count_shared(held) for held in manager.get_blocks(name).blocks)
-    hit = _held_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
+    hit = held_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
     if not hit:
         return freed
     for group in _full_attention(manager):
@@ -239,12 +239,16 @@ def _has_adapter(scheduler: Any, request: Any, adapters: set[int] | None) -> boo
 
 def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
     """Blocks of the request's prefix that are in the cache and that running requests hold."""
-    hit = _held_tokens(manager, request, tokens)
+    hit = held_tokens(manager, request, tokens)
     return sum(hit // group.block_size for group in _full_attention(manager)) if hit else 0
 
 
-def _held_tokens(manager: Any, request: Any, tokens: int) -> int:
-    """Tokens of the request's prefix that are in the cache and that running requests hold."""
+def held_tokens(manager: Any, request: Any, tokens: int) -> int:
+    """Tokens of the request's prefix that are in the cache and that running requests hold.
+
+    The same tokens may be cached twice, and only one of the two be held. Load-bearing: a look-up
+    finds what was cached first.
+    """
     if not manager.prefix_cache_lookup_enabled(request):
         return 0
     full = list(_full_attention(manager))

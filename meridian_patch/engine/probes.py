@@ -15,6 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.admissible import held_tokens
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.probe_seats import ProbeSeats, free_seats
 from meridian_patch.exit.actions import Probe
@@ -269,12 +270,18 @@ class Probes:
         places = min(self._num_places(), self.seats.places)
         tokens_left = self._num_tokens_left(token_budget)
         context_left = self._limits.context_tokens
-        blocks_left = self._num_blocks_left()
+        blocks_left, manager = self._num_blocks_left(), self._scheduler.kv_cache_manager
         for due in self._due.values():
             if not self._is_ready(due):
                 continue
-            own_tokens = due.prefix_tokens - self._num_cached(due.prefix_tokens)
-            own_tokens += len(self._suffix)
+            cached = self._num_cached(due.prefix_tokens)
+            own_tokens = due.prefix_tokens - cached + len(self._suffix)
+            # Of a prefix that is cached twice the look-up may find the one that no request holds.
+            unheld = 0
+            if self._holds_all:
+                unheld = cached - held_tokens(manager, due.parent, cached + 1)
+            if unheld and -(-(unheld + own_tokens) // self._block_size) > blocks_left:
+                continue
             tokens_left -= own_tokens
             blocks_left -= -(-own_tokens // self._block_size)
             context_left -= due.prefix_tokens

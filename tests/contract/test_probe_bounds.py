@@ -1,6 +1,7 @@
 """What a probe may not exceed, on the real scheduler: the model's length, a step's tokens."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -231,3 +232,31 @@ def test_a_probe_of_a_seeded_parent_has_no_seed(driver_for):
     assert [params.seed for params in seen] == [7] + [None] * (len(seen) - 1)
     assert len(seen) > 20
     driver.drain()
+
+
+def test_no_probe_is_made_whose_prefix_is_found_where_no_request_holds_it(monkeypatch, demo_model):
+    """Two requests thought the same; the one whose blocks were cached first is gone."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=False, blocks=120, **PROBED)
+    seen, scheduler = watch(driver), driver.scheduler
+    pool, manager = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_manager
+    gone = thinker("a", think_tokens=900)
+    driver.add(gone)
+    driver.add(replace(gone, request_id="b"))
+    while scheduler.requests["b"].num_output_tokens < 20 * BLOCK_SIZE:
+        driver.step()
+    [found] = pool.get_cached_block(scheduler.requests["b"].block_hashes[9], [0])
+    first = next(name for name in "ab" if found in manager.get_blocks(name).blocks[0])
+    driver.abort(first)
+    # What is left free is nearly all that it held.
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 18)
+    made, make = [], scheduler.exits.probes._make
+    scheduler.exits.probes._make = lambda *args: made.append(args) or make(*args)
+    for _ in range(30):
+        driver.step()
+    assert not made
+    pool.free_blocks(taken)
+    seen.clear()
+    while not seen:
+        driver.step()
+    driver.drain()
+    assert is_empty(driver)

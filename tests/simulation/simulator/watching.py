@@ -8,6 +8,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.admissible import held_tokens
 from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.router import Phase
 from simulator.engine import Arm, Watch
@@ -298,12 +299,18 @@ class Checker(Recorder):
             self._made_room.clear()
             raise Failure("displacing", f"{names} made room and no request came in")
 
+    def _holds_prefix(self, probes: Any, due: Any) -> bool:
+        cached = probes._num_cached(due.prefix_tokens)
+        manager = self._arm.scheduler.kv_cache_manager
+        return not probes._holds_all or held_tokens(manager, due.parent, cached + 1) >= cached
+
     def _check_probes(self, output: Any) -> None:
         """Invariant 4, of probes: with a seat, tokens and blocks to spare one is made.
 
         Not while an answer waits, whatever it waits for: probes are put off for all of them, those
         with images and LoRA adapters too. And under vLLM's priority policy a probe has the priority
-        of its parent, and stands behind a request of a higher one that finds no room.
+        of its parent, and stands behind a request of a higher one that finds no room. A prefix that
+        is cached twice may be found where no request holds it, and costs free blocks then.
         """
         scheduler = self._arm.scheduler
         probes = scheduler.exits.probes if scheduler.exits else None
@@ -325,7 +332,9 @@ class Checker(Recorder):
         ready = [
             name
             for name, due in probes._due.items()
-            if probes._is_ready(due) and not (first is not None and first < due.parent)
+            if probes._is_ready(due)
+            and not (first is not None and first < due.parent)
+            and self._holds_prefix(probes, due)
         ]
         self._is_probe_due = {name: self._is_probe_due.get(name, 0) + 1 for name in ready}
         for name, steps in self._is_probe_due.items():
