@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.probe_request import ProbeRequest
@@ -94,19 +94,31 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     """
     manager = scheduler.kv_cache_manager
     tokens = _gated_tokens(scheduler, request)
+    watermark = manager.watermark_blocks if scheduler.running else 0
+    groups = manager.coordinator.single_type_managers
+    hit, hit_tokens = manager.empty_kv_cache_blocks.blocks, 0
+    is_recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    if is_recurrent and manager.prefix_cache_lookup_enabled(request):
+        # Load-bearing: no request is admitted on a state that is computed in the same step, and
+        # more blocks are wanted than there are for one on a state of the step before. A prompt that
+        # is under way computes the next one. The look-up changes nothing, and is short: blocks of
+        # these models are large.
+        hit, hit_tokens, _ = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
     # Load-bearing: changes nothing, and caps what a sliding window holds, as the gate does.
     whole = manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
         num_tokens=tokens,
-        new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+        new_computed_blocks=hit,
         num_encoder_tokens=0,
-        total_computed_tokens=0,
-        num_local_computed_tokens=0,
+        total_computed_tokens=hit_tokens,
+        num_local_computed_tokens=hit_tokens,
         num_tokens_main_model=tokens,
         apply_admission_cap=True,
     )
-    watermark = manager.watermark_blocks if scheduler.running else 0
-    return int(whole + watermark - _num_held_hits(manager, request, tokens))
+    held = 0 if is_recurrent else _num_held_hits(manager, request, tokens)
+    return int(whole + watermark - held)
 
 
 def taken_blocks(scheduler: Any, step: ComingStep) -> dict[str, int]:

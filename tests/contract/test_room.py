@@ -4,9 +4,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt, sliding_window
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.admissible import freed_blocks, needed_blocks, next_in_line
@@ -87,6 +89,31 @@ def test_what_a_request_needs_is_what_upstream_takes(demo_model, is_hit):
         pool.get_new_blocks(pool.get_num_free_blocks() - needed - spare)
         driver.scheduler.schedule()
         assert (new.status == RequestStatus.RUNNING) is (spare == 0)
+
+
+def test_no_room_is_made_for_a_request_on_a_state_that_is_being_computed(demo_model):
+    """vLLM admits none to such a step; it comes in behind that."""
+    mamba = MambaSpec(
+        block_size=BLOCK_SIZE, shapes=((2, 512),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    driver = driver_for(
+        demo_model,
+        blocks=100,
+        groups=(full_attention(), mamba),
+        mamba_cache_mode="align",
+        max_num_batched_tokens=4 * BLOCK_SIZE,
+    )
+    driver.add(job("runs", 1, prompt=10 * BLOCK_SIZE, think=400))
+    driver.step()
+    shared = driver.scheduler.requests["runs"].prompt_token_ids[: 8 * BLOCK_SIZE]
+    tokens = (*shared, *make_prompt(random.Random(9), 60, thinks=True, shared=9))
+    driver.add(Job("new", tokens, 2, 3))
+    [new] = driver.scheduler.waiting
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    assert needed_blocks(driver.scheduler, new) > pool.num_gpu_blocks
+    for _ in range(5):
+        driver.step()
+    assert new.status == RequestStatus.RUNNING
 
 
 def set_grammar(driver, request):
