@@ -155,7 +155,9 @@ class Room:
         # A block more for each request that runs is more than enough where none computes a prompt.
         if missing + len(scheduler.running) <= 0:
             return True
-        return self._displace(scheduler, newcomer, now_s, step)
+        return self._may_displace_for(newcomer, now_s) and self._displace(
+            scheduler, newcomer, missing, now_s, step
+        )
 
     def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
         """Blocks that it lacks before the running requests take theirs."""
@@ -170,7 +172,9 @@ class Room:
         was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
         return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
 
-    def _displace(self, scheduler: Any, newcomer: Any, now_s: float, step: ComingStep) -> bool:
+    def _displace(
+        self, scheduler: Any, newcomer: Any, missing: int, now_s: float, step: ComingStep
+    ) -> bool:
         """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
 
         With a thinker its LoRA adapter may go, which lets another request come first; then it is
@@ -178,9 +182,7 @@ class Room:
         """
         taken = taken_blocks(scheduler, step)
         for _ in range(2):
-            if not self._may_displace_for(newcomer, now_s):
-                return False
-            missing = self._num_missing(scheduler, newcomer) + sum(taken.values())
+            missing += sum(taken.values())
             if missing <= 0:
                 return True
             chosen = self._choose(scheduler, newcomer, missing, taken)
@@ -196,9 +198,10 @@ class Room:
                 return True
             assert self._sharing is not None
             self._sharing.refund(chosen)
-            if first_in is None or first_in is newcomer:
+            is_other = first_in is not None and first_in is not newcomer
+            if not is_other or not self._may_displace_for(first_in, now_s):
                 return False
-            newcomer = first_in
+            newcomer, missing = first_in, self._num_missing(scheduler, first_in)
         return False
 
     def _choose(

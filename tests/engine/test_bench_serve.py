@@ -48,6 +48,7 @@ def wait_for(line: str, log: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_pair_is_measured_and_reported(tmp_path):
     """Two servers, one trace: all requests end, and every figure has a ratio to stock."""
     bench = start_bench(tmp_path, "--pairs", "1")

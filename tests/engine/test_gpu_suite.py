@@ -9,7 +9,7 @@ import pytest
 
 from meridian_patch.envs import environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 COMMAND = (sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command", "--rehearse")
 
