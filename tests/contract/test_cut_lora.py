@@ -3,11 +3,9 @@
 import random
 
 import pytest
-import torch
-from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt
+from scheduler_driver import BLOCK_SIZE, Job, aligned_mamba, full_attention, make_prompt
 from tier_driver import driver_for, preempt, step_until
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from meridian_patch.phase.router import Phase
 
@@ -27,13 +25,10 @@ def cut(demo_model, monkeypatch):
     """Cut steps of a model whose prompts are computed in whole blocks; one adapter at a time."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name}", value)
-    mamba = MambaSpec(
-        block_size=BLOCK_SIZE, shapes=((2, 512),), dtypes=(torch.float32,), mamba_cache_mode="align"
-    )
     driver = driver_for(
         demo_model,
         blocks=600,
-        groups=(full_attention(), mamba),
+        groups=(full_attention(), aligned_mamba()),
         max_num_seqs=48,
         mamba_cache_mode="align",
         long_prefill_token_threshold=2 * BLOCK_SIZE,

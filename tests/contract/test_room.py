@@ -4,11 +4,16 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import torch
-from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt, sliding_window
+from scheduler_driver import (
+    BLOCK_SIZE,
+    Job,
+    aligned_mamba,
+    full_attention,
+    make_prompt,
+    sliding_window,
+)
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.admissible import freed_blocks, needed_blocks, next_in_line
@@ -93,13 +98,10 @@ def test_what_a_request_needs_is_what_upstream_takes(demo_model, is_hit):
 
 def test_no_room_is_made_for_a_request_on_a_state_that_is_being_computed(demo_model):
     """vLLM admits none to such a step; it comes in behind that."""
-    mamba = MambaSpec(
-        block_size=BLOCK_SIZE, shapes=((2, 512),), dtypes=(torch.float32,), mamba_cache_mode="align"
-    )
     driver = driver_for(
         demo_model,
         blocks=100,
-        groups=(full_attention(), mamba),
+        groups=(full_attention(), aligned_mamba()),
         mamba_cache_mode="align",
         max_num_batched_tokens=4 * BLOCK_SIZE,
     )

@@ -3,12 +3,10 @@
 import random
 
 import pytest
-import torch
-from scheduler_driver import BLOCK_SIZE, Job, full_attention, make_prompt
+from scheduler_driver import BLOCK_SIZE, Job, aligned_mamba, full_attention, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.router import Phase
@@ -90,16 +88,10 @@ def test_without_chunked_prefill_a_request_that_is_not_ready_does_not_block_othe
 
 def hybrid(demo_model, **engine_args):
     """A model whose Mamba state is cached at block boundaries."""
-    mamba = MambaSpec(
-        block_size=BLOCK_SIZE,
-        shapes=((2, 512),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode="align",
-    )
     driver = driver_for(
         demo_model,
         blocks=600,
-        groups=(full_attention(), mamba),
+        groups=(full_attention(), aligned_mamba()),
         max_num_seqs=48,
         mamba_cache_mode="align",
         **engine_args,

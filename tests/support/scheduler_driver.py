@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -87,6 +88,13 @@ def make_prompt(rng: random.Random, tokens: int, *, thinks: bool, shared: int = 
 def full_attention(block_size: int = BLOCK_SIZE) -> FullAttentionSpec:
     return FullAttentionSpec(
         block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+
+
+def aligned_mamba() -> MambaSpec:
+    """A recurrent state that is cached at block boundaries."""
+    return MambaSpec(
+        block_size=BLOCK_SIZE, shapes=((2, 512),), dtypes=(torch.float32,), mamba_cache_mode="align"
     )
 
 
