@@ -67,13 +67,19 @@ def run_policy_micro(parsed: argparse.Namespace) -> int:
     operations: Row = {}
     try:
         with Progress(console=console, transient=True, refresh_per_second=2) as progress:
-            task = progress.add_task("steps", total=len(running) * len(waiting) * steps)
+            total = len(running) * len(waiting) * steps + (steps if deep else 0)
+            task = progress.add_task("steps", total=total)
+
+            def advance() -> None:
+                progress.advance(task)
+
+            # First, with nothing else in the process: the schedulers of the other measurements
+            # would push what it measures out of the caches.
+            if deep:
+                operations = measure_operations(DEEP_RUNNING, deep, steps, seed, advance)
             for many in running:
                 for behind in waiting:
-                    seen = measure(many, behind, steps, seed, lambda: progress.advance(task))
-                    rows += figures(many, behind, seen)
-        if deep:
-            operations = measure_operations(DEEP_RUNNING, deep, steps, seed)
+                    rows += figures(many, behind, measure(many, behind, steps, seed, advance))
     except KeyboardInterrupt:
         is_interrupted = True
         print("meridian: interrupted, what was measured so far is written", file=sys.stderr)
@@ -127,7 +133,9 @@ def measure(running: int, waiting: int, steps: int, seed: int, on_step: Callable
     return seen
 
 
-def measure_operations(running: int, waiting: int, steps: int, seed: int) -> Row:
+def measure_operations(
+    running: int, waiting: int, steps: int, seed: int, on_step: Callable[[], None]
+) -> Row:
     """CPU time of each operation of ours with a full pool and a deep queue, by operation."""
     from meridian_patch.engine.deep_queue import DeepQueue
     from meridian_patch.engine.replay_types import ReplayArm
@@ -144,6 +152,7 @@ def measure_operations(running: int, waiting: int, steps: int, seed: int) -> Row
         for _ in range(steps):
             queue.step()
             displaced = max(displaced, queue.num_displaced)
+            on_step()
     finally:
         gc.unfreeze()
     taken = {name: np.array(seconds) * 1e6 for name, seconds in queue.seconds.items()}
