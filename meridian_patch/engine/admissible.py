@@ -7,6 +7,7 @@ vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons l
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
@@ -14,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.probe_request import ProbeRequest
-from meridian_patch.engine.shared_blocks import count_shared
+from meridian_patch.engine.shared_blocks import count_shared, is_own
 from meridian_patch.engine.waiting import first
 
 # Waiting requests that are looked at: those that vLLM skips may be many.
@@ -95,17 +96,11 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     manager = scheduler.kv_cache_manager
     tokens = _gated_tokens(scheduler, request)
     watermark = manager.watermark_blocks if scheduler.running else 0
-    groups = manager.coordinator.single_type_managers
-    hit, hit_tokens = manager.empty_kv_cache_blocks.blocks, 0
-    is_recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-    if is_recurrent and manager.prefix_cache_lookup_enabled(request):
-        # Load-bearing: no request is admitted on a state that is computed in the same step, and
-        # more blocks are wanted than there are for one on a state of the step before. A prompt that
-        # is under way computes the next one. The look-up changes nothing, and is short: blocks of
-        # these models are large.
-        hit, hit_tokens, _ = manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, request.num_tokens - 1
-        )
+    found = _recurrent_hit(manager, request)
+    # Load-bearing: no request is admitted on a state that is computed in the same step, and more
+    # blocks are wanted than there are for one on a state of the step before. A prompt that is under
+    # way computes the next one.
+    hit, hit_tokens = found or (manager.empty_kv_cache_blocks.blocks, 0)
     # Load-bearing: changes nothing, and caps what a sliding window holds, as the gate does.
     whole = manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
@@ -117,7 +112,8 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
         num_tokens_main_model=tokens,
         apply_admission_cap=True,
     )
-    held = 0 if is_recurrent else _num_held_hits(manager, request, tokens)
+    # What is held of this hit is not asked for.
+    held = 0 if found else _num_held_hits(manager, request, tokens)
     return int(whole + watermark - held)
 
 
@@ -170,7 +166,12 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
     """
     manager = scheduler.kv_cache_manager
     name = request.request_id
-    freed = sum(len(held) - count_shared(held) for held in manager.get_blocks(name).blocks)
+    blocks = manager.get_blocks(name).blocks
+    freed = sum(len(held) - count_shared(held) for held in blocks)
+    found = _recurrent_hit(manager, newcomer) if freed else None
+    if found is not None:
+        ids = {block.block_id for held in blocks for block in held}
+        return freed - sum(is_own(one) and one.block_id in ids for one in chain(*found[0]))
     hit = held_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
     if not hit:
         return freed
@@ -247,6 +248,22 @@ def _has_adapter(scheduler: Any, request: Any, adapters: set[int] | None) -> boo
         return True
     is_loaded = request.lora_request.lora_int_id in adapters
     return is_loaded or len(adapters) < scheduler.lora_config.max_loras
+
+
+def _recurrent_hit(manager: Any, request: Any) -> tuple[tuple[list[Any], ...], int] | None:
+    """Cached blocks by group, and tokens, of a request's prefix in a model with a recurrent state.
+
+    None for other models, and where a request does not look them up. The look-up changes
+    nothing, and is short: blocks of these models are large.
+    """
+    groups = manager.coordinator.single_type_managers
+    is_recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    if not is_recurrent or not manager.prefix_cache_lookup_enabled(request):
+        return None
+    blocks, tokens, _ = manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, request.num_tokens - 1
+    )
+    return blocks, tokens
 
 
 def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:

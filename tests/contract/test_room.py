@@ -345,6 +345,39 @@ def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_
 
 
 @SYNC_AND_ASYNC
+def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_model, is_async):
+    """With a cached state behind it, the newcomer does not need the prefix while it is held."""
+    driver = full_pool(
+        demo_model,
+        prompt=10 * BLOCK_SIZE,
+        is_async=is_async,
+        blocks=80,
+        groups=(full_attention(), aligned_mamba()),
+        mamba_cache_mode="align",
+        max_num_batched_tokens=4 * BLOCK_SIZE,
+    )
+    scheduler = driver.scheduler
+    long, other = scheduler.requests["long"], scheduler.requests["other"]
+    shared = long.prompt_token_ids[: 8 * BLOCK_SIZE]
+    driver.add(Job("new", (*shared, *make_prompt(random.Random(9), 800, thinks=True)), 2, 3))
+    new = scheduler.requests["new"]
+    # 33 blocks and a state: without the 8 that are held, and with the state that is not.
+    assert needed_blocks(scheduler, new) == 33 - 8 + 2
+    blocks = scheduler.kv_cache_manager.get_blocks("long").blocks
+    held = sum(not block.is_null for group in blocks for block in group)
+    assert freed_blocks(scheduler, long, new) == held - 8
+    assert freed_blocks(scheduler, long, other) == held
+    pool = scheduler.kv_cache_manager.block_pool
+    # As few as suffice by what it holds, and not by what it holds beside the newcomer's prefix.
+    pool.get_new_blocks(pool.get_num_free_blocks() - needed_blocks(scheduler, new) + held - 4)
+    other.num_preemptions = 1000
+    for _ in range(20):
+        driver.step()
+    assert new.status != RequestStatus.RUNNING
+    assert not displaced(driver)
+
+
+@SYNC_AND_ASYNC
 def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, is_async):
     """The answer goes first and lacks more blocks than a displaced thinker would free."""
     driver = full_pool(demo_model, is_async=is_async, blocks=80)
