@@ -60,7 +60,8 @@ def next_in_line(
     9. It lacks blocks.
 
     Not foreseen, because to ask would change something: whether a KV connector or an encoder
-    connector knows its answer yet, and whether prefill is put off for data-parallel balance.
+    connector knows its answer yet (see ``Refusals``), and whether prefill is put off for
+    data-parallel balance.
     """
     is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
     if scheduler._pause_state != PauseState.UNPAUSED or is_full:

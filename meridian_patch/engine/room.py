@@ -18,6 +18,7 @@ from meridian_patch.engine.admissible import (
 )
 from meridian_patch.engine.forecasts import Forecasts
 from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.refusals import Refusals
 from meridian_patch.engine.waiting import WaitingOrder, first
 from meridian_patch.phase.router import Phase, PhaseRouter
 from meridian_patch.policy.admission import count_admissible
@@ -66,6 +67,8 @@ class Room:
         self._away: dict[Any, float] = {}
         # Requests for which others were displaced, with how often they had been preempted by then.
         self._made_room: dict[Any, int] = {}
+        # Made where there is a connector: what it answers is not foreseen.
+        self._refusals: Refusals | None = None
         # The last answer, and for how many steps it stands where there was no room.
         self._max_active: int | None = None
         self._steps_left = 0
@@ -74,6 +77,8 @@ class Room:
         """A request is gone, and with it what it held."""
         self._away.pop(request, None)
         self._made_room.pop(request, None)
+        if self._refusals:
+            self._refusals.left(request)
         self._steps_left = 0
 
     def preempted(self, request: Any, now_s: float) -> None:
@@ -155,9 +160,23 @@ class Room:
         # A block more for each request that runs is more than enough where none computes a prompt.
         if missing + len(scheduler.running) <= 0:
             return True
-        return self._may_displace_for(newcomer, now_s) and self._displace(
-            scheduler, newcomer, missing, now_s, step
-        )
+        if not self._may_displace_for(newcomer, now_s):
+            return False
+        # Otherwise it is known in the next step.
+        is_known = self._lacks_only_blocks(scheduler, newcomer)
+        return not is_known or self._displace(scheduler, newcomer, missing, now_s, step)
+
+    def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
+        """Whether nothing else keeps the next in line out, as far as can be known.
+
+        A connector may not know yet what it has of a request, and upstream skips the request then:
+        with one, upstream must have wanted the blocks in vain.
+        """
+        if scheduler.connector is None and scheduler.ec_connector is None:
+            return True
+        if self._refusals is None:
+            self._refusals = Refusals(scheduler.kv_cache_manager)
+        return self._refusals.is_last(newcomer)
 
     def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
         """Blocks that it lacks before the running requests take theirs."""
@@ -198,8 +217,12 @@ class Room:
                 return True
             assert self._sharing is not None
             self._sharing.refund(chosen)
-            is_other = first_in is not None and first_in is not newcomer
-            if not is_other or not self._may_displace_for(first_in, now_s):
+            if (
+                first_in is None
+                or first_in is newcomer
+                or not self._lacks_only_blocks(scheduler, first_in)
+                or not self._may_displace_for(first_in, now_s)
+            ):
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
         return False

@@ -1,6 +1,7 @@
 """For which waiting requests room is made, on vLLM's real scheduler with a full KV pool."""
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,10 @@ from scheduler_driver import (
     sliding_window,
 )
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
@@ -210,6 +215,48 @@ def test_room_is_made_once_for_a_newcomer_that_is_not_admitted(demo_model, is_as
     del driver.scheduler._ec_transfer_pending
     driver.drain()
     assert driver.deliveries["new"]
+
+
+class Undecided(KVConnectorBase_V1):
+    """A KV connector that has nothing, and knows it of each request once it was asked five times.
+
+    Attributes:
+        asked: how often, by request.
+    """
+
+    def __init__(self):
+        self.asked = Counter()
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.asked[request.request_id] += 1
+        return (None if self.asked[request.request_id] <= 5 else 0), False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        pass
+
+    def build_connector_meta(self, scheduler_output):
+        return KVConnectorMetadata()
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = None
+
+
+@SYNC_AND_ASYNC
+def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(demo_model, is_async):
+    """vLLM skips it until then, and the displaced one would come back in its place."""
+    driver = full_pool(demo_model, is_async=is_async)
+    driver.scheduler.connector = connector = Undecided()
+    driver.add(newcomer(BLOCKS - 22))
+    new = driver.scheduler.requests["new"]
+    while not displaced(driver):
+        driver.step()
+    assert new.status == RequestStatus.RUNNING
+    # The sixth time it was refused for the lack of blocks.
+    assert connector.asked["new"] == 7
+    assert displaced(driver) == 1
+    driver.drain()
+    assert len(driver.deliveries["new"]) == 7
+    refusals = driver.scheduler.steering._room._refusals
+    assert refusals._last is None
 
 
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
