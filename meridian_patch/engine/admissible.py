@@ -173,7 +173,7 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
     if found is not None:
         ids = {block.block_id for held in blocks for block in held}
         return freed - sum(is_own(one) and one.block_id in ids for one in chain(*found[0]))
-    hit = held_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
+    hit = _hit_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
     if not hit:
         return freed
     for group in _full_attention(manager):
@@ -269,8 +269,15 @@ def _recurrent_hit(manager: Any, request: Any) -> tuple[tuple[list[Any], ...], i
 
 def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
     """Blocks of the request's prefix that are in the cache and that running requests hold."""
-    hit = held_tokens(manager, request, tokens)
+    hit = _hit_tokens(manager, request, tokens)
     return sum(hit // group.block_size for group in _full_attention(manager)) if hit else 0
+
+
+def _hit_tokens(manager: Any, request: Any, tokens: int) -> int:
+    """The same as ``held_tokens`` where the request looks them up, or else 0."""
+    # Load-bearing: a request that asks for log-probabilities of its prompt does not.
+    is_looked_up = manager.prefix_cache_lookup_enabled(request)
+    return held_tokens(manager, request, tokens) if is_looked_up else 0
 
 
 def held_tokens(manager: Any, request: Any, tokens: int) -> int:
@@ -279,8 +286,6 @@ def held_tokens(manager: Any, request: Any, tokens: int) -> int:
     The same tokens may be cached twice, and only one of the two be held. Load-bearing: a look-up
     finds what was cached first.
     """
-    if not manager.prefix_cache_lookup_enabled(request):
-        return 0
     full = list(_full_attention(manager))
     # A hit is as long as all groups have it. Where one of another kind might have less, none is
     # counted unless the end of the prefix is held there too.

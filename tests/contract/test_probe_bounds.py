@@ -260,3 +260,22 @@ def test_no_probe_is_made_whose_prefix_is_found_where_no_request_holds_it(monkey
         driver.step()
     driver.drain()
     assert is_empty(driver)
+
+
+def test_a_thought_that_reads_no_cache_is_probed_from_its_own_blocks(monkeypatch, demo_model):
+    """Prompt log-probabilities keep a request from reading the cache, and not its probes."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=False, blocks=120, **PROBED)
+    seen, scheduler = watch(driver), driver.scheduler
+    driver.add(thinker("a", think_tokens=900))
+    scheduler.requests["a"].skip_reading_prefix_cache = True
+    while scheduler.requests["a"].num_output_tokens < 20 * BLOCK_SIZE:
+        driver.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    seen.clear()
+    for _ in range(30):
+        driver.step()
+    assert len(seen) > 10
+    pool.free_blocks(taken)
+    driver.drain()
+    assert is_empty(driver)
