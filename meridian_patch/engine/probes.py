@@ -280,10 +280,11 @@ class Probes:
             unheld = 0
             if self._holds_all:
                 unheld = cached - held_tokens(manager, due.parent, cached + 1)
-            if unheld and -(-(unheld + own_tokens) // self._block_size) > blocks_left:
+            blocks = -(-(unheld + own_tokens) // self._block_size)
+            if unheld and blocks > blocks_left:
                 continue
             tokens_left -= own_tokens
-            blocks_left -= -(-own_tokens // self._block_size)
+            blocks_left -= blocks
             context_left -= due.prefix_tokens
             has_room = tokens_left >= 0 and blocks_left >= 0
             if len(chosen) >= places or not has_room or (chosen and context_left < 0):

@@ -279,3 +279,31 @@ def test_a_thought_that_reads_no_cache_is_probed_from_its_own_blocks(monkeypatch
     pool.free_blocks(taken)
     driver.drain()
     assert is_empty(driver)
+
+
+def test_a_probe_leaves_what_it_finds_unheld_to_no_other(monkeypatch, demo_model):
+    """Two pairs of requests thought the same; of each, the one whose blocks came first is gone."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=False, blocks=200, **PROBED)
+    seen, scheduler = watch(driver), driver.scheduler
+    pool, manager = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_manager
+    for pair in ("ab", "cd"):
+        gone = thinker(pair, think_tokens=900)
+        for name in pair:
+            driver.add(replace(gone, request_id=name))
+    while scheduler.requests["d"].num_output_tokens < 20 * BLOCK_SIZE:
+        driver.step()
+    for pair in ("ab", "cd"):
+        [found] = pool.get_cached_block(scheduler.requests[pair[0]].block_hashes[9], [0])
+        driver.abort(next(n for n in pair if found in manager.get_blocks(n).blocks[0]))
+    # More than what one of the two held, and less than both.
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 30)
+    refused, take_back = [], scheduler.exits.probes._take_back
+    scheduler.exits.probes._take_back = lambda probe: refused.append(probe) or take_back(probe)
+    seen.clear()
+    for _ in range(20):
+        driver.step()
+    assert len(seen) > 10
+    assert not refused
+    pool.free_blocks(taken)
+    driver.drain()
+    assert is_empty(driver)
