@@ -274,10 +274,23 @@ def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
 
 
 def _hit_tokens(manager: Any, request: Any, tokens: int) -> int:
-    """The same as ``held_tokens`` where the request looks them up, or else 0."""
-    # Load-bearing: a request that asks for log-probabilities of its prompt does not.
-    is_looked_up = manager.prefix_cache_lookup_enabled(request)
-    return held_tokens(manager, request, tokens) if is_looked_up else 0
+    """Of the tokens that the request finds in the cache, those that running requests hold."""
+    # Load-bearing: a request that asks for log-probabilities of its prompt looks nothing up, and
+    # the last known token of any other is computed.
+    if not manager.prefix_cache_lookup_enabled(request):
+        return 0
+    tokens = min(tokens, request.num_tokens)
+    held = held_tokens(manager, request, tokens)
+    if not held or not manager.coordinator.eagle_group_ids:
+        return held
+    # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+    ends = (
+        group.block_size
+        for group in _full_attention(manager)
+        if (place := held // group.block_size) >= (tokens - 1) // group.block_size
+        or _cached(group, request, place) is None
+    )
+    return held - max(ends, default=0)
 
 
 def held_tokens(manager: Any, request: Any, tokens: int) -> int:

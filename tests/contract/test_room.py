@@ -82,47 +82,6 @@ def test_blocks_that_a_running_request_holds_are_not_needed(demo_model):
     driver.drain()
 
 
-@pytest.mark.parametrize("is_hit", [True, False])
-def test_what_a_request_needs_is_what_upstream_takes(demo_model, is_hit):
-    """With one block less than ``needed_blocks`` says it is not admitted, with as many it is."""
-    for spare in (-1, 0):
-        driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
-        driver.add(job("runs", 1, prompt=330, think=400))
-        driver.step()
-        shared = driver.scheduler.requests["runs"].prompt_token_ids[: 319 if is_hit else 0]
-        tokens = (*shared, *make_prompt(random.Random(9), 200, thinks=True, shared=9))
-        driver.add(Job("new", tokens, 2, 3))
-        [new] = driver.scheduler.waiting
-        pool = driver.scheduler.kv_cache_manager.block_pool
-        needed = needed_blocks(driver.scheduler, new)
-        assert needed == -(-len(tokens) // BLOCK_SIZE) - (9 if is_hit else 0)
-        pool.get_new_blocks(pool.get_num_free_blocks() - needed - spare)
-        driver.scheduler.schedule()
-        assert (new.status == RequestStatus.RUNNING) is (spare == 0)
-
-
-def test_no_room_is_made_for_a_request_on_a_state_that_is_being_computed(demo_model):
-    """vLLM admits none to such a step; it comes in behind that."""
-    driver = driver_for(
-        demo_model,
-        blocks=100,
-        groups=(full_attention(), aligned_mamba()),
-        mamba_cache_mode="align",
-        max_num_batched_tokens=4 * BLOCK_SIZE,
-    )
-    driver.add(job("runs", 1, prompt=10 * BLOCK_SIZE, think=400))
-    driver.step()
-    shared = driver.scheduler.requests["runs"].prompt_token_ids[: 8 * BLOCK_SIZE]
-    tokens = (*shared, *make_prompt(random.Random(9), 60, thinks=True, shared=9))
-    driver.add(Job("new", tokens, 2, 3))
-    [new] = driver.scheduler.waiting
-    pool = driver.scheduler.kv_cache_manager.block_pool
-    assert needed_blocks(driver.scheduler, new) > pool.num_gpu_blocks
-    for _ in range(5):
-        driver.step()
-    assert new.status == RequestStatus.RUNNING
-
-
 def set_grammar(driver, request):
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     request.structured_output_request = SimpleNamespace(grammar=None)

@@ -1,0 +1,96 @@
+"""How many free blocks a waiting request needs, on vLLM's real scheduler and KV manager."""
+
+import random
+
+import pytest
+from scheduler_driver import BLOCK_SIZE, Job, aligned_mamba, full_attention, make_prompt
+from tier_driver import driver_for
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.admissible import needed_blocks
+
+
+def job(name, seed, *, prompt=60, think=50, answer=20, **more):
+    tokens = make_prompt(random.Random(seed), prompt, thinks=True, shared=1000 + seed)
+    return Job(name, tuple(tokens), think, answer, **more)
+
+
+@pytest.mark.parametrize("is_hit", [True, False])
+def test_what_a_request_needs_is_what_upstream_takes(demo_model, is_hit):
+    """With one block less than ``needed_blocks`` says it is not admitted, with as many it is."""
+    for spare in (-1, 0):
+        driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+        driver.add(job("runs", 1, prompt=330, think=400))
+        driver.step()
+        shared = driver.scheduler.requests["runs"].prompt_token_ids[: 319 if is_hit else 0]
+        tokens = (*shared, *make_prompt(random.Random(9), 200, thinks=True, shared=9))
+        driver.add(Job("new", tokens, 2, 3))
+        [new] = driver.scheduler.waiting
+        pool = driver.scheduler.kv_cache_manager.block_pool
+        needed = needed_blocks(driver.scheduler, new)
+        assert needed == -(-len(tokens) // BLOCK_SIZE) - (9 if is_hit else 0)
+        pool.get_new_blocks(pool.get_num_free_blocks() - needed - spare)
+        driver.scheduler.schedule()
+        assert (new.status == RequestStatus.RUNNING) is (spare == 0)
+
+
+@pytest.mark.parametrize("tail_tokens", [2, 200])
+def test_a_block_that_eagle_drops_is_needed(demo_model, tail_tokens):
+    """Where EAGLE drafts, the last block of a hit is computed again, in a block of its own."""
+    for spare in (-1, 0):
+        driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+        scheduler = driver.scheduler
+        coordinator = scheduler.kv_cache_manager.coordinator
+        coordinator.eagle_group_ids = {0}
+        coordinator.single_type_managers[0].use_eagle = True
+        driver.add(job("runs", 1, prompt=330, think=400))
+        driver.step()
+        shared = scheduler.requests["runs"].prompt_token_ids[:319]
+        tokens = (*shared, *make_prompt(random.Random(9), tail_tokens, thinks=True, shared=9))
+        driver.add(Job("new", tokens, 2, 3))
+        [new] = scheduler.waiting
+        pool = scheduler.kv_cache_manager.block_pool
+        needed = needed_blocks(scheduler, new)
+        pool.get_new_blocks(pool.get_num_free_blocks() - needed - spare)
+        scheduler.schedule()
+        assert (new.status == RequestStatus.RUNNING) is (spare == 0)
+
+
+def test_the_block_of_the_last_known_token_is_needed_though_it_is_held(demo_model):
+    """It is computed again, also where the slots of drafts reach behind it."""
+    for spare in (-1, 0):
+        driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+        scheduler = driver.scheduler
+        scheduler.num_lookahead_tokens = 1
+        driver.add(job("runs", 1, prompt=330, think=400))
+        driver.step()
+        shared = scheduler.requests["runs"].prompt_token_ids[: 10 * BLOCK_SIZE]
+        driver.add(Job("new", tuple(shared), None, 3))
+        [new] = scheduler.waiting
+        pool = scheduler.kv_cache_manager.block_pool
+        assert needed_blocks(scheduler, new) == 2
+        pool.get_new_blocks(pool.get_num_free_blocks() - 2 - spare)
+        scheduler.schedule()
+        assert (new.status == RequestStatus.RUNNING) is (spare == 0)
+
+
+def test_no_room_is_made_for_a_request_on_a_state_that_is_being_computed(demo_model):
+    """vLLM admits none to such a step; it comes in behind that."""
+    driver = driver_for(
+        demo_model,
+        blocks=100,
+        groups=(full_attention(), aligned_mamba()),
+        mamba_cache_mode="align",
+        max_num_batched_tokens=4 * BLOCK_SIZE,
+    )
+    driver.add(job("runs", 1, prompt=10 * BLOCK_SIZE, think=400))
+    driver.step()
+    shared = driver.scheduler.requests["runs"].prompt_token_ids[: 8 * BLOCK_SIZE]
+    tokens = (*shared, *make_prompt(random.Random(9), 60, thinks=True, shared=9))
+    driver.add(Job("new", tokens, 2, 3))
+    [new] = driver.scheduler.waiting
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    assert needed_blocks(driver.scheduler, new) > pool.num_gpu_blocks
+    for _ in range(5):
+        driver.step()
+    assert new.status == RequestStatus.RUNNING
