@@ -89,7 +89,7 @@ SCHEDULER_CONTRACT: Final = Contract(
 SCHEDULER: Final = Patch(
     name="scheduler",
     sites=(Site("vllm.v1.core.sched.scheduler", "Scheduler"),),
-    build="meridian_patch.engine.scheduler:build_phase_scheduler",
+    build="meridian_patch.engine.scheduler.scheduler:build_phase_scheduler",
     versions=SUPPORTED,
     contract=SCHEDULER_CONTRACT,
     process="engine_core",
@@ -106,7 +106,7 @@ SCHEDULER: Final = Patch(
 ASYNC_SCHEDULER: Final = Patch(
     name="async_scheduler",
     sites=(Site("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),),
-    build="meridian_patch.engine.scheduler:build_async_phase_scheduler",
+    build="meridian_patch.engine.scheduler.scheduler:build_async_phase_scheduler",
     versions=SUPPORTED,
     contract=SCHEDULER_CONTRACT,
     process="engine_core",
@@ -138,7 +138,7 @@ KV_CACHE_MANAGER: Final = Patch(
         # Where the scheduler looks it up: the definition alone would do nothing.
         Site("vllm.v1.core.sched.scheduler", "KVCacheManager"),
     ),
-    build="meridian_patch.engine.kv_cache:build_phase_kv_cache_manager",
+    build="meridian_patch.engine.kv_cache.manager:build_phase_kv_cache_manager",
     versions=SUPPORTED,
     contract=Contract(
         calls=(
@@ -178,7 +178,7 @@ KV_CACHE_MANAGER: Final = Patch(
 SCHEDULER_STATS: Final = Patch(
     name="scheduler_stats",
     sites=(Site("vllm.v1.metrics.loggers", "PrometheusStatLogger"),),
-    build="meridian_patch.engine.stat_logger:build_prometheus_stat_logger",
+    build="meridian_patch.engine.api.stat_logger:build_prometheus_stat_logger",
     versions=SUPPORTED,
     contract=Contract(
         calls=("__init__", "record"),
@@ -210,7 +210,7 @@ WORKER: Final = Patch(
         Site("vllm.v1.executor.abstract", "WorkerBase"),
         Site("vllm.v1.engine.llm_engine", "WorkerBase"),
     ),
-    build="meridian_patch.engine.worker:build_tapped_worker",
+    build="meridian_patch.engine.worker.worker:build_tapped_worker",
     versions=SUPPORTED,
     contract=Contract(
         calls=(),
@@ -252,7 +252,7 @@ INPUT_PROCESSOR: Final = Patch(
         # Only for its annotations.
         Site("vllm.engine.protocol", "InputProcessor"),
     ),
-    build="meridian_patch.engine.wire_input:build_input_processor",
+    build="meridian_patch.engine.api.input_check:build_input_processor",
     versions=SUPPORTED,
     contract=Contract(
         calls=("process_inputs",),
@@ -279,7 +279,7 @@ INPUT_PROCESSOR: Final = Patch(
 REQUEST_STATE: Final = Patch(
     name="request_state",
     sites=(Site("vllm.v1.engine.output_processor", "RequestState"),),
-    build="meridian_patch.engine.wire_state:build_request_state",
+    build="meridian_patch.engine.api.request_state:build_request_state",
     versions=SUPPORTED,
     contract=Contract(
         calls=("__init__", "make_request_output", "_new_completion_output"),
@@ -309,7 +309,7 @@ OUTPUT_PROCESSOR: Final = Patch(
         Site("vllm.v1.engine.async_llm", "OutputProcessor"),
         Site("vllm.v1.engine.llm_engine", "OutputProcessor"),
     ),
-    build="meridian_patch.engine.spans:build_output_processor",
+    build="meridian_patch.engine.api.tracing:build_output_processor",
     versions=SUPPORTED,
     contract=Contract(
         calls=("do_tracing",),
@@ -343,7 +343,7 @@ def _serving(
             # Only for its annotations.
             Site(f"vllm.entrypoints.openai.{endpoint}.api_router", cls),
         ),
-        build=f"meridian_patch.engine.wire_{name.partition('_')[0]}:build_{name}",
+        build=f"meridian_patch.engine.api.{name.partition('_')[0]}:build_{name}",
         versions=SUPPORTED,
         contract=Contract(
             calls=("_check_model", *calls),

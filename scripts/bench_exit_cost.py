@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.progress import track
 
 from meridian_patch import envs
-from meridian_patch.bench.serve_plan import find_model
-from meridian_patch.bench.server import server_environment
+from meridian_patch.bench.served.plan import find_model
+from meridian_patch.bench.served.server import server_environment
 from meridian_patch.demo.problems import make_problems
 
 # What requests of each kind of play ask for; without a wish they are as configured.
@@ -184,8 +184,8 @@ class Engine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # Patches what is imported: only in the process that was given the environment for it.
-        from meridian_patch.engine.cores import keep_to_the_engines_core
-        from meridian_patch.engine.timed_engine import TimedEngine
+        from meridian_patch.replay.cpu_affinity import keep_to_the_engines_core
+        from meridian_patch.replay.timed_engine import TimedEngine
 
         keep_to_the_engines_core(envs.environment())
         self._engine = TimedEngine(arguments)

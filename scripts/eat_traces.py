@@ -19,9 +19,9 @@ from pathlib import Path
 
 from meridian_patch.bench.exit_trace import TracedThought, read_trace
 from meridian_patch.bench.exit_trace_plot import plot_thoughts
-from meridian_patch.bench.serve_plan import find_model
+from meridian_patch.bench.served.plan import find_model
+from meridian_patch.demo.offline import generate
 from meridian_patch.demo.problems import Problem, make_problems
-from meridian_patch.engine.offline import generate
 from meridian_patch.envs import environment
 
 THINK_END = "</think>"

@@ -8,20 +8,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meridian_patch.bench.arguments import read_positive, read_seeds, read_whole
 from meridian_patch.bench.exit.command import add_exit
 from meridian_patch.bench.exit_trace import add_exit_trace
-from meridian_patch.bench.lab.command import add_lab
-from meridian_patch.bench.lab.fit_command import add_fit_cost
-from meridian_patch.bench.lab.validate_command import add_validate
-from meridian_patch.bench.policy_micro_command import add_policy_micro
-from meridian_patch.bench.probe_micro import add_probe_micro
-from meridian_patch.bench.serve_command import add_serve
-from meridian_patch.bench.served_command import add_served_turns
+from meridian_patch.bench.micro.policy_command import add_policy_micro
+from meridian_patch.bench.micro.probe import add_probe_micro
+from meridian_patch.bench.options import read_positive, read_seeds, read_whole
+from meridian_patch.bench.served.command import add_serve
+from meridian_patch.bench.served.conversation_command import add_served_turns
+from meridian_patch.bench.simulated.command import add_lab
+from meridian_patch.bench.simulated.fit_command import add_fit_cost
+from meridian_patch.bench.simulated.validate_command import add_validate
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
-    from meridian_patch.bench.turns_grid import Grid
+    from meridian_patch.bench.simulated.conversation_grid import Grid
 
 Value = TypeVar("Value", int, float)
 
@@ -80,7 +80,7 @@ def add_bench(commands: Any) -> None:
 
 
 def _kv_micro(parsed: argparse.Namespace) -> int:
-    from meridian_patch.bench.kv_micro import run
+    from meridian_patch.bench.micro.kv import run
 
     return run(read_whole("--rounds", parsed.rounds), parsed.out, in_order=parsed.in_order)
 
@@ -88,16 +88,16 @@ def _kv_micro(parsed: argparse.Namespace) -> int:
 def _turns(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from meridian_patch.bench.cost import load_cost
     from meridian_patch.bench.progress import progress_bars
-    from meridian_patch.bench.turns_figures import summarise_turns
-    from meridian_patch.bench.turns_grid import run_grid
-    from meridian_patch.bench.turns_report import (
+    from meridian_patch.bench.simulated.conversation_figures import summarise_turns
+    from meridian_patch.bench.simulated.conversation_grid import run_grid
+    from meridian_patch.bench.simulated.conversation_report import (
         TABLE_NOTE,
         TurnsOrigin,
         turns_tables,
         write_turns_report,
     )
+    from meridian_patch.bench.simulated.cost import load_cost
 
     grid = _grid(parsed)
     workers = read_whole("--workers", parsed.workers)
@@ -122,10 +122,10 @@ def _turns(parsed: argparse.Namespace) -> int:
 
 
 def _grid(parsed: argparse.Namespace) -> "Grid":
-    from meridian_patch.bench.cost import DEFAULT_COST
-    from meridian_patch.bench.turns import History
-    from meridian_patch.bench.turns_arms import DEFAULT_ARMS, turns_arm
-    from meridian_patch.bench.turns_grid import Grid
+    from meridian_patch.bench.simulated.conversation_arms import DEFAULT_ARMS, turns_arm
+    from meridian_patch.bench.simulated.conversation_grid import Grid
+    from meridian_patch.bench.simulated.conversations import History
+    from meridian_patch.bench.simulated.cost import DEFAULT_COST
 
     def chosen(value: str | None, otherwise: str, in_grid: str) -> list[str]:
         return (value or (in_grid if parsed.grid else otherwise)).split(",")

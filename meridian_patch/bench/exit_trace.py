@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meridian_patch.bench.arguments import read_whole
+from meridian_patch.bench.options import read_whole
 from meridian_patch.errors import BenchError
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from meridian_patch.bench.exit_trace import TracedThought
-from meridian_patch.bench.plots import finish_axes, to_png
+from meridian_patch.bench.served.plots import finish_axes, to_png
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -10,7 +10,7 @@ from meridian_patch import envs
 from meridian_patch.bench.child import JsonChild
 from meridian_patch.errors import CalibrationError
 
-_MODULE = "meridian_patch.engine.calibration_run"
+_MODULE = "meridian_patch.calibrate.engine_main"
 # The engine never waits for a request, and few wait in it.
 _REQUESTS_PER_SEAT = 2
 

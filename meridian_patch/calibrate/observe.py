@@ -30,9 +30,9 @@ from meridian_patch.calibrate.stops import (
 from meridian_patch.calibrate.thresholds import EAT, RPDI, Kind
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.breaks import Breaks
 from meridian_patch.exit.lag import Lag
 from meridian_patch.exit.records import Record, Stop
+from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
 
 PASSES = ("natural", "probes", "early")

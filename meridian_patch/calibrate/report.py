@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from meridian_patch.bench.report import data_url
+from meridian_patch.bench.served.report import data_url
 from meridian_patch.calibrate.observe import Natural
 from meridian_patch.calibrate.outcome import Goal, StrategyOutcome, mean_natural_answer_tokens
 from meridian_patch.calibrate.plots import accuracy_curves

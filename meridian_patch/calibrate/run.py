@@ -25,8 +25,8 @@ from meridian_patch.config.families import exit_config
 from meridian_patch.engine.boundaries import describe_unknown
 from meridian_patch.engine.model_directory import ModelDirectory, read_model
 from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.breaks import find_breaks
 from meridian_patch.exit.lag import Lag
+from meridian_patch.exit.text_breaks import find_breaks
 from meridian_patch.phase.boundaries import Boundaries
 
 _LOG = "engine.log"

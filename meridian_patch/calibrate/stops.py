@@ -6,12 +6,12 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.base import NO_SIGNALS, Signals
-from meridian_patch.exit.breaks import Breaks
-from meridian_patch.exit.eat import Eat
 from meridian_patch.exit.lag import Lag
-from meridian_patch.exit.probing import ProbeSchedule
-from meridian_patch.exit.rpdi import Rpdi
+from meridian_patch.exit.probe_schedule import ProbeSchedule
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals
+from meridian_patch.exit.strategies.eat import Eat
+from meridian_patch.exit.strategies.rpdi import Rpdi
+from meridian_patch.exit.text_breaks import Breaks
 
 
 class Place(NamedTuple):

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from meridian_patch.demo.offline import generate
 from meridian_patch.demo.problems import Problem, grade, make_problems
 from meridian_patch.demo.tokenizer import THINK_END
-from meridian_patch.engine.offline import generate
 
 CARD_SEED = 77_001
 EAT_CHAINS = 60

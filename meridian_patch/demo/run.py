@@ -14,14 +14,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meridian_patch.bench.arms import ARM_ENVIRONMENTS, Arm
 from meridian_patch.bench.interrupts import end_like_ctrl_c
-from meridian_patch.bench.report import DATA_NAME
-from meridian_patch.bench.serve_capacity import measure_capacity
-from meridian_patch.bench.serve_load import Load
-from meridian_patch.bench.serve_plan import find_model, plan_traces, tiny_settings
-from meridian_patch.bench.serve_run import Comparison, check_ports, run_comparison
-from meridian_patch.bench.workload import Mix
+from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS, Arm
+from meridian_patch.bench.served.capacity import measure_capacity
+from meridian_patch.bench.served.load import Load
+from meridian_patch.bench.served.plan import find_model, plan_traces, tiny_settings
+from meridian_patch.bench.served.report import DATA_NAME
+from meridian_patch.bench.served.run import Comparison, check_ports, run_comparison
+from meridian_patch.bench.served.workload import Mix
 from meridian_patch.errors import MeridianError
 
 FIRST_SEED = 1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.scheduler import (
+from meridian_patch.engine.scheduler.scheduler import (
     PhaseScheduling,
     build_async_phase_scheduler,
     build_phase_scheduler,

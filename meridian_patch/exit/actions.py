@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from meridian_patch.exit.base import Reason
 from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import Reason
 
 Obstacles = Mapping[Reason, Obstacle]
 """Strategies that could not close a thought, and why."""

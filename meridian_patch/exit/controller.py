@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
-from meridian_patch.exit.base import Row, own_end
-from meridian_patch.exit.breaks import Breaks
-from meridian_patch.exit.watch import ThoughtWatch
+from meridian_patch.exit.strategies.base import Row, own_end
+from meridian_patch.exit.text_breaks import Breaks
+from meridian_patch.exit.thought_monitor import ThoughtWatch
 
 
 class ExitController:

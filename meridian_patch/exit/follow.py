@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from meridian_patch.exit.actions import Action
-from meridian_patch.exit.base import Row
 from meridian_patch.exit.controller import ExitController
-from meridian_patch.phase.router import Phase, RequestPhase
+from meridian_patch.exit.strategies.base import Row
+from meridian_patch.phase.tracker import Phase, RequestPhase
 
 
 def follow(

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import NamedTuple, cast
 
 from meridian_patch.config.family import History
-from meridian_patch.phase.router import Phase, RequestPhase
+from meridian_patch.phase.tracker import Phase, RequestPhase
 
 
 class Tier(IntEnum):

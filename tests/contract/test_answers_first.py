@@ -10,9 +10,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
+from meridian_patch.phase.tracker import Phase
 
 BLOCKS = 40
 
@@ -247,7 +250,9 @@ def test_a_slow_policy_is_dropped_for_the_step(monkeypatch, demo_model):
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US", "50")
     driver = driver_for(demo_model)
     clock = iter(range(10**9))
-    monkeypatch.setattr("meridian_patch.engine.ordering.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(
+        "meridian_patch.engine.scheduler.running_order.time.perf_counter", lambda: next(clock)
+    )
     totals = load(driver, seed=1)
     assert totals["fallback:slow"] > 0
     assert totals["preemption:answer"] > 0

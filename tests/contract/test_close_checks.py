@@ -19,7 +19,7 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.structured_output import StructuredOutputManager
 
-from meridian_patch.engine.close_checks import CloseChecks
+from meridian_patch.engine.early_exit.close_checks import CloseChecks
 
 # The tiny reasoner's ids of "b" and "7".
 assert ord("b") - ord("!") == WORD

@@ -7,7 +7,7 @@ from scheduler_driver import BLOCK_SIZE, Job, aligned_mamba, full_attention, mak
 from tier_driver import driver_for, preempt, step_until
 from vllm.lora.request import LoRARequest
 
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 # A step that answers has room for a block of a prompt and half of the next.
 SETTINGS = {

@@ -8,9 +8,12 @@ from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
+from meridian_patch.phase.tracker import Phase
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.scheduler import build_phase_scheduler
+from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 
 # Probes come early, and a steady entropy is taken for convergence soon.
 EAGER = {

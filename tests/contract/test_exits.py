@@ -12,7 +12,7 @@ from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.scheduler import build_phase_scheduler
+from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.controller import ExitController
 
 CAPPED = {"EXIT__MAX_THINK_TOKENS": "90", "EXIT__EAT": "false"}

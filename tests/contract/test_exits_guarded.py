@@ -5,8 +5,8 @@ from exit_driver import exit_driver, thinker
 from scheduler_driver import THINK_END
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.signals import SIGNALS_FIELD
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.early_exit.signals import SIGNALS_FIELD
+from meridian_patch.phase.tracker import Phase
 
 
 @pytest.fixture

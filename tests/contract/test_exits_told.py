@@ -7,11 +7,12 @@ from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import THINK_END, WORD, Driver, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine import close_checks, unthinking
-from meridian_patch.engine import scheduler as scheduler_module
-from meridian_patch.engine.scheduler import build_phase_scheduler
-from meridian_patch.exit.base import Reason
+from meridian_patch.engine.early_exit import close_checks
+from meridian_patch.engine.early_exit import unavailable as unthinking
+from meridian_patch.engine.scheduler import scheduler as scheduler_module
+from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import Reason
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
 CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}
@@ -188,7 +189,7 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     monkeypatch.setattr(scheduler_module, "resolve_boundaries", lambda *_: None)
     said = []
     monkeypatch.setattr(
-        unthinking.wire, "attach_all", lambda _, told: said.append(told) if told else None
+        unthinking, "attach_all", lambda _, told: said.append(told) if told else None
     )
     driver = exit_driver(monkeypatch, demo_model)
     assert driver.scheduler.exits is None

@@ -18,8 +18,11 @@ from scheduler_driver import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
 from meridian_patch.policy.retention import Tier
 
 pytestmark = pytest.mark.slow

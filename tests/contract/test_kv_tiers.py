@@ -29,8 +29,8 @@ from tier_driver import (
 )
 
 from meridian_patch.demo.tokenizer import build_tokenizer
-from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.retention import Tier
 
 pytestmark = pytest.mark.usefixtures("patience")

@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meridian_patch.bench.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.lab.alone import AloneTimes
-from meridian_patch.bench.lab.arms import named_arm, own_arm
-from meridian_patch.bench.lab.grid import Place, Plan, RunKey, find_places, plan_jobs
-from meridian_patch.bench.lab.run import LabJob, Offer, run_job
-from meridian_patch.bench.lab.trace import LabRequest, write_trace
-from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, MAX_BATCHED_TOKENS
+from meridian_patch.bench.simulated.alone import AloneTimes
+from meridian_patch.bench.simulated.arms import named_arm, own_arm
+from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.bench.simulated.grid import Place, Plan, RunKey, find_places, plan_jobs
+from meridian_patch.bench.simulated.run import LabJob, Offer, run_job
+from meridian_patch.bench.simulated.trace import LabRequest, write_trace
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.scheduler import BLOCK_SIZE, MAX_BATCHED_TOKENS
 
 POOL = 8 * 1024
 

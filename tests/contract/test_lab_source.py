@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from meridian_patch.bench.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.lab.source import LabSource, longest_request_tokens
-from meridian_patch.bench.lab.trace import LabRequest
-from meridian_patch.bench.lab.workloads import WORKLOADS, draw_trace
-from meridian_patch.bench.replay import play
-from meridian_patch.bench.turns import History
-from meridian_patch.bench.turns_arms import turns_arm
-from meridian_patch.engine.replay import ReplayEngine
-from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.bench.simulated.conversation_arms import turns_arm
+from meridian_patch.bench.simulated.conversations import History
+from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.bench.simulated.source import LabSource, longest_request_tokens
+from meridian_patch.bench.simulated.trace import LabRequest
+from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.player import play
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
 
 SESSION = [
     LabRequest("a-0", 0.0, 50, 40, 20, "a", 0, 0.0, 30, "x"),

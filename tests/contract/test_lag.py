@@ -10,8 +10,8 @@ from exit_driver import exit_driver
 from scheduler_driver import BLOCK_SIZE, THINK_END, Job, make_prompt
 
 from meridian_patch.calibrate.stops import eat_places, probe_places
-from meridian_patch.engine import exit_binding
-from meridian_patch.engine.pace import lag_of, pace_of
+from meridian_patch.engine.early_exit import binding as exit_binding
+from meridian_patch.engine.early_exit.engine_lag import lag_of, pace_of
 from meridian_patch.exit.lag import Lag
 
 # The tiny reasoner's line break.

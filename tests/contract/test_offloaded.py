@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from meridian_patch.bench.cost import DEFAULT_COST, load_cost
-from meridian_patch.engine import offloaded, replay_scheduler
-from meridian_patch.engine.offloaded import find_offloaded
-from meridian_patch.engine.replay import ReplayEngine
-from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
-from meridian_patch.engine.replay_types import ReplayArm, ReplayRequest
+from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.engine.scheduler import offload_estimate as offloaded
+from meridian_patch.engine.scheduler.offload_estimate import find_offloaded
+from meridian_patch.replay import scheduler as replay_scheduler
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
 # Both are let in at once, and nobody is displaced.

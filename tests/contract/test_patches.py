@@ -8,23 +8,21 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import (
-    exit_binding,
-    kv_cache,
-    offloaded,
-    probes,
-    room,
-    scheduler,
-    stat_logger,
-    steering,
-    whole_pieces,
-    wire_chat,
-    wire_completion,
-    wire_input,
-    wire_responses,
-    wire_state,
-    worker,
-)
+from meridian_patch.engine.api import chat as wire_chat
+from meridian_patch.engine.api import completion as wire_completion
+from meridian_patch.engine.api import input_check as wire_input
+from meridian_patch.engine.api import request_state as wire_state
+from meridian_patch.engine.api import responses as wire_responses
+from meridian_patch.engine.api import stat_logger
+from meridian_patch.engine.early_exit import binding as exit_binding
+from meridian_patch.engine.early_exit import probes
+from meridian_patch.engine.kv_cache import manager as kv_cache
+from meridian_patch.engine.scheduler import admission as room
+from meridian_patch.engine.scheduler import indivisible_chunks as whole_pieces
+from meridian_patch.engine.scheduler import offload_estimate as offloaded
+from meridian_patch.engine.scheduler import scheduler
+from meridian_patch.engine.scheduler import step_limits as steering
+from meridian_patch.engine.worker import worker
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
     INPUT_PROCESSOR,

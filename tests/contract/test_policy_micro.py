@@ -5,9 +5,9 @@ import json
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench.policy_micro import ARMS, STOCK, Load
-from meridian_patch.engine.policy_micro import OWN, SCHEDULE, UPDATE, PolicyMicro
-from meridian_patch.engine.replay_types import ReplayArm
+from meridian_patch.bench.micro.policy import ARMS, STOCK, Load
+from meridian_patch.bench.micro.scheduler_times import OWN, SCHEDULE, UPDATE, PolicyMicro
+from meridian_patch.replay.types import ReplayArm
 
 
 def test_all_arms_do_the_same_work_and_stay_full():
@@ -80,7 +80,7 @@ def test_a_wrong_number_is_one_sentence(tmp_path, capsys, option, value):
 
 def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
     """The sizes that were done are kept; the exit status says that it is not all."""
-    from meridian_patch.bench import policy_micro
+    from meridian_patch.bench.micro import policy as policy_micro
 
     def interrupted(running, *args):
         if running == 9:

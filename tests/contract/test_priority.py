@@ -6,8 +6,8 @@ import pytest
 from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, step_until
 
-from meridian_patch.engine.waiting import MOST_STEPS
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.scheduler.waiting_order import MOST_STEPS
+from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
 URGENT, USUAL, PATIENT = ({"meridian_priority": number} for number in (-1, 0, 1))

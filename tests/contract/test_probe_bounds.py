@@ -10,7 +10,7 @@ from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import BLOCK_SIZE, Job, sliding_window
 from vllm.sampling_params import SamplingParams
 
-from meridian_patch.engine.probes import sampled_as
+from meridian_patch.engine.early_exit.probes import sampled_as
 
 # Probed at every turn, and closed by none.
 PROBED = {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.engine.probe_micro import CALLS, ProbeMicro
+from meridian_patch.bench.micro.probe_times import CALLS, ProbeMicro
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])

@@ -5,8 +5,8 @@ from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import BLOCK_SIZE, Job
 from vllm.v1.core.sched.interface import PauseState
 
-from meridian_patch.engine.begun import begun_in
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.scheduler.started_requests import begun_in
+from meridian_patch.phase.tracker import Phase
 
 # Probed at every turn, and closed by none.
 PROBED = {

@@ -5,7 +5,7 @@ from exit_driver import exit_driver, is_empty, thinker
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 SEATS = 16
 OFTEN = {"EXIT__PROBE_MIN_GAP_TOKENS": "8", "EXIT__PROBE_MAX_GAP_TOKENS": "8"}

@@ -4,17 +4,22 @@ import dataclasses
 
 import pytest
 
-from meridian_patch.bench import turns
-from meridian_patch.bench.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.replay import play
-from meridian_patch.bench.turns import History, Lengths, TurnsLoad, draw_conversations
-from meridian_patch.bench.turns_arms import turns_arm
-from meridian_patch.bench.turns_run import TurnsJob, TurnsSource, run_job
-from meridian_patch.engine import replay_scheduler
-from meridian_patch.engine.replay import ReplayEngine
-from meridian_patch.engine.replay_counts import RecomputedTokens
-from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.bench.simulated import conversations as turns
+from meridian_patch.bench.simulated.conversation_arms import turns_arm
+from meridian_patch.bench.simulated.conversation_run import TurnsJob, TurnsSource, run_job
+from meridian_patch.bench.simulated.conversations import (
+    History,
+    Lengths,
+    TurnsLoad,
+    draw_conversations,
+)
+from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.errors import BenchError
+from meridian_patch.replay import scheduler as replay_scheduler
+from meridian_patch.replay.accounting import RecomputedTokens
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.player import play
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
 
 TIGHT, LARGE = 2400, 200_000
 CONVERSATIONS = 10
@@ -156,7 +161,7 @@ def test_a_pool_that_cannot_hold_one_request_is_refused():
 
 
 def test_a_patched_process_has_no_stock_arm(monkeypatch):
-    patched = type("Patched", (), {"__module__": "meridian_patch.engine.scheduler"})
+    patched = type("Patched", (), {"__module__": "meridian_patch.engine.scheduler.scheduler"})
     monkeypatch.setattr(replay_scheduler, "AsyncScheduler", patched)
     with pytest.raises(BenchError, match="already patched"):
         run_job(job())

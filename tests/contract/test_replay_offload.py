@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from meridian_patch.bench.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.replay import play
-from meridian_patch.engine.replay import ReplayEngine
-from meridian_patch.engine.replay_offload import KV_BYTES_PER_TOKEN
-from meridian_patch.engine.replay_scheduler import BLOCK_SIZE, read_markers
-from meridian_patch.engine.replay_types import ReplayArm, ReplayRequest
+from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN
+from meridian_patch.replay.player import play
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 TIGHT, LARGE = 3000, 200_000
 FAST, SLOW = 50.0, 0.05

@@ -6,7 +6,7 @@ import pytest
 from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, step_until
 
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
 HOSTILE = (-(2**63), 2**63)

@@ -21,9 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.admissible import freed_blocks, needed_blocks, next_in_line
-from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.scheduler.admission_checks import (
+    freed_blocks,
+    needed_blocks,
+    next_in_line,
+)
+from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
 BLOCKS = 40

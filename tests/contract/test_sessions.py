@@ -11,9 +11,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import output_processor
 from vllm.v1.request import Request, RequestStatus
 
-from meridian_patch.engine.wire import KEY
+from meridian_patch.engine.api.exit_summary import KEY
 from meridian_patch.patching.candidate import MARK
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 OBSERVED = {"EXIT__MODE": "observe"}
 PROMPT = (*[WORD] * 20, THINK_START)

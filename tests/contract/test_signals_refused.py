@@ -5,9 +5,10 @@ import pytest
 from exit_driver import exit_driver, thinker
 from scheduler_driver import Driver
 
-from meridian_patch.engine import signal_health, status
-from meridian_patch.engine.signal_health import MOST_LOST
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine import status
+from meridian_patch.engine.early_exit import signal_health
+from meridian_patch.engine.early_exit.signal_health import MOST_LOST
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
 
 PROBED = {
     "EXIT__MODE": "observe",

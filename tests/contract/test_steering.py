@@ -7,8 +7,8 @@ from scheduler_driver import BLOCK_SIZE, STEP_S, TOKEN_S, Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
 from vllm.v1.core.sched.interface import PauseState
 
-from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
 

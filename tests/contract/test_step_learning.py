@@ -8,7 +8,7 @@ from scheduler_driver import STEP_S, TOKEN_S, Driver, Job, engine_config, make_p
 from tier_driver import SYNC_AND_ASYNC, driver_for, scheduler_class, step_until
 from vllm.v1.outputs import DraftTokenIds
 
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 
 def job(name, *, thinks=True, prompt=60, think=60, answer=20):

@@ -21,10 +21,10 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from meridian_patch.engine.measuring import Measured, Spans
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
-from meridian_patch.engine.step_signals import StepSignals, rows_of
-from meridian_patch.engine.worker import answers_scheduler, build_tapped_worker, put_tap
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
+from meridian_patch.engine.worker.logits_measurement import Measured, Spans
+from meridian_patch.engine.worker.worker import answers_scheduler, build_tapped_worker, put_tap
 from meridian_patch.kernels.row_signals import row_signals_ref
 
 VOCAB, WIDTH, BOUNDARY = 50, 64, 7
@@ -386,7 +386,7 @@ def test_a_second_engine_may_look_through_every_module():
     """On a CPU vLLM reads every global's `__dict__` when an engine starts, LLVM's library's too."""
     from vllm.triton_utils.dispatcher import _rebind_kernels
 
-    import meridian_patch.engine.host_signals  # noqa: F401 - what the first engine has imported
+    import meridian_patch.engine.worker.row_signals_cpu  # noqa: F401 - what the first engine has imported
 
     _rebind_kernels([])
 

@@ -10,9 +10,9 @@ from tier_driver import driver_for, preempt, step_until
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.ordering import ArrivalOrder
-from meridian_patch.engine.waiting import MOST_STEPS, WaitingOrder, first
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.scheduler.running_order import ArrivalOrder
+from meridian_patch.engine.scheduler.waiting_order import MOST_STEPS, WaitingOrder, first
+from meridian_patch.phase.tracker import Phase
 
 AGING_S = 30.0
 # Of CPU time, the least of several tries.

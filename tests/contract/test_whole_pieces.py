@@ -9,7 +9,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 # So short that a cut leaves room for some tokens of prefill only.
 TIGHT = {"ANSWER_ITL_MS": "10.5", "MIN_PREFILL_TOKENS": "1", "TIME_BUDGET_US": "10000000"}

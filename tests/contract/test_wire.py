@@ -20,11 +20,11 @@ from vllm.v1.engine import output_processor as upstream
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from meridian_patch.engine import wire
-from meridian_patch.engine.wire_input import build_input_processor
-from meridian_patch.engine.wire_state import build_request_state
+from meridian_patch.engine.api import exit_summary
+from meridian_patch.engine.api.input_check import build_input_processor
+from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.exit.actions import Close, Outcome, Told
-from meridian_patch.exit.base import Reason
+from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.patching.candidate import MARK
 
 EAT = Told(Outcome(Reason.EAT, 800, None, 0), 812)
@@ -80,10 +80,10 @@ def allowed(monkeypatch):
 
     def allow(fields):
         monkeypatch.setenv("MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS", fields)
-        wire.allowed_fields.cache_clear()
+        exit_summary.allowed_fields.cache_clear()
 
     yield allow
-    wire.allowed_fields.cache_clear()
+    exit_summary.allowed_fields.cache_clear()
 
 
 @pytest.mark.parametrize("fields", ["[meridian_exit]", "[]"])
@@ -167,7 +167,7 @@ def output(name="r", tokens=(5,), *, finished=False, outcome=None, **more):
         name, list(tokens), finish_reason=FinishReason.LENGTH if finished else None, **more
     )
     if outcome:
-        wire.attach_all({0: EngineCoreOutputs(outputs=[made])}, {name: outcome})
+        exit_summary.attach_all({0: EngineCoreOutputs(outputs=[made])}, {name: outcome})
     return made
 
 
@@ -233,7 +233,7 @@ def test_nothing_is_sent_where_nobody_takes_it_out(monkeypatch):
     """With `--scheduler-cls` alone the API server is stock: `kv_transfer_params` stay empty."""
     # Another test may have patched this process.
     stock = SimpleNamespace(RequestState=object)
-    monkeypatch.setattr(wire, "output_processor", stock)
+    monkeypatch.setattr(exit_summary, "output_processor", stock)
     assert output(outcome=EAT).kv_transfer_params is None
     frontend = Frontend(RequestOutputKind.FINAL_ONLY)
     frontend.take(output(finished=True, outcome=EAT))
@@ -251,7 +251,7 @@ def test_a_response_carries_it_in_its_choice():
     """A field more in the choice that it belongs to, and nothing in the others."""
     message = ChatMessage(role="assistant", content="4")
     choices = [ChatCompletionResponseChoice(index=i, message=message) for i in range(2)]
-    summaries = wire.Summaries()
+    summaries = exit_summary.Summaries()
     summaries.saw(0, completion())
     summaries.saw(1, completion(1, summary=SUMMARY))
     summaries.add_to(choices)
@@ -266,7 +266,7 @@ def test_a_stream_carries_it_in_the_last_chunk_of_its_choice():
     begun = 'data: {"choices":[{"index":0,"delta":{"content":"ü"},"finish_reason":null}]}\n\n'
     ended = 'data: {"choices":[{"index":0,"delta":{"content":"ü"},"finish_reason":"stop"}]}\n\n'
     usage = 'data: {"choices":[],"usage":{"total_tokens":3}}\n\n'
-    summaries = wire.Summaries()
+    summaries = exit_summary.Summaries()
     assert summaries.add_to_event(ended) is ended
     summaries.saw(0, completion(finish_reason=None, summary=SUMMARY))
     assert summaries.add_to_event(ended) is ended
@@ -284,7 +284,7 @@ def test_a_stream_carries_it_in_the_last_chunk_of_its_choice():
 def test_a_request_that_did_not_think_says_nothing():
     """No field at all, not an empty one."""
     choice = SimpleNamespace(index=0)
-    summaries = wire.Summaries()
+    summaries = exit_summary.Summaries()
     summaries.saw(0, completion(summary={}))
     summaries.add_to([choice])
     assert not hasattr(choice, "meridian")

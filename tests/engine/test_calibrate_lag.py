@@ -15,8 +15,8 @@ from meridian_patch.calibrate.thresholds import EAT
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.demo.problems import make_problems
 from meridian_patch.engine.model_directory import read_model
-from meridian_patch.exit.breaks import find_breaks
 from meridian_patch.exit.lag import Lag
+from meridian_patch.exit.text_breaks import find_breaks
 
 pytestmark = pytest.mark.engine
 

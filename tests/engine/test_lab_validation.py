@@ -7,8 +7,8 @@ import sys
 import pytest
 from run_engine import clean_environment
 
-from meridian_patch.bench.lab.validate import FIGURES, PREEMPTIONS, Comparison, mean_errors
-from meridian_patch.bench.lab.validate import repeat_spread as spread_of
+from meridian_patch.bench.simulated.validate import FIGURES, PREEMPTIONS, Comparison, mean_errors
+from meridian_patch.bench.simulated.validate import repeat_spread as spread_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

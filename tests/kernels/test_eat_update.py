@@ -9,7 +9,7 @@ import torch
 from kernel_cases import DEVICE, TYPES, indices, random_logits, same_bits
 from kernel_references import EatSlot
 
-from meridian_patch.exit.eat import Eat
+from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.kernels.eat_update import EatColumn, eat_update, eat_update_ref
 from meridian_patch.kernels.row_signals import Signal, row_signals
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE, random_logits
 
-from meridian_patch.engine.measuring import Meter, Spans
-from meridian_patch.engine.signals import MeasurePlan
+from meridian_patch.engine.early_exit.signals import MeasurePlan
+from meridian_patch.engine.worker.logits_measurement import Meter, Spans
 from meridian_patch.kernels._launch import rows_that_fill
 from meridian_patch.kernels.row_signals import (
     _merge_parts_kernel,

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_patch.exit.actions import Probe
-from meridian_patch.exit.base import NO_SIGNALS, Signals
 from meridian_patch.exit.controller import ExitController
-from meridian_patch.exit.strategies import build_strategies
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals
+from meridian_patch.exit.strategies.build import build_strategies
 
 TOKEN = st.sampled_from([PLAIN, PLAIN, DOT, LINE, PARAGRAPH])
 ROW = st.one_of(

@@ -6,11 +6,11 @@ from exit_streams import BREAKS, DOT, PLAIN, rpdi_by_definition, signals_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_patch.exit.breaks import Breaks
-from meridian_patch.exit.eat import Eat
-from meridian_patch.exit.hard_cap import HardCap
-from meridian_patch.exit.probing import ProbeSchedule
-from meridian_patch.exit.rpdi import Rpdi
+from meridian_patch.exit.probe_schedule import ProbeSchedule
+from meridian_patch.exit.strategies.eat import Eat
+from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.rpdi import Rpdi
+from meridian_patch.exit.text_breaks import Breaks
 
 ENTROPY = st.one_of(
     st.floats(0, 12), st.sampled_from([0.0, 1e-9, 1.0, 1e6]), st.sampled_from([math.nan, math.inf])

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 from queue_watch import give_hash, link_faults, walk_tiers
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from meridian_patch.engine.free_queue import AGE_PARTS, TieredFreeQueue
+from meridian_patch.engine.kv_cache.free_queue import AGE_PARTS, TieredFreeQueue
 from meridian_patch.policy.retention import Retention, Tier
 
 NUM_BLOCKS = 24

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from spoken import SpokenRouter
 
-from meridian_patch.engine.ordering import RunningOrder
+from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.policy.base import RequestView
-from meridian_patch.policy.latency import LatencyPolicy
+from meridian_patch.policy.order_policy import RequestView
+from meridian_patch.policy.running_order import LatencyPolicy
 
 START, END, WORD = 1, 2, 3
 BOUNDARIES = Boundaries("test", ((START,),), ((END,),), (END,))
@@ -35,7 +35,7 @@ class Upstream(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         # What is known to have changed must do without it.
-        self.no_audit = patch("meridian_patch.engine.ordering.AUDITED_PER_STEP", 0)
+        self.no_audit = patch("meridian_patch.engine.scheduler.running_order.AUDITED_PER_STEP", 0)
         self.no_audit.start()
         self.router = SpokenRouter(BOUNDARIES, PROTECTED)
         self.policy = LatencyPolicy(PROTECTED, max_preemptions=2, keeps_thinking=self.has_tier)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from spoken import SpokenRouter
 
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 # Few ids and markers that share tokens, so that partial matches are common.
 TOKEN = st.integers(0, 4)

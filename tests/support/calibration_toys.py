@@ -11,7 +11,7 @@ from meridian_patch.calibrate.observe import Observer, Subject
 from meridian_patch.calibrate.problems import Problem
 from meridian_patch.calibrate.thresholds import EAT
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
 
 START, END = 256, 257

@@ -73,7 +73,7 @@ def run_stage(stage: dict) -> dict:
     report = {"runs": {}}
     if stage.get("samples_entropies"):
         # Only in a job that is told not to be patched by this.
-        from meridian_patch.engine.sampled_entropies import SampledEntropies
+        from meridian_patch.calibrate.sampled_entropies import SampledEntropies
 
         entropies = SampledEntropies(llm)
     if core is not None and hasattr(core, "scheduler"):

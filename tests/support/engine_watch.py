@@ -179,8 +179,8 @@ def totals(scheduler) -> dict[str, int]:
 
 def _of_product(scheduler) -> dict:
     """What our scheduler and cache manager say of themselves."""
-    from meridian_patch.engine.free_queue import TieredFreeQueue
-    from meridian_patch.engine.kv_integrity import find_faults
+    from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
+    from meridian_patch.engine.kv_cache.integrity import find_faults
 
     pool = scheduler.kv_cache_manager.block_pool
     is_tiered = isinstance(pool.free_block_queue, TieredFreeQueue)

@@ -7,7 +7,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker import worker_base
 
-from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
 from meridian_patch.patching.candidate import MARK
 
 # Probes come early, and a steady entropy is taken for convergence soon.

@@ -3,8 +3,8 @@
 import math
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.base import Signals
-from meridian_patch.exit.breaks import Breaks
+from meridian_patch.exit.strategies.base import Signals
+from meridian_patch.exit.text_breaks import Breaks
 
 PLAIN, COMMA, DOT, LINE, PARAGRAPH, NEWLINE = range(6)
 BREAKS = Breaks(

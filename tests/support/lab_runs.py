@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from meridian_patch.bench.lab.metrics import GAP_BORDERS_S, PerRequest
-from meridian_patch.bench.lab.run import LabRun
+from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, PerRequest
+from meridian_patch.bench.simulated.run import LabRun
 
 
 def requests(ttfat, slowdown=None, itl=None):

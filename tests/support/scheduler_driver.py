@@ -37,8 +37,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 
 BLOCK_SIZE = 32
 THINK_START, THINK_END, TURN_END = 256, 257, 259

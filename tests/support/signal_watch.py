@@ -28,7 +28,7 @@ class SignalWatch:
         def schedule_and_plan(*args, **kwargs):
             output = schedule(*args, **kwargs)
             if self.is_on:
-                from meridian_patch.engine.signals import MeasurePlan
+                from meridian_patch.engine.early_exit.signals import MeasurePlan
 
                 wanted = (*output.num_scheduled_tokens, "nobody")
                 setattr(output, PLAN_FIELD, MeasurePlan(wanted, boundary_id))

@@ -1,6 +1,6 @@
 """A phase router with an engine around it that accepts whatever is said."""
 
-from meridian_patch.phase.router import PhaseRouter
+from meridian_patch.phase.tracker import PhaseRouter
 
 
 class SpokenRouter(PhaseRouter):

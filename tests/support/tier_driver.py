@@ -9,7 +9,10 @@ from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.scheduler import build_async_phase_scheduler, build_phase_scheduler
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
 from meridian_patch.policy.retention import Tier
 
 # One block is vLLM's null block.

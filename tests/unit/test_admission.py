@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_patch.policy.admission import count_admissible, peak_tokens
-from meridian_patch.policy.lengths import LengthHistogram
+from meridian_patch.policy.output_lengths import LengthHistogram
 
 # Held tokens and growth.
 forecasts = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 200)), max_size=8)

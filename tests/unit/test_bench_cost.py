@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from meridian_patch.bench.cost import DEFAULT_COST, load_cost
-from meridian_patch.engine.replay_types import StepWork
+from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.types import StepWork
 
 GOOD = {
     "version": 1,

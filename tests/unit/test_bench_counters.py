@@ -1,7 +1,7 @@
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from meridian_patch.bench.counters import difference, read_counters
-from meridian_patch.engine.stat_logger import LABELS
+from meridian_patch.bench.served.counters import difference, read_counters
+from meridian_patch.engine.api.stat_logger import LABELS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 

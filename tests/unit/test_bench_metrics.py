@@ -1,7 +1,7 @@
 import pytest
 
-from meridian_patch.bench.client import RequestRecord
-from meridian_patch.bench.metrics import (
+from meridian_patch.bench.served.client import RequestRecord
+from meridian_patch.bench.served.metrics import (
     FIGURE_KINDS,
     first_answer_index,
     longest_silence,
@@ -9,7 +9,7 @@ from meridian_patch.bench.metrics import (
     request_times,
     run_figures,
 )
-from meridian_patch.bench.workload import TraceRequest
+from meridian_patch.bench.served.workload import TraceRequest
 
 END = (257,)
 

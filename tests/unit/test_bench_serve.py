@@ -10,19 +10,25 @@ from typing import ClassVar
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench.arms import Arm, ArmRun, SeedRun, arm_environment
-from meridian_patch.bench.client import Client, RequestRecord
-from meridian_patch.bench.serve_arms import known_arms, policy_profiles, read_arms
-from meridian_patch.bench.serve_load import deal, play_in_processes
-from meridian_patch.bench.serve_plan import any_settings, find_model_or_name, packaged_model
-from meridian_patch.bench.serve_run import abba, rotated
-from meridian_patch.bench.summary import (
+from meridian_patch.bench.served.arm_options import known_arms, policy_profiles, read_arms
+from meridian_patch.bench.served.arms import Arm, ArmRun, SeedRun, arm_environment
+from meridian_patch.bench.served.client import Client, RequestRecord
+from meridian_patch.bench.served.load import deal, play_in_processes
+from meridian_patch.bench.served.plan import any_settings, find_model_or_name, packaged_model
+from meridian_patch.bench.served.run import abba, rotated
+from meridian_patch.bench.served.summary import (
     compared_arms,
     harm_over_stock,
     ratio_to_stock,
     summarise,
 )
-from meridian_patch.bench.workload import Mix, TraceRequest, make_trace, read_trace, write_trace
+from meridian_patch.bench.served.workload import (
+    Mix,
+    TraceRequest,
+    make_trace,
+    read_trace,
+    write_trace,
+)
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import BenchError
 

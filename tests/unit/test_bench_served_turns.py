@@ -6,15 +6,14 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from meridian_patch.bench.client import RequestRecord
-from meridian_patch.bench.counters import difference
-from meridian_patch.bench.served_figures import (
+from meridian_patch.bench.served.client import RequestRecord
+from meridian_patch.bench.served.conversation_figures import (
     avoidable_miss_share,
     read_pool_use,
     read_turn_counters,
     served_figures,
 )
-from meridian_patch.bench.served_script import (
+from meridian_patch.bench.served.conversation_script import (
     Exchange,
     ServedHistory,
     ServedLoad,
@@ -22,8 +21,9 @@ from meridian_patch.bench.served_script import (
     draw_conversations,
     most_prompt_tokens,
 )
-from meridian_patch.bench.workload import TraceRequest
-from meridian_patch.engine.stat_logger import LABELS
+from meridian_patch.bench.served.counters import difference
+from meridian_patch.bench.served.workload import TraceRequest
+from meridian_patch.engine.api.stat_logger import LABELS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 LOAD = ServedLoad(conversations=50, rate_per_s=2.0)

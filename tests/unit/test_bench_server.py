@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.bench.arms import ARM_ENVIRONMENTS, Arm, arm_environment
-from meridian_patch.bench.client import Client
-from meridian_patch.bench.server import (
+from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS, Arm, arm_environment
+from meridian_patch.bench.served.client import Client
+from meridian_patch.bench.served.server import (
     ServerProcess,
     ServerSettings,
     pick_port,
     server_environment,
 )
-from meridian_patch.bench.workload import Mix, make_trace
+from meridian_patch.bench.served.workload import Mix, make_trace
 from meridian_patch.errors import BenchError
 
 HEALTHY = """

@@ -6,9 +6,16 @@ from itertools import pairwise
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench import turns
-from meridian_patch.bench.bootstrap import bootstrap_interval
-from meridian_patch.bench.turns import (
+from meridian_patch.bench.simulated import conversations as turns
+from meridian_patch.bench.simulated.conversation_arms import ARM_WORDS, turns_arm
+from meridian_patch.bench.simulated.conversation_figures import (
+    SATURATED,
+    Place,
+    RunKey,
+    summarise_turns,
+)
+from meridian_patch.bench.simulated.conversation_run import TurnsRun
+from meridian_patch.bench.simulated.conversations import (
     History,
     TurnsLoad,
     build_output,
@@ -16,12 +23,10 @@ from meridian_patch.bench.turns import (
     draw_conversations,
     without_pauses,
 )
-from meridian_patch.bench.turns_arms import ARM_WORDS, turns_arm
-from meridian_patch.bench.turns_figures import SATURATED, Place, RunKey, summarise_turns
-from meridian_patch.bench.turns_run import TurnsRun
+from meridian_patch.bench.statistics import bootstrap_interval
 from meridian_patch.config.load import load_config
-from meridian_patch.engine.replay_types import Markers
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.types import Markers
 
 MARKERS = Markers(256, 257, 259, 260, 261, 262, tool_call=(60, 61), content_ids=256)
 THINKING = [History.STRIPPED, History.KEPT, History.TOOL_LOOP]

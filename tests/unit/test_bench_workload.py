@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.bench.workload import Mix, make_trace, read_trace, write_trace
+from meridian_patch.bench.served.workload import Mix, make_trace, read_trace, write_trace
 from meridian_patch.errors import BenchError
 
 LINE = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.engine import cores
+from meridian_patch.replay import cpu_affinity as cores
 
 SLEEP = "import threading, time; [threading.Thread(target=time.sleep, args=(60,)).start()]"
 UP = "print('up', flush=True); time.sleep(60)"

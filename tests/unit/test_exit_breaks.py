@@ -3,8 +3,8 @@
 import pytest
 from exit_streams import BREAKS, LINE, NEWLINE, PARAGRAPH, PLAIN
 
-from meridian_patch.exit.breaks import find_breaks
-from meridian_patch.exit.probing import ProbeSchedule
+from meridian_patch.exit.probe_schedule import ProbeSchedule
+from meridian_patch.exit.text_breaks import find_breaks
 
 
 @pytest.mark.parametrize(

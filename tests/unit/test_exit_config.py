@@ -8,8 +8,8 @@ from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.config.request_fields import RequestFields, read_fields
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
-from meridian_patch.exit.breaks import find_breaks
-from meridian_patch.exit.strategies import build_strategies
+from meridian_patch.exit.strategies.build import build_strategies
+from meridian_patch.exit.text_breaks import find_breaks
 from meridian_patch.exit.wishes import apply_wishes
 from meridian_patch.policy.wishes import read_wishes
 

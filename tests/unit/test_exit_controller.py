@@ -6,12 +6,12 @@ import pytest
 from exit_streams import BREAKS, LINE, PARAGRAPH, PLAIN, config_of, row, rows_of
 
 from meridian_patch.exit.actions import Outcome, Probe
-from meridian_patch.exit.base import NO_SIGNALS, Reason
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.follow import follow
 from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.router import PhaseRouter
+from meridian_patch.phase.tracker import PhaseRouter
 
 END_PROBABILITY = {"end_probability": True, "end_probability_patience": 1}
 CALM, SURE = row(), row(end_prob=0.9)

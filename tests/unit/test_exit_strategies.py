@@ -5,11 +5,11 @@ import math
 import pytest
 from exit_streams import BREAKS, COMMA, DOT, LINE, PLAIN, signals_of
 
-from meridian_patch.exit.base import NO_SIGNALS, Reason, Signals, Strategy
-from meridian_patch.exit.eat import Eat
-from meridian_patch.exit.end_probability import EndProbability
-from meridian_patch.exit.hard_cap import HardCap
-from meridian_patch.exit.rpdi import Rpdi
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason, Signals, Strategy
+from meridian_patch.exit.strategies.eat import Eat
+from meridian_patch.exit.strategies.end_probability import EndProbability
+from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.rpdi import Rpdi
 
 NAN = math.nan
 

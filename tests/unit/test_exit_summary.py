@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 from meridian_patch.exit.actions import Close, Outcome, Told
-from meridian_patch.exit.base import Reason
 from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.exit.summary import summarize
 
 

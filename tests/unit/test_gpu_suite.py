@@ -26,7 +26,7 @@ from meridian_patch.bench.gpu.suite import (
 )
 from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.serve_plan import packaged_model, tiny_settings
+from meridian_patch.bench.served.plan import packaged_model, tiny_settings
 from meridian_patch.config.families import load_families
 from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.errors import BenchError

@@ -7,11 +7,11 @@ import pytest
 from lab_runs import lab_run
 
 from meridian_patch import cli
-from meridian_patch.bench.lab import session
-from meridian_patch.bench.lab.grid import Place
-from meridian_patch.bench.lab.run import Timeline
-from meridian_patch.bench.lab.trace import read_trace
-from meridian_patch.phase.router import Phase
+from meridian_patch.bench.simulated import session
+from meridian_patch.bench.simulated.grid import Place
+from meridian_patch.bench.simulated.run import Timeline
+from meridian_patch.bench.simulated.trace import read_trace
+from meridian_patch.phase.tracker import Phase
 
 QUICK = ["--requests", "5", "--rate", "2", "--pool", "200000", "--arms", "noop"]
 
@@ -40,7 +40,7 @@ def fake(monkeypatch):
     def use(results):
         workers = type("Fake", (FakeWorkers,), {"results": staticmethod(results)})
         monkeypatch.setattr(session, "Workers", workers)
-        monkeypatch.setattr("meridian_patch.bench.lab.command.end_like_ctrl_c", lambda: None)
+        monkeypatch.setattr("meridian_patch.bench.simulated.command.end_like_ctrl_c", lambda: None)
 
     return use
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 from lab_runs import lab_run, requests
 
-from meridian_patch.bench.bootstrap import bootstrap_interval, bootstrap_quotient
-from meridian_patch.bench.lab.alone import AloneTimes
-from meridian_patch.bench.lab.arms import STOCK, choose_arms, named_arm, own_arm
-from meridian_patch.bench.lab.figures import GOODPUT, HARM, Limits, summarise
-from meridian_patch.bench.lab.grid import Place, RunKey
-from meridian_patch.bench.lab.metrics import (
+from meridian_patch.bench.simulated.alone import AloneTimes
+from meridian_patch.bench.simulated.arms import STOCK, choose_arms, named_arm, own_arm
+from meridian_patch.bench.simulated.figures import GOODPUT, HARM, Limits, summarise
+from meridian_patch.bench.simulated.grid import Place, RunKey
+from meridian_patch.bench.simulated.metrics import (
     StepTimes,
     answer_gaps,
     goodput,
@@ -20,10 +19,11 @@ from meridian_patch.bench.lab.metrics import (
     steady_span,
     weighted_quantile,
 )
-from meridian_patch.bench.lab.tables import KINDS, by_place, place_cells
-from meridian_patch.engine.replay_types import ReplayRecord, ReplayRequest
+from meridian_patch.bench.simulated.tables import KINDS, by_place, place_cells
+from meridian_patch.bench.statistics import bootstrap_interval, bootstrap_quotient
 from meridian_patch.errors import BenchError
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
+from meridian_patch.replay.types import ReplayRecord, ReplayRequest
 
 PLACE = Place("s-prod", 0.25, 4096, 0.9, 2.0)
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from meridian_patch.bench.cost import load_cost
-from meridian_patch.bench.lab.fit import Fit, fit_steps, residuals
-from meridian_patch.bench.lab.fit_command import engine_arguments, write_cost
-from meridian_patch.bench.lab.timed import bursts
-from meridian_patch.engine.replay_types import StepWork
+from meridian_patch.bench.simulated.cost import load_cost
+from meridian_patch.bench.simulated.fit import Fit, fit_steps, residuals
+from meridian_patch.bench.simulated.fit_command import engine_arguments, write_cost
+from meridian_patch.bench.simulated.timed import bursts
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.types import StepWork
 
 CPU = Fit(2e-3, 1e-3, 2e-5, 0.0, 2e-7, 2e-5, 1e-8, overlap=False)
 GPU = Fit(1e-3, 5e-4, 1e-6, 6e-3, 5e-8, 3e-5, 1e-9, overlap=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_patch.bench.lab.trace import LONGEST, LabRequest, read_trace, write_trace
+from meridian_patch.bench.simulated.trace import LONGEST, LabRequest, read_trace, write_trace
 from meridian_patch.errors import BenchError
 
 GOOD = {"id": "a", "arrival_s": 0.5, "prompt_tokens": 3, "think_tokens": 0, "answer_tokens": 1}

@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meridian_patch.bench.lab.lengths import SERVEGEN_CLIENTS, Clients, draw_arrivals
-from meridian_patch.bench.lab.trace import read_trace, write_trace
-from meridian_patch.bench.lab.workloads import WORKLOADS, draw_trace
-from meridian_patch.bench.turns import CONTEXT_TOKENS, History, TurnsLoad, draw_conversations
+from meridian_patch.bench.simulated.conversations import (
+    CONTEXT_TOKENS,
+    History,
+    TurnsLoad,
+    draw_conversations,
+)
+from meridian_patch.bench.simulated.lengths import SERVEGEN_CLIENTS, Clients, draw_arrivals
+from meridian_patch.bench.simulated.trace import read_trace, write_trace
+from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "workloads.md"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from meridian_patch.engine.host_signals import row_signals_on_host
-from meridian_patch.engine.measuring import Meter, Spans
-from meridian_patch.engine.signals import MeasurePlan
+from meridian_patch.engine.early_exit.signals import MeasurePlan
+from meridian_patch.engine.worker.logits_measurement import Meter, Spans
+from meridian_patch.engine.worker.row_signals_cpu import row_signals_on_host
 from meridian_patch.kernels.row_signals import row_signals_ref, usable_backend
 
 INF = float("inf")
@@ -114,6 +114,6 @@ def test_a_warm_meter_measures_the_same_on_a_cpu(monkeypatch):
     meter = Meter(10)
     cold = meter.measure(logits, spans, 3).read().by_request()["a"].tolist()
     meter.warm_up(torch.device("cpu"), {torch.float32})
-    monkeypatch.delattr("meridian_patch.engine.measuring.row_signals")
+    monkeypatch.delattr("meridian_patch.engine.worker.logits_measurement.row_signals")
     warm = meter.measure(logits, spans, 3).read().by_request()["a"].tolist()
     assert warm == [pytest.approx(cold[0])]

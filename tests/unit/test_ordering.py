@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from meridian_patch.engine import ordering
-from meridian_patch.engine.ordering import RankError, RunningOrder
-from meridian_patch.phase.router import Phase, RequestPhase
-from meridian_patch.policy.latency import LatencyPolicy
+from meridian_patch.engine.scheduler import running_order as ordering
+from meridian_patch.engine.scheduler.running_order import RankError, RunningOrder
+from meridian_patch.phase.tracker import Phase, RequestPhase
+from meridian_patch.policy.running_order import LatencyPolicy
 
 PATIENCE_US = 10**9
 

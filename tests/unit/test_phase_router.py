@@ -3,7 +3,7 @@
 from spoken import SpokenRouter
 
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.router import Phase
+from meridian_patch.phase.tracker import Phase
 
 START, END, WORD = 1, 2, 9
 SIMPLE = Boundaries("test", ((START,),), ((END,),), (END,))

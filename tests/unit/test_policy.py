@@ -3,10 +3,10 @@
 from dataclasses import asdict, replace
 
 from meridian_patch.config.schema import PolicyConfig
-from meridian_patch.phase.router import Phase
-from meridian_patch.policy.base import RequestView
-from meridian_patch.policy.latency import LatencyPolicy
-from meridian_patch.policy.rules import PROFILES, choose_rules
+from meridian_patch.phase.tracker import Phase
+from meridian_patch.policy.order_policy import RequestView
+from meridian_patch.policy.profiles import PROFILES, choose_rules
+from meridian_patch.policy.running_order import LatencyPolicy
 
 
 def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0, kept=0):

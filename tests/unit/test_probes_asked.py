@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meridian_patch.engine.probes import ProbeLimits, Probes
+from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
 from meridian_patch.exit.actions import Probe
 
 BLOCK_SIZE = 32

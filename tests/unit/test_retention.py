@@ -2,7 +2,7 @@
 
 import pytest
 
-from meridian_patch.phase.router import Phase, RequestPhase
+from meridian_patch.phase.tracker import Phase, RequestPhase
 from meridian_patch.policy.retention import (
     Retention,
     Tier,

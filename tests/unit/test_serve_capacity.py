@@ -2,7 +2,7 @@
 
 import pytest
 
-from meridian_patch.bench.serve_capacity import completed_per_s
+from meridian_patch.bench.served.capacity import completed_per_s
 
 
 def test_the_last_tenth_does_not_count():

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from meridian_patch.engine.spans import add_to_spans_of, adding, span_attributes
+from meridian_patch.engine.api.tracing import add_to_spans_of, adding, span_attributes
 
 
 def test_a_summary_is_flat_in_a_span():

@@ -6,7 +6,7 @@ import pytest
 from rooflines import random_shape, roofline, trained
 
 from meridian_patch.config.schema import PolicyConfig
-from meridian_patch.policy.step_cut import CutSettings, StepCut
+from meridian_patch.policy.prefill_budget import CutSettings, StepCut
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 FULL = 8192

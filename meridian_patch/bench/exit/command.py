@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meridian_patch.bench.arguments import read_whole
 from meridian_patch.bench.interrupts import end_like_ctrl_c
+from meridian_patch.bench.options import read_whole
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:

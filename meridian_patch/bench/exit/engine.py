@@ -10,7 +10,7 @@ from meridian_patch import envs
 from meridian_patch.bench.child import JsonChild
 from meridian_patch.errors import BenchError
 
-_MODULE = "meridian_patch.engine.exit_run"
+_MODULE = "meridian_patch.bench.exit.engine_main"
 _SET = f"{envs.OVERRIDE_PREFIX}EXIT__"
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from rich.console import Console
 
 from meridian_patch import envs
-from meridian_patch.bench.arguments import read_positive, read_whole
 from meridian_patch.bench.gpu import cost, kernels, served
 from meridian_patch.bench.gpu.report import describe_origin, write_report
 from meridian_patch.bench.gpu.shapes import SHAPES, write_shape
 from meridian_patch.bench.gpu.suite import FAILED, Context, Part, run_suite
 from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.serve_plan import any_settings, find_model_or_name, packaged_model
+from meridian_patch.bench.options import read_positive, read_whole
+from meridian_patch.bench.served.plan import any_settings, find_model_or_name, packaged_model
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError, MeridianError
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
-from meridian_patch.bench.lab.fit_command import (
+from meridian_patch.bench.simulated.fit_command import (
     burst_plays,
     engine_arguments,
     fit_bursts,
     write_cost,
 )
-from meridian_patch.bench.lab.timed import run_timed_engine
-from meridian_patch.engine.replay_types import ReplayArm
+from meridian_patch.bench.simulated.timed import run_timed_engine
+from meridian_patch.replay.types import ReplayArm
 
 _SEED = 1
 _ROUNDS, _REHEARSED_ROUNDS = 4, 2

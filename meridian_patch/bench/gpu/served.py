@@ -11,20 +11,20 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from meridian_patch.bench.arms import ARM_ENVIRONMENTS, STOCK, STOCK_AGAIN, Arm
-from meridian_patch.bench.client import Client, RequestRecord
 from meridian_patch.bench.gpu.suite import Context, Record
-from meridian_patch.bench.serve_arms import known_arms
-from meridian_patch.bench.serve_capacity import measure_capacity
-from meridian_patch.bench.serve_load import Load
-from meridian_patch.bench.serve_run import EXIT_INTERRUPTED, Comparison, run_comparison
-from meridian_patch.bench.server import (
+from meridian_patch.bench.served.arm_options import known_arms
+from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS, STOCK, STOCK_AGAIN, Arm
+from meridian_patch.bench.served.capacity import measure_capacity
+from meridian_patch.bench.served.client import Client, RequestRecord
+from meridian_patch.bench.served.load import Load
+from meridian_patch.bench.served.run import EXIT_INTERRUPTED, Comparison, run_comparison
+from meridian_patch.bench.served.server import (
     ServerProcess,
     ServerSettings,
     pick_port,
     server_environment,
 )
-from meridian_patch.bench.workload import Mix, TraceRequest, make_trace
+from meridian_patch.bench.served.workload import Mix, TraceRequest, make_trace
 from meridian_patch.envs import OVERRIDE_PREFIX
 from meridian_patch.errors import BenchError
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meridian_patch.bench.serve_plan import packaged_model
+from meridian_patch.bench.served.plan import packaged_model
 from meridian_patch.errors import BenchError
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

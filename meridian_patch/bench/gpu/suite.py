@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from meridian_patch.bench.server import ServerSettings
-from meridian_patch.bench.summary import Spread
+from meridian_patch.bench.served.server import ServerSettings
+from meridian_patch.bench.served.summary import Spread
 from meridian_patch.errors import BenchError, MeridianError
 
 Verdict = Literal["passed", "failed", "skipped", "not run"]

@@ -33,13 +33,13 @@ from vllm.v1.worker import worker_base
 import meridian_patch.demo
 from meridian_patch.config import families
 from meridian_patch.config.schema import PolicyConfig
-from meridian_patch.engine import exit_binding
-from meridian_patch.engine import scheduler as ours
-from meridian_patch.engine.kv_cache import build_phase_kv_cache_manager
-from meridian_patch.engine.replay_offload import OffloadTier, transfer_config
-from meridian_patch.engine.replay_types import ReplayArm
+from meridian_patch.engine.early_exit import binding as exit_binding
+from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
+from meridian_patch.engine.scheduler import scheduler as ours
 from meridian_patch.patching.candidate import MARK
-from meridian_patch.policy.rules import choose_rules
+from meridian_patch.policy.profiles import choose_rules
+from meridian_patch.replay.offload import OffloadTier, transfer_config
+from meridian_patch.replay.types import ReplayArm
 from simulator.axes import Case
 from simulator.grammar import SimGrammarBackend, reasoner_for
 from simulator.oracle import boundaries_of

@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.kv_integrity import find_faults
-from meridian_patch.engine.probe_request import ProbeRequest
-from meridian_patch.phase.router import Phase
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.phase.tracker import Phase
 from meridian_patch.telemetry import counters
 from simulator.engine import Arm
 from simulator.failure import Failure

@@ -30,7 +30,7 @@ def find_leaks(scheduler: Any, names: set[str]) -> list[str]:
 
 def _own_tables(scheduler: Any) -> set[str]:
     """Containers that our mixin put on the scheduler."""
-    from meridian_patch.engine.scheduler import PhaseScheduling
+    from meridian_patch.engine.scheduler.scheduler import PhaseScheduling
 
     code = PhaseScheduling.__init__.__code__.co_names
     return {name for name in code if name in vars(scheduler)} - {"running", "waiting", "requests"}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from meridian_patch.engine.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
 from simulator.failure import Failure
 from simulator.oracle import Speaker
 

@@ -1,0 +1,146 @@
+"""A patched engine of this process, and what its scheduler does with thoughts."""
+
+import json
+from collections import Counter, deque
+from typing import Any, TextIO
+
+from vllm import LLM, SamplingParams
+from vllm.config import ReasoningConfig
+from vllm.sampling_params import RequestOutputKind
+
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.in_process import core_of
+from meridian_patch.engine.request_ids import caller_id
+from meridian_patch.errors import BenchError
+
+
+class ExitWatch:
+    """Counts from outside what one scheduler does; owes nothing to the product's own counters.
+
+    Args:
+        scheduler: of an engine core of this process.
+
+    Raises:
+        BenchError: the engine is not patched, or cannot end thoughts.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        exits = getattr(scheduler, "exits", None)
+        if exits is None:
+            raise BenchError(
+                f"{type(scheduler).__name__} ends no thoughts, expected the patched scheduler and "
+                "a model of a known family"
+            )
+        self._scheduler = scheduler
+        self._totals: Counter[str] = Counter()
+        self._counted = dict(scheduler.phase_counters.totals)
+        # By request, output indices of forced tokens.
+        self._forced: dict[str, list[int]] = {}
+        self._wrap(scheduler, "schedule", self._scheduled)
+        self._wrap(scheduler, "update_from_output", self._updated)
+        self._add_rows = exits.closings.add_rows
+        exits.closings.add_rows = self._mask
+
+    def take_forced(self, key: str) -> list[int]:
+        """Output indices of a finished request whose tokens were forced."""
+        return self._forced.pop(key, [])
+
+    def take_totals(self) -> dict[str, int]:
+        """Events since the last call, the product's own counters among them."""
+        totals, self._totals = self._totals, Counter()
+        before, self._counted = self._counted, dict(self._scheduler.phase_counters.totals)
+        ours = {name: n - before.get(name, 0) for name, n in self._counted.items()}
+        return {**{name: n for name, n in ours.items() if n}, **totals}
+
+    def _wrap(self, owner: Any, name: str, after: Any) -> None:
+        inner = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            after(result)
+            return result
+
+        setattr(owner, name, wrapper)
+
+    def _scheduled(self, output: Any) -> None:
+        totals, requests = self._totals, self._scheduler.requests
+        totals["steps"] += 1
+        totals["drafted"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        for name, count in output.num_scheduled_tokens.items():
+            if isinstance(requests[name], ProbeRequest):
+                totals["probes"] += 1
+                totals["probe_tokens"] += count
+
+    def _updated(self, outputs: dict[int, Any]) -> None:
+        for client in outputs.values():
+            for output in client.outputs:
+                self._totals["accepted"] += max(0, len(output.new_token_ids) - 1)
+
+    def _mask(self, output: Any, grammar: Any) -> Any:
+        result = self._add_rows(output, grammar)
+        # Nobody asks for structured output here: every row is a close's.
+        for name in result.structured_output_request_ids if result is not None else ():
+            request = self._scheduler.requests[name]
+            # Load-bearing: tokens on the way count from this step on, its own among them.
+            on_the_way = max(request.num_output_placeholders - 1, 0)
+            index = request.num_output_tokens + on_the_way
+            self._forced.setdefault(caller_id(name), []).append(index)
+        return result
+
+
+class ExitEngine:
+    """One engine and the arms that are run on it, one after the other.
+
+    Args:
+        job: ``engine``, ``reasoning`` and ``concurrency``, see ``exit_run``.
+        channel: takes the replies.
+    """
+
+    def __init__(self, job: dict[str, Any], channel: TextIO) -> None:
+        self._channel = channel
+        arguments = dict(job["engine"])
+        if job["reasoning"] is not None:
+            start, end = job["reasoning"]
+            arguments["reasoning_config"] = ReasoningConfig(
+                reasoning_start_str=start, reasoning_end_str=end
+            )
+        llm = LLM(**arguments)
+        self._engine = llm.llm_engine
+        self._watch = ExitWatch(core_of(llm).scheduler)
+        self._concurrency = int(job["concurrency"])
+        self._send({"is_ready": True})
+
+    def run(self, requests: list[dict[str, Any]]) -> None:
+        """Answer one arm's requests."""
+        engine, waiting = self._engine, deque(requests)
+        engine.reset_prefix_cache()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < self._concurrency:
+                self._add(waiting.popleft())
+            for output in engine.step():
+                if output.finished:
+                    self._finish(output)
+        self._send({"totals": self._watch.take_totals()})
+
+    def _add(self, request: dict[str, Any]) -> None:
+        params = SamplingParams(
+            **request["params"], detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt: Any = {"prompt_token_ids": request["prompt"]}
+        self._engine.add_request(request["key"], prompt, params)
+
+    def _finish(self, output: Any) -> None:
+        completion = output.outputs[0]
+        self._send(
+            {
+                "key": output.request_id,
+                "ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "told": completion.meridian,
+                "forced": self._watch.take_forced(output.request_id),
+            }
+        )
+
+    def _send(self, reply: dict[str, Any]) -> None:
+        self._channel.write(json.dumps(reply) + "\n")
+        self._channel.flush()

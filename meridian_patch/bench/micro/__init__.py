@@ -1,0 +1,1 @@
+"""What single operations cost on the CPU, without a model."""

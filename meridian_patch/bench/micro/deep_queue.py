@@ -1,0 +1,125 @@
+"""Times each operation of ours on vLLM's real scheduler with a deep queue and a full KV pool."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRequest, StepWork
+from meridian_patch.telemetry.counters import FALLBACK, Fallback
+
+# Mean context that the pool has room for: half of what the requests would hold.
+_CONTEXT_TOKENS = 1024
+# Steps from one arrival to the next.
+_ARRIVES_EVERY = 2
+_PRIORITIES = (0, -1, 0, 1, 0, -3)
+
+
+class DeepQueue:
+    """A scheduler whose pool is full, so that requests are preempted, in front of a long queue.
+
+    Seats are free: what is missing is KV. Requests of several priorities come in all the time.
+
+    Args:
+        arm: our scheduler and its settings.
+        running: requests that the pool has room for, at half of the context of a chat.
+        waiting: requests that wait behind them.
+        draw: the next request, by its number.
+
+    Attributes:
+        seconds: CPU seconds of each call of each operation, since ``forget``.
+    """
+
+    def __init__(
+        self,
+        arm: ReplayArm,
+        running: int,
+        waiting: int,
+        draw: Callable[[int], ReplayRequest],
+    ) -> None:
+        blocks = running * _CONTEXT_TOKENS // BLOCK_SIZE
+        limits = EngineLimits(max_num_seqs=2 * running)
+        self._engine = ReplayEngine(arm, blocks, lambda _work: 0.02, read_markers(), limits=limits)
+        self._draw = draw
+        self._drawn = 0
+        self._steps = 0
+        self.seconds: dict[str, list[float]] = {}
+        for _ in range(running + waiting):
+            self._add()
+        scheduler = self._engine.scheduler
+        for owner, name, shown in (
+            (scheduler, "_plan", "plan"),
+            (scheduler, "_arrange", "order"),
+            (scheduler, "_is_quiet", "look whether to plan"),
+            (scheduler, "_track", "follow a new request"),
+            (scheduler, "_observe", "take tokens in"),
+            (scheduler.steering, "arrived", "place an arrival"),
+            (scheduler.steering, "scheduled", "note a step"),
+            (scheduler.steering, "ended", "learn from a step"),
+            (scheduler.steering, "left", "forget a request"),
+            (scheduler.steering, "preempted", "note a preemption"),
+        ):
+            self._time(owner, name, shown)
+
+    @property
+    def num_displaced(self) -> int:
+        """Requests that stand behind newcomers now."""
+        return len(self._engine.scheduler.steering.waiting_order._displaced)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        return len(self._engine.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run now."""
+        return len(self._engine.scheduler.running)
+
+    @property
+    def num_slow(self) -> int:
+        """Plans and orders that took longer than the configured time budget, since the start."""
+        return self._engine.counters().get(f"{FALLBACK}:{Fallback.SLOW}", 0)
+
+    def displace(self, count: int) -> None:
+        """Have the last ``count`` of those that run make room; they think."""
+        scheduler = self._engine.scheduler
+        for request in scheduler.running[-count:]:
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+            scheduler.steering.waiting_order.put_behind(request, scheduler.waiting)
+
+    def forget(self) -> None:
+        """Drop what was measured so far."""
+        self.seconds.clear()
+
+    def step(self) -> None:
+        """One step; a request comes in for each that ended, and one more in every second step."""
+        self._engine.step()
+        self._steps += 1
+        for _ in self._engine.take_finished():
+            self._add()
+        if self._steps % _ARRIVES_EVERY == 0:
+            self._add(priority=_PRIORITIES[self._drawn % len(_PRIORITIES)])
+
+    def _add(self, priority: int = 0) -> None:
+        wish = {"meridian_priority": priority} if priority else None
+        self._engine.add(self._draw(self._drawn), self._engine.now, wish)
+        self._drawn += 1
+
+    def _time(self, owner: Any, name: str, shown: str) -> None:
+        original, seconds = getattr(owner, name), self.seconds
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            result = original(*args, **kwargs)
+            seconds.setdefault(shown, []).append(time.thread_time() - start)
+            return result
+
+        setattr(owner, name, timed)
+
+
+def _step_seconds(work: StepWork) -> float:
+    """Such that prefill shows, and computing tokens again has a price."""
+    return 0.01 + 5e-5 * (work.prefill_tokens + work.decode_seqs)

@@ -1,0 +1,1 @@
+"""Real servers, stock and patched, on the same requests."""

@@ -1,0 +1,75 @@
+"""How many requests a second a stock server completes on this machine, and a load by that."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from meridian_patch import envs
+from meridian_patch.bench.progress import progress_bars
+from meridian_patch.bench.served.arms import (
+    ARM_ENVIRONMENTS,
+    STOCK,
+    Arm,
+    ArmRun,
+    arm_environment,
+    play_seed,
+    start_arm,
+)
+from meridian_patch.bench.served.load import Load
+from meridian_patch.bench.served.server import ServerSettings
+from meridian_patch.bench.served.workload import Mix, make_trace
+from meridian_patch.errors import BenchError
+
+# Of no trace that is compared.
+_SEED = 1_000_005
+_REQUESTS = 80
+# The last few run alone, and say nothing of a server that is busy.
+_COUNTED_SHARE = 0.9
+# Holds all that runs: where requests preempt each other, one run completes twice what another does.
+_ROOMY_POOL = 8
+
+
+def measure_capacity(
+    settings: ServerSettings, load: Load, mix: Mix, folder: Path, console: Console
+) -> float:
+    """Requests per second that a stock server of its own completes when all come at once and fit.
+
+    Args:
+        settings: of the server.
+        load: how it is driven.
+        mix: what the requests are like; their arrivals do not matter.
+        folder: takes the server's log.
+        console: shows how far it is.
+
+    Raises:
+        BenchError: the server failed, or a request did.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = make_trace(replace(mix, requests=_REQUESTS, rate_per_s=1.0), _SEED)
+    trace = [replace(request, arrival_s=0.0) for request in drawn]
+    if settings.kv_blocks is not None:
+        settings = replace(settings, kv_blocks=_ROOMY_POOL * settings.kv_blocks)
+    arm, run = Arm(STOCK, ARM_ENVIRONMENTS[STOCK]), ArmRun(STOCK)
+    env = arm_environment(arm, dict(envs.environment()))
+    with progress_bars(console, transient=True) as progress:
+        task = progress.add_task("what stock completes on this machine", total=len(trace))
+        advance = partial(progress.advance, task)
+        with start_arm(run, settings, env, folder / "server-capacity.log", load) as running:
+            play_seed(running, _SEED, trace, load.processes, advance)
+    [played] = run.seeds
+    failed = [record for record in played.records if record.finish_reason is None]
+    if failed:
+        raise BenchError(
+            f"{len(failed)} of {len(trace)} requests failed while the machine's capacity was "
+            f"measured; the first: {failed[0].error}. See {folder / 'server-capacity.log'}"
+        )
+    return completed_per_s([record.token_s[-1] for record in played.records])
+
+
+def completed_per_s(ends_s: Sequence[float]) -> float:
+    """Requests per second of those that all began at 0, but for the last tenth of them."""
+    counted = max(1, int(_COUNTED_SHARE * len(ends_s)))
+    return counted / sorted(ends_s)[counted - 1]

@@ -1,0 +1,181 @@
+"""Figures of one run, computed from what its clients noted. Times in seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from meridian_patch.bench.served.client import RequestRecord
+from meridian_patch.demo.problems import grade
+
+STALL_S = 0.25
+
+Figures = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """How one figure is called and shown.
+
+    Attributes:
+        name: key in the report's JSON; ends in its unit.
+        label: what a reader sees.
+        unit: shown; the value itself is in seconds, a share, or a count.
+    """
+
+    name: str
+    label: str
+    unit: str = ""
+
+
+FIGURE_KINDS = (
+    FigureKind("ttft_p50_s", "TTFT p50", "s"),
+    FigureKind("ttft_p99_s", "TTFT p99", "s"),
+    FigureKind("ttfat_p50_s", "TTFAT p50", "s"),
+    FigureKind("ttfat_mean_s", "TTFAT mean", "s"),
+    FigureKind("ttfat_p95_s", "TTFAT p95", "s"),
+    FigureKind("ttfat_p99_s", "TTFAT p99", "s"),
+    FigureKind("ttot_p50_s", "TTOT p50", "ms"),
+    FigureKind("ttot_max_s", "TTOT max", "ms"),
+    FigureKind("answer_itl_p50_s", "answer ITL p50", "ms"),
+    FigureKind("answer_itl_p99_s", "answer ITL p99", "ms"),
+    FigureKind("answer_gap_max_s", "worst answer gap", "ms"),
+    FigureKind("answer_stalls", f"answer stalls > {STALL_S * 1000:.0f} ms"),
+    FigureKind("answer_preemptions", "answer preemptions"),
+    FigureKind("think_preemptions", "think preemptions"),
+    FigureKind("preemptions", "preemptions, all"),
+    FigureKind("policy_fallbacks", "policy fallbacks"),
+    FigureKind("silence_max_s", "longest silence", "ms"),
+    FigureKind("e2e_p50_s", "end to end p50", "s"),
+    FigureKind("tokens_per_s", "tokens/s"),
+    FigureKind("accuracy", "graded accuracy", "%"),
+    FigureKind("failed_requests", "failed requests"),
+)
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """What the reader of one request waited for.
+
+    Attributes:
+        submit_s: from the start of the trace.
+        ttft_s: submit to first token of any kind.
+        boundary_s: when the last token of the think end came, from the start of the trace.
+        ttfat_s: submit to first answer token.
+        ttot_s: boundary to first answer token.
+        e2e_s: submit to last token.
+        answer_gaps_s: gaps between consecutive answer tokens, the stop token included.
+        answer_gap_ends_s: when each of these gaps ended, from the start of the trace.
+    """
+
+    submit_s: float
+    ttft_s: float
+    boundary_s: float | None
+    ttfat_s: float | None
+    ttot_s: float | None
+    e2e_s: float
+    answer_gaps_s: tuple[float, ...]
+    answer_gap_ends_s: tuple[float, ...]
+
+
+def first_answer_index(token_ids: Sequence[int], end_marker: Sequence[int]) -> int | None:
+    """Index after the first end marker, or None when thinking never ended."""
+    width = len(end_marker)
+    for start in range(len(token_ids) - width + 1):
+        if list(token_ids[start : start + width]) == list(end_marker):
+            return start + width
+    return None
+
+
+def request_times(record: RequestRecord, end_marker: Sequence[int]) -> RequestTimes | None:
+    """Times of one request; None when it failed or never got a token."""
+    if record.error is not None or not record.token_s:
+        return None
+    submit = record.submit_s
+    first = first_answer_index(record.token_ids, end_marker)
+    answer_s = record.token_s[first:] if first is not None else []
+    # An empty marker stands for no thinking: the answer begins with the first token.
+    boundary = record.token_s[first - 1] if first else None
+    return RequestTimes(
+        submit_s=submit,
+        ttft_s=record.token_s[0] - submit,
+        boundary_s=boundary,
+        ttfat_s=answer_s[0] - submit if answer_s else None,
+        ttot_s=answer_s[0] - boundary if answer_s and boundary is not None else None,
+        e2e_s=record.token_s[-1] - submit,
+        answer_gaps_s=tuple(b - a for a, b in pairwise(answer_s)),
+        answer_gap_ends_s=tuple(answer_s[1:]),
+    )
+
+
+def run_figures(
+    records: Sequence[RequestRecord], end_marker: Sequence[int], counters: Mapping[str, float]
+) -> Figures:
+    """All figures of one run.
+
+    Args:
+        records: one per request that was sent.
+        end_marker: token ids that end thinking.
+        counters: what rose during the run, from ``counters.difference``; a missing one is
+            reported as None.
+    """
+    times = [t for t in (request_times(record, end_marker) for record in records) if t is not None]
+    gaps = [gap for t in times for gap in t.answer_gaps_s]
+    ttft = [t.ttft_s for t in times]
+    ttfat = [t.ttfat_s for t in times if t.ttfat_s is not None]
+    ttot = [t.ttot_s for t in times if t.ttot_s is not None]
+    ended = [record for record in records if record.finish_reason is not None]
+    graded = [record for record in ended if record.request.expected]
+    right = sum(grade(record.answer, record.request.expected) for record in graded)
+    return {
+        "ttft_p50_s": quantile(ttft, 0.5),
+        "ttft_p99_s": quantile(ttft, 0.99),
+        "ttfat_p50_s": quantile(ttfat, 0.5),
+        "ttfat_mean_s": sum(ttfat) / len(ttfat) if ttfat else None,
+        "ttfat_p95_s": quantile(ttfat, 0.95),
+        "ttfat_p99_s": quantile(ttfat, 0.99),
+        "ttot_p50_s": quantile(ttot, 0.5),
+        "ttot_max_s": max(ttot, default=None),
+        "answer_itl_p50_s": quantile(gaps, 0.5),
+        "answer_itl_p99_s": quantile(gaps, 0.99),
+        "answer_gap_max_s": max(gaps, default=None),
+        "answer_stalls": float(sum(gap > STALL_S for gap in gaps)),
+        "answer_preemptions": counters.get("answer_preemptions"),
+        "think_preemptions": counters.get("think_preemptions"),
+        "preemptions": counters.get("preemptions"),
+        "policy_fallbacks": counters.get("policy_fallbacks"),
+        "silence_max_s": longest_silence(records),
+        "e2e_p50_s": quantile([t.e2e_s for t in times], 0.5),
+        "tokens_per_s": _tokens_per_s(records),
+        "accuracy": right / len(graded) if graded else None,
+        "failed_requests": float(len(records) - len(ended)),
+    }
+
+
+def longest_silence(records: Sequence[RequestRecord]) -> float | None:
+    """Longest time in which no stream got a token although one was under way.
+
+    The scheduler serves somebody in every step, so a long silence is the machine's doing (or one
+    very long step), and answer gaps of its size say nothing about scheduling.
+    """
+    streams = [record.token_s for record in records if record.token_s]
+    stamps = sorted(stamp for stream in streams for stamp in stream)
+    for begin, end in sorted(pairwise(stamps), key=lambda pair: pair[0] - pair[1]):
+        if any(stream[0] <= begin and end <= stream[-1] for stream in streams):
+            return end - begin
+    return None
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The ``share`` quantile (0 to 1), or None of nothing."""
+    return float(np.quantile(values, share)) if values else None
+
+
+def _tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Generated tokens over the time from the first submit to the last token."""
+    stamps = [record.token_s[-1] for record in records if record.token_s]
+    if not stamps:
+        return None
+    span = max(stamps) - min(record.submit_s for record in records)
+    return sum(len(record.token_ids) for record in records) / span if span > 0 else None

@@ -1,0 +1,188 @@
+"""Plots of a served comparison, as PNG."""
+
+import io
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, pairwise
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from meridian_patch.bench.served.arms import SeedRun
+from meridian_patch.bench.served.metrics import STALL_S, RequestTimes, request_times
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+_STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}
+# Of the other arms, in order.
+_OTHER_STYLES = (("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))
+_PHASE_COLOURS = {
+    "waiting, prefill": "#DDDDDD",
+    "thinking": "#56B4E9",
+    "thinking, paused": "#D3EAF8",
+    "answering": "#009E73",
+    "answer stalled": "#D55E00",
+}
+_DPI = 130
+_CAPTION_WIDTH = 150
+# Gaps above this are drawn large: there are few of them, and they are what is looked for.
+_STANDS_OUT_MS = 100.0
+
+Runs = Mapping[str, SeedRun]
+
+
+def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each arm; beyond the palette they repeat."""
+    others = cycle(_OTHER_STYLES)
+    return {arm: _STYLES.get(arm) or next(others) for arm in arms}
+
+
+def gap_timeline(runs: Runs, caption: str) -> bytes:
+    """Each answer gap over the time it ended, one colour per arm."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes = figure.subplots()
+    handles = []
+    for arm, (colour, marker) in arm_styles(runs).items():
+        times = _times(runs[arm])
+        ends = [end for t in times for end in t.answer_gap_ends_s]
+        gaps = np.array([gap * 1000 for t in times for gap in t.answer_gaps_s])
+        worst = f"{arm}, worst {gaps.max():,.0f} ms" if gaps.size else arm
+        sizes = np.where(gaps > _STANDS_OUT_MS, 40, 7)
+        axes.scatter(ends, gaps, s=sizes, alpha=0.6, marker=marker, color=colour, lw=0)
+        handles.append(Line2D([], [], marker=marker, color=colour, lw=0, ms=7, label=worst))
+    axes.axhline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
+    axes.text(
+        1.0, STALL_S * 1000, " stall", transform=axes.get_yaxis_transform(), va="center", size=9
+    )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5)
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
+    axes.set_xlabel("time since the start of the trace (s)")
+    axes.set_ylabel("gap between two answer tokens (ms)")
+    figure.legend(handles=handles, loc="outside upper right", frameon=False, ncols=len(runs))
+    finish_axes(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
+    return to_png(figure, caption)
+
+
+def phase_bars(runs: Runs, caption: str) -> bytes:
+    """One bar per request: waiting, thinking, answering, stalls; one panel per arm."""
+    rows = max((len(run.records) for run in runs.values()), default=1)
+    figure = Figure(
+        figsize=(max(11, 5 * len(runs)), max(3.6, min(11.0, 1.6 + 0.085 * rows))),
+        layout="constrained",
+    )
+    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (arm, run) in zip(panels, runs.items(), strict=True):
+        ordered = sorted(run.records, key=lambda record: record.submit_s)
+        for row, record in enumerate(ordered):
+            times = request_times(record, run.end_marker)
+            if times is not None:
+                _draw_bar(axes, row, times, record.token_s)
+        axes.set_xlabel("time since the start of the trace (s)")
+        finish_axes(figure, axes, f"{arm}: {_count_stalls(_times(run))}")
+        axes.grid(axis="y", visible=False)
+    panels[0].set_ylabel("request, by arrival")
+    panels[0].invert_yaxis()
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in _PHASE_COLOURS.items()],
+        loc="outside upper center",
+        ncols=len(_PHASE_COLOURS),
+        frameon=False,
+    )
+    return to_png(figure, caption)
+
+
+def distributions(runs: Runs, caption: str) -> bytes:
+    """Tail of the answer gaps, and how soon answers begin."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    styles = arm_styles(runs)
+    for arm, run in runs.items():
+        times = _times(run)
+        style: dict[str, Any] = {"color": styles[arm][0], "lw": 2.0}
+        gaps = np.sort([gap * 1000 for t in times for gap in t.answer_gaps_s])
+        if gaps.size:
+            # From every gap longer than the one before down to the single longest.
+            left.step(gaps, np.arange(gaps.size, 0, -1) / gaps.size, where="post", **style)
+        ttfat = np.sort([t.ttfat_s for t in times if t.ttfat_s is not None])
+        if ttfat.size:
+            right.step(ttfat, np.arange(1, ttfat.size + 1) / ttfat.size, where="post", **style)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlim(left=0.5)
+    left.axvline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
+    left.xaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
+    left.set_xlabel("answer gap (ms)")
+    left.set_ylabel("share of gaps at least this long")
+    right.set_xlabel("submit to first answer token (s)")
+    right.set_ylabel("share of requests")
+    right.set_xlim(left=0)
+    right.set_ylim(0, 1.02)
+    handles = [Line2D([], [], color=styles[arm][0], lw=2.0, label=arm) for arm in runs]
+    left.legend(handles=handles, loc="upper right", frameon=False)
+    finish_axes(figure, left, "Tail of the answer gaps")
+    finish_axes(figure, right, "Time to first answer token (TTFAT)")
+    return to_png(figure, caption)
+
+
+def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float]) -> None:
+    first = times.submit_s + times.ttft_s
+    last = times.submit_s + times.e2e_s
+    boundary = times.boundary_s
+    if boundary is None:  # it never stopped thinking, or never began
+        boundary = last if times.ttfat_s is None else first
+    pauses = [(a, b - a) for a, b in pairwise(token_s) if b - a > STALL_S and b <= boundary]
+    stalls = [
+        (end - gap, gap)
+        for gap, end in zip(times.answer_gaps_s, times.answer_gap_ends_s, strict=True)
+        if gap > STALL_S
+    ]
+    if times.ttot_s is not None and times.ttot_s > STALL_S:
+        stalls.append((boundary, times.ttot_s))
+    spans = {
+        "waiting, prefill": [(times.submit_s, times.ttft_s)],
+        "thinking": [(first, boundary - first)],
+        "thinking, paused": pauses,
+        "answering": [(boundary, last - boundary)],
+        "answer stalled": stalls,
+    }
+    for name, ranges in spans.items():
+        axes.broken_barh(ranges, (row - 0.42, 0.84), facecolors=_PHASE_COLOURS[name], lw=0)
+
+
+def _count_stalls(times: Sequence[RequestTimes]) -> str:
+    stalled = sum(gap > STALL_S for t in times for gap in t.answer_gaps_s)
+    late = sum(t.ttot_s is not None and t.ttot_s > STALL_S for t in times)
+    return f"{stalled} answer stalls, {late} answers late to begin"
+
+
+def _times(run: SeedRun) -> list[RequestTimes]:
+    times = (request_times(record, run.end_marker) for record in run.records)
+    return [t for t in times if t is not None]
+
+
+def _plain_milliseconds(value: float, _position: int) -> str:
+    return f"{value:g}"
+
+
+def finish_axes(figure: Figure, axes: Axes, title: str) -> None:
+    """Title, grid and borders as all plots have them."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.grid(visible=True, color="#E6E6E6", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.set_facecolor("white")
+
+
+def to_png(figure: Figure, caption: str) -> bytes:
+    """The picture, with a line below it that says how it was obtained."""
+    figure.supxlabel(
+        textwrap.fill(caption, _CAPTION_WIDTH), fontsize=7, color="#555555", x=0.01, ha="left"
+    )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()

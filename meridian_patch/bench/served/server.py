@@ -1,0 +1,238 @@
+"""A real vLLM API server as a child process, from start to clean end."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.errors import BenchError
+from meridian_patch.replay import cpu_affinity as cores
+
+HOST = "127.0.0.1"
+MODEL_NAME = "tiny-reasoner"
+_TERMINATE_S = 20.0
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What all arms of a comparison share.
+
+    Attributes:
+        model: directory of the model.
+        kv_blocks: size of the KV pool in blocks.
+        block_size: tokens per block; the CPU build wants a multiple of 32.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: token budget of one step.
+        max_model_len: most tokens of one request, prompt included.
+        dtype: of weights and activations.
+        reasoning_parser: splits thoughts from answers.
+        served_name: name in the requests; vLLM's model families look at it too.
+        extra: further options of the server, which win over the ones above.
+    """
+
+    model: Path | str
+    kv_blocks: int | None
+    block_size: int | None = 32
+    max_num_seqs: int | None = 40
+    max_num_batched_tokens: int | None = 512
+    max_model_len: int | None = 2048
+    dtype: str | None = "float32"
+    reasoning_parser: str | None = "deepseek_r1"
+    served_name: str = MODEL_NAME
+    extra: tuple[str, ...] = ()
+
+    @classmethod
+    def of_any_model(
+        cls, model: Path | str, kv_blocks: int | None, extra: tuple[str, ...]
+    ) -> "ServerSettings":
+        """Settings that leave to vLLM what is not given.
+
+        Args:
+            model: directory, or a name on the Hugging Face hub.
+            kv_blocks: size of the KV pool in blocks, None for vLLM's choice.
+            extra: further options of the server.
+        """
+        name = model.name if isinstance(model, Path) else model
+        return cls(model, kv_blocks, None, None, None, None, None, None, name, extra)
+
+    @property
+    def options(self) -> list[str]:
+        """Options of the server beside model and address."""
+        chosen = {
+            "--num-gpu-blocks-override": self.kv_blocks,
+            "--block-size": self.block_size,
+            "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--max-model-len": self.max_model_len,
+            "--dtype": self.dtype,
+            "--reasoning-parser": self.reasoning_parser,
+        }
+        pairs = [(name, str(value)) for name, value in chosen.items() if value is not None]
+        return [*(text for pair in pairs for text in pair), *self.extra]
+
+    @property
+    def least_blocks(self) -> int | None:
+        """Smallest pool that holds one request; None where vLLM chooses the sizes."""
+        if self.max_model_len is None or self.block_size is None:
+            return None
+        return -(-self.max_model_len // self.block_size) + 1
+
+    def arguments(self, port: int) -> list[str]:
+        """Command line of the server."""
+        return [
+            # -P keeps the working directory off sys.path: vLLM would take a folder named
+            # triton_kernels there for the package it knows under that name.
+            *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.model), "--served-model-name", self.served_name),
+            *("--host", HOST, "--port", str(port)),
+            *self.options,
+            "--disable-uvicorn-access-log",
+        ]
+
+
+def server_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server: ``base`` plus what a small CPU server needs."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # One OpenMP thread: the model is tiny, and the other cores feed the streams.
+        **cores.environment(),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        # The dev endpoints include the one that empties the prefix cache between seeds.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **base,
+    }
+
+
+def pick_port(wanted: int = 0) -> int:
+    """``wanted`` when it is free, any free port for 0.
+
+    Raises:
+        BenchError: the wanted port is taken.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, wanted))
+        except OSError as error:
+            raise BenchError(
+                f"port {wanted} on {HOST} cannot be used: {error.strerror}; choose another, or 0 "
+                "for any free one"
+            ) from None
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """Starts a server on entry, ends it and everything it started on exit.
+
+    Args:
+        settings: shared settings.
+        env: complete environment of the server.
+        log_path: file that takes the server's output.
+        port: from ``pick_port``.
+        start_limit_s: how long the server may take to become healthy.
+        on_wait: called with the seconds waited so far while it starts.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        env: Mapping[str, str],
+        log_path: Path,
+        port: int,
+        start_limit_s: float = 240.0,
+        on_wait: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._arguments = settings.arguments(port)
+        self._env = env
+        self._log_path = log_path
+        self._start_limit_s = start_limit_s
+        self._on_wait = on_wait
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"http://{HOST}:{port}"
+
+    def __enter__(self) -> Self:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._arguments,
+                env=dict(self._env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own group: Ctrl-C reaches us alone, and we end the whole group. But not its
+                # own session: Linux' autogroup gives each session its own share of a core, and
+                # beside the server's spinning worker the client then waited up to half a second.
+                process_group=0,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self._stop()
+            raise
+        cores.separate(self.pid, self._env)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of the server's process group."""
+        return self._started.pid
+
+    def check_alive(self) -> None:
+        """Raise BenchError with the last log lines when the server has ended."""
+        code = self._started.poll()
+        if code is not None:
+            tail = log_tail(self._log_path)
+            raise BenchError(f"the vLLM server ended with exit code {code}. {tail}")
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise BenchError("the vLLM server was not started; use ServerProcess in a with block")
+        return self._process
+
+    def _wait_until_healthy(self) -> None:
+        begin = time.monotonic()
+        while True:
+            self.check_alive()
+            waited = time.monotonic() - begin
+            self._on_wait(waited)
+            if self._is_healthy():
+                return
+            if waited > self._start_limit_s:
+                raise BenchError(
+                    f"the vLLM server was not healthy after {self._start_limit_s:.0f} s. "
+                    f"{log_tail(self._log_path)}"
+                )
+            time.sleep(_POLL_S)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as reply:  # noqa: S310 - our own http address
+                return bool(reply.status == 200)  # noqa: PLR2004 - HTTP OK
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            end_group(self._process, _TERMINATE_S)

@@ -1,0 +1,155 @@
+"""Sums runs up over seeds: medians, ranges and ratios, as plain data for table, page and JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from meridian_patch.bench.served.arms import NOOP, STOCK, ArmRun, SeedRun
+from meridian_patch.bench.served.metrics import FIGURE_KINDS, Figures, quantile, request_times
+from meridian_patch.bench.statistics import bootstrap_interval
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of one figure over seeds."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """Spread of the values, or None of nothing."""
+        if not values:
+            return None
+        return cls(median(values), min(values), max(values), len(values))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One figure of an arm over another's, paired by seed.
+
+    Attributes:
+        by_seed: of the seeds that have one.
+        mean: over seeds.
+        interval: of the mean; 95 %, bootstrap over seeds. None for a single seed.
+    """
+
+    by_seed: Mapping[int, float]
+    mean: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm over its seeds.
+
+    Attributes:
+        name: of the arm.
+        start_s: seconds its server took to start.
+        seeds: figures by seed; only complete runs where there is one.
+        spreads: by figure name; a figure that no seed has is left out.
+        is_partial: True when a run broke off.
+        error: what ended the arm early.
+        has_whole_runs: False when no run was complete: its figures compare with nobody's.
+        ttfat_s: by seed and request, for comparing the same request on two arms.
+    """
+
+    name: str
+    start_s: float
+    seeds: dict[int, Figures]
+    spreads: dict[str, Spread]
+    is_partial: bool
+    error: str | None
+    has_whole_runs: bool
+    ttfat_s: Mapping[int, Mapping[str, float]]
+
+
+def summarise(run: ArmRun) -> ArmSummary:
+    """Sum one arm up."""
+    seeds = {seed_run.seed: seed_run.figures() for seed_run in counted_seeds(run)}
+    spreads = {}
+    for kind in FIGURE_KINDS:
+        values = [figures[kind.name] for figures in seeds.values()]
+        spread = Spread.of([value for value in values if value is not None])
+        if spread is not None:
+            spreads[kind.name] = spread
+    is_partial = run.error is not None or any(not seed.is_complete for seed in run.seeds)
+    return ArmSummary(
+        run.name,
+        run.start_s,
+        seeds,
+        spreads,
+        is_partial,
+        run.error,
+        any(seed.is_complete for seed in run.seeds),
+        {seed_run.seed: _ttfat(seed_run) for seed_run in counted_seeds(run)},
+    )
+
+
+def counted_seeds(run: ArmRun) -> list[SeedRun]:
+    """The complete runs of an arm; where there is none, what there is."""
+    return [seed for seed in run.seeds if seed.is_complete] or run.seeds
+
+
+def seed_ratios(over: ArmSummary, under: ArmSummary, name: str) -> dict[int, float]:
+    """``over / under`` of one figure for each seed that both have and that is not 0 below."""
+    ratios = {}
+    for seed, figures in over.seeds.items():
+        above, below = figures.get(name), under.seeds.get(seed, {}).get(name)
+        if above is not None and below:
+            ratios[seed] = above / below
+    return ratios
+
+
+def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | None:
+    """One figure of an arm over stock's; None when no seed is complete on both."""
+    pair = _pair(arms, arm)
+    return _ratio(seed_ratios(*pair, name)) if pair else None
+
+
+def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
+    """p99 over requests of (arm - stock) / stock in TTFAT of the same request, by seed.
+
+    0.05 says that one request in a hundred got its answer at least 5 % later than with stock.
+    """
+    pair = _pair(arms, arm)
+    if pair is None:
+        return None
+    over, under = pair
+    by_seed = {}
+    for seed, ours in over.ttfat_s.items():
+        theirs = under.ttfat_s.get(seed, {})
+        changes = [ours[name] / theirs[name] - 1 for name in ours if theirs.get(name)]
+        harm = quantile(changes, 0.99)
+        if harm is not None:
+            by_seed[seed] = harm
+    return _ratio(by_seed)
+
+
+def compared_arms(arms: Sequence[ArmSummary]) -> list[str]:
+    """Arms to show beside stock; noop, a yardstick of its own, only where there is no other."""
+    names = [arm.name for arm in arms]
+    if STOCK not in names:
+        return []
+    others = [name for name in names if name != STOCK]
+    return [name for name in others if name != NOOP] or others
+
+
+def _pair(arms: Sequence[ArmSummary], arm: str) -> tuple[ArmSummary, ArmSummary] | None:
+    """An arm and stock, when both have runs that can be compared."""
+    by_name = {summary.name: summary for summary in arms if summary.has_whole_runs}
+    if STOCK not in by_name or arm not in by_name:
+        return None
+    return by_name[arm], by_name[STOCK]
+
+
+def _ratio(by_seed: Mapping[int, float]) -> Ratio | None:
+    values = list(by_seed.values())
+    return Ratio(by_seed, fmean(values), bootstrap_interval(values, fmean)) if values else None
+
+
+def _ttfat(run: SeedRun) -> dict[str, float]:
+    times = ((record, request_times(record, run.end_marker)) for record in run.records)
+    return {record.request.id: time.ttfat_s for record, time in times if time and time.ttfat_s}

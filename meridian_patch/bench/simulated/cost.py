@@ -1,0 +1,108 @@
+"""Cost models: how long a step would take on a machine that is not here."""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from meridian_patch.config.schema import StrictModel
+from meridian_patch.config.validate import validate
+from meridian_patch.config.yaml_file import parse_mapping, read_text
+from meridian_patch.errors import BenchError, ConfigError
+from meridian_patch.replay.types import StepWork
+
+SUFFIX = ".yaml"
+DEFAULT_COST = "h100-8b-dense"
+
+
+class Experts(StrictModel):
+    """Weights of which a step reads more the more tokens it computes.
+
+    A step of ``n`` tokens reads the share ``1 - (1 - per_token / count) ** n``: each token chooses
+    evenly, and for itself.
+    """
+
+    weights_s: float = Field(gt=0, allow_inf_nan=False, description="To read all experts.")
+    count: int = Field(ge=1)
+    per_token: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        if self.per_token > self.count:
+            raise ValueError("a per_token that is at most count")
+        return self
+
+    def read_seconds(self, tokens: int) -> float:
+        """Seconds to read the experts that a step of so many tokens uses."""
+        return self.weights_s * (1 - (1 - self.per_token / self.count) ** tokens)
+
+
+class CostModel(StrictModel):
+    """Seconds per step: ``fixed + prefill + rows + max(memory, compute)``.
+
+    ``prefill`` is added to a step that computes prompts: it does without what engines have for
+    steps of decodes alone, such as one graph for the whole step. ``rows`` is what each sequence
+    costs beside the model: its share in scheduling, in preparing the inputs and in sampling.
+    ``memory`` reads the weights once and the KV of every sequence in the step. ``compute`` is
+    linear in the step's tokens, plus attention over each token's context.
+    Where memory and compute do not overlap, as on a CPU, they are added up. Numbers are floats in
+    YAML's sense: write ``1.0e-3``.
+    """
+
+    version: Literal[1]
+    name: str = Field(min_length=1)
+    provenance: str = Field(
+        pattern=r"^(derived|measured on .+)$", description="`derived`, or `measured on MACHINE`."
+    )
+    derivation: str = Field(min_length=1, description="Where each number comes from.")
+    fixed_s: float = Field(ge=0, allow_inf_nan=False)
+    prefill_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    row_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    weights_s: float = Field(ge=0, allow_inf_nan=False)
+    kv_read_s_per_token: float = Field(ge=0, allow_inf_nan=False)
+    token_s: float = Field(gt=0, allow_inf_nan=False)
+    attention_s_per_pair: float = Field(ge=0, allow_inf_nan=False)
+    experts: Experts | None = None
+    overlap: bool = Field(default=True, description="Memory and compute run at the same time.")
+
+    def step_seconds(self, work: StepWork) -> float:
+        """Seconds of one step; 0 for a step without tokens."""
+        tokens = work.prefill_tokens + work.decode_seqs
+        if not tokens:
+            return 0.0
+        memory = self.weights_s + self.kv_read_s_per_token * work.context_tokens
+        if self.experts:
+            memory += self.experts.read_seconds(tokens)
+        compute = self.token_s * tokens + self.attention_s_per_pair * work.attended_tokens
+        model = max(memory, compute) if self.overlap else memory + compute
+        prefill = self.prefill_s if work.prefill_tokens else 0.0
+        rows = self.row_s * (work.decode_seqs + work.prefill_seqs)
+        return self.fixed_s + prefill + rows + model
+
+
+def load_cost(name_or_path: str) -> CostModel:
+    """A packaged cost model by name, or one from a file.
+
+    Raises:
+        BenchError: unknown name, unreadable file, wrong value; the message names file and field.
+    """
+    path = _packaged_directory() / f"{name_or_path}{SUFFIX}"
+    if "/" in name_or_path or name_or_path.endswith((SUFFIX, ".yml")):
+        path = Path(name_or_path)
+    elif not path.is_file():
+        known = ", ".join(sorted(file.stem for file in _packaged_directory().glob(f"*{SUFFIX}")))
+        raise BenchError(
+            f"unknown cost model {name_or_path!r}; known: {known}. A file of your own is given as "
+            f"a path that ends in {SUFFIX}"
+        )
+    origin = f"cost model {path}"
+    try:
+        return validate(CostModel, parse_mapping(read_text(path), origin), lambda _: origin)
+    except ConfigError as error:
+        raise BenchError(str(error)) from error
+
+
+def _packaged_directory() -> Path:
+    # Load-bearing: the package is installed as files, never imported from an archive.
+    return Path(str(files("meridian_patch.configs"))) / "cost"

@@ -1,0 +1,178 @@
+"""Plots of lab replays, as PNG."""
+
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from meridian_patch.bench.served.plots import arm_styles
+from meridian_patch.bench.simulated.arms import STOCK
+from meridian_patch.bench.simulated.figures import GOODPUT, Figure, Row
+from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
+from meridian_patch.bench.simulated.run import LabRun, Timeline
+
+_PHASE_COLOURS = {"prefill": "#BBBBBB", "think": "#56B4E9", "answer": "#009E73"}
+_DPI = 130
+_CAPTION_WIDTH = 150
+
+# By arm and seed, the runs of one place.
+ArmRuns = Mapping[str, Mapping[int, LabRun]]
+
+
+def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
+    """How soon answers begin, and the tail of the answer gaps; all seeds together."""
+    figure = Canvas(figsize=(10, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    colours = {arm: colour for arm, (colour, _) in arm_styles(runs).items()}
+    for number, (arm, of_arm) in enumerate(runs.items()):
+        # Later arms are thinner, so that equal ones do not hide each other.
+        style = {"color": colours[arm], "lw": max(1.2, 4.0 - number), "where": "post"}
+        ttfat = np.sort(np.concatenate([run.requests.ttfat_s for run in of_arm.values()]))
+        shares = np.arange(1, ttfat.size + 1) / ttfat.size
+        left.step(ttfat, shares, label=arm, **style)
+        counts = np.sum([run.gap_counts for run in of_arm.values()], axis=0)
+        at_least = counts[::-1].cumsum()[::-1] / max(1, counts.sum())
+        shown = at_least > 0
+        # Of a bin, those at least as long as its lower border.
+        right.step(GAP_BORDERS_S[:-1][shown] * 1000, at_least[shown], **style)
+    left.set_xscale("log")
+    left.set_ylim(0, 1.02)
+    left.set_xlabel("submit to first answer token (s)")
+    left.set_ylabel("share of requests")
+    left.legend(frameon=False, loc="lower right")
+    right.set_xscale("log")
+    right.set_xlim(left=1.0)
+    right.set_yscale("log")
+    right.axvline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
+    right.set_xlabel("answer gap (ms)")
+    right.set_ylabel("share of gaps at least this long")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    _finish(left, "Time to first answer token (TTFAT)")
+    _finish(right, "Tail of the answer gaps")
+    return _png(figure, caption)
+
+
+def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
+    """TTFAT of each request against that of the same request with stock; None without an arm."""
+    others = [arm for arm in runs if arm != STOCK]
+    if STOCK not in runs or not others:
+        return None
+    figure = Canvas(figsize=(1 + 4.2 * len(others), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(others), sharex=True, sharey=True, squeeze=False)[0]
+    colours = {arm: colour for arm, (colour, _) in arm_styles(runs).items()}
+    for axes, arm in zip(panels, others, strict=True):
+        pairs = [(run, runs[arm][seed]) for seed, run in runs[STOCK].items() if seed in runs[arm]]
+        if not pairs:
+            continue
+        stock = np.concatenate([run.requests.ttfat_s for run, _ in pairs])
+        ours = np.concatenate([run.requests.ttfat_s for _, run in pairs])
+        axes.scatter(stock, ours, s=6, alpha=0.4, color=colours[arm], lw=0)
+        ends = [min(stock.min(), ours.min()), max(stock.max(), ours.max())]
+        axes.plot(ends, ends, color="#444444", lw=0.9, ls="--")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("TTFAT with stock (s)")
+        worse = float(np.mean(ours > 1.05 * stock))
+        _finish(axes, f"{arm}: {worse:.0%} more than 5 % later")
+    panels[0].set_ylabel("TTFAT of the same request (s)")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return _png(figure, caption)
+
+
+def timelines(shown: Mapping[str, Timeline], title: str, caption: str) -> bytes:
+    """One run of each arm over time: phases of what runs, the queue, the KV pool."""
+    figure = Canvas(figsize=(11, 1 + 2.3 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (arm, timeline) in zip(panels, shown.items(), strict=True):
+        axes.stackplot(
+            timeline.at_s,
+            *timeline.running.values(),
+            labels=[f"running, {phase}" for phase in timeline.running],
+            colors=[_PHASE_COLOURS[phase] for phase in timeline.running],
+            lw=0,
+        )
+        axes.plot(timeline.at_s, timeline.waiting, color="#D55E00", lw=1.1, label="waiting")
+        usage = axes.twinx()
+        usage.plot(timeline.at_s, 100 * timeline.kv_usage, color="#222222", lw=0.7, alpha=0.7)
+        usage.set_ylim(0, 105)
+        usage.set_ylabel("KV pool (%), line", fontsize=8)
+        usage.spines[["top"]].set_visible(False)
+        axes.set_ylabel("requests")
+        axes.set_ylim(bottom=0)
+        _finish(axes, f"{arm}, {title}")
+        axes.spines["right"].set_visible(True)
+    panels[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=4)
+    panels[-1].set_xlabel("virtual time (s)")
+    return _png(figure, caption)
+
+
+def goodput_load(rows: Sequence[Row], limits: str, caption: str) -> bytes:
+    """Goodput against the offered rate; one panel per workload and pool, one line per arm."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.place.workload, row.place.pool_tokens), []).append(row)
+    width = min(3, len(groups))
+    height = -(-len(groups) // width)
+    figure = Canvas(figsize=(1.5 + 4.4 * width, 0.8 + 3.4 * height), layout="constrained")
+    panels = figure.subplots(height, width, squeeze=False).flat
+    styles = arm_styles(dict.fromkeys(row.arm for row in rows))
+    colours = {arm: colour for arm, (colour, _) in styles.items()}
+    for axes, ((workload, pool), group) in zip(panels, groups.items(), strict=False):
+        _draw_goodput(axes, group, colours)
+        _finish(axes, f"{workload}, {pool:,} tokens")
+        axes.set_xlabel("offered requests/s")
+    for axes in list(panels)[len(groups) :]:
+        axes.set_visible(False)
+    figure.supylabel(f"requests/s within limits: {limits}", fontsize=9)
+    return _png(figure, caption)
+
+
+def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+    for arm in dict.fromkeys(row.arm for row in rows):
+        points = [
+            (row.place.rate_per_s, row.figures[GOODPUT])
+            for row in rows
+            if row.arm == arm and row.place.rate_per_s is not None
+        ]
+        points.sort(key=lambda point: point[0])
+        rates = [rate for rate, _ in points]
+        axes.plot(
+            rates,
+            [figure.value or 0.0 for _, figure in points],
+            marker="o",
+            ms=4,
+            color=colours[arm],
+            label=arm,
+        )
+        for rate, figure in points:
+            _draw_interval(axes, rate, figure, colours[arm])
+    ends = [0, max((row.place.rate_per_s or 0 for row in rows), default=0)]
+    axes.plot(ends, ends, color="#444444", lw=0.7, ls="--")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_interval(axes: Axes, at: float, figure: Figure, colour: str) -> None:
+    if figure.interval is not None:
+        axes.vlines(at, *figure.interval, colors=colour, alpha=0.4)
+
+
+def _finish(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.grid(visible=True, color="#E6E6E6", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _png(figure: Canvas, caption: str) -> bytes:
+    figure.set_facecolor("white")
+    figure.supxlabel(
+        textwrap.fill(caption, _CAPTION_WIDTH), fontsize=7, color="#555555", x=0.01, ha="left"
+    )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()

@@ -1,0 +1,247 @@
+"""One lab replay, from a trace to its figures."""
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meridian_patch.bench.simulated.alone import AloneTimes
+from meridian_patch.bench.simulated.arms import arm_settings
+from meridian_patch.bench.simulated.conversations import History
+from meridian_patch.bench.simulated.cost import load_cost
+from meridian_patch.bench.simulated.metrics import (
+    GAP_BORDERS_S,
+    Figures,
+    PerRequest,
+    StepTimes,
+    answer_gaps,
+    per_request,
+    run_figures,
+)
+from meridian_patch.bench.simulated.source import LabSource, longest_request_tokens
+from meridian_patch.bench.simulated.trace import LabRequest, read_trace
+from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
+from meridian_patch.errors import BenchError
+from meridian_patch.phase.tracker import Phase
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.player import play
+from meridian_patch.replay.scheduler import (
+    BLOCK_SIZE,
+    MAX_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    read_markers,
+)
+from meridian_patch.replay.types import ReplayArm, StepWork
+
+HOW = "simulated"
+# Virtual seconds between two points of a timeline.
+_TIMELINE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What is sent to the engine: a drawn workload, or a trace file.
+
+    Attributes:
+        workload: name; of a trace, its file's name.
+        requests: drawn; a trace has its own number.
+        trace: file, or None to draw.
+        history: of a trace; a workload has its own.
+    """
+
+    workload: str
+    requests: int = 0
+    trace: Path | None = None
+    history: History = History.STRIPPED
+
+    @property
+    def thinking(self) -> History:
+        """What becomes of thoughts in later turns."""
+        return self.history if self.trace else WORKLOADS[self.workload].history
+
+    def load(self, seed: int, rate_per_s: float | None) -> list[LabRequest]:
+        """The requests of a seed at a rate; a trace's arrivals are stretched to the rate.
+
+        Raises:
+            BenchError: the trace file is unreadable or wrong.
+        """
+        if self.trace is None:
+            return draw_trace(self.workload, self.requests, rate_per_s or 1.0, seed)
+        trace = read_trace(self.trace)
+        last_s = max(request.arrival_s or 0.0 for request in trace)
+        if rate_per_s is None or last_s == 0:
+            return trace
+        return [_moved(request, len(trace) / last_s / rate_per_s) for request in trace]
+
+
+@dataclass(frozen=True)
+class LabJob:
+    """One replay; picklable, so that a worker process can run it.
+
+    Attributes:
+        rate_per_s: requests per second; None leaves a trace's arrivals as they are.
+        pool_tokens: KV pool; None for one in which nothing ever waits for room.
+        cost: name or path of a cost model.
+        offload_gb_per_s: what a preemption lost is reloaded at this bandwidth; None: recomputed.
+        is_saturated: everything is offered at once, and sessions never pause.
+        has_timeline: keep what was running over time.
+    """
+
+    offer: Offer
+    seed: int
+    arm: ReplayArm
+    rate_per_s: float | None
+    pool_tokens: int | None
+    cost: str
+    offload_gb_per_s: float | None = None
+    is_saturated: bool = False
+    has_timeline: bool = False
+
+    def trace(self) -> list[LabRequest]:
+        """The requests as they are offered."""
+        trace = self.offer.load(self.seed, self.rate_per_s)
+        return [_moved(request, 0.0) for request in trace] if self.is_saturated else trace
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What was going on, sampled over the virtual clock; arrays of equal length.
+
+    Attributes:
+        running: running requests by phase.
+        kv_usage: share of the KV pool, 0 to 1.
+    """
+
+    at_s: NDArray[np.float64]
+    waiting: NDArray[np.int64]
+    running: Mapping[Phase, NDArray[np.int64]]
+    kv_usage: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LabRun:
+    """Figures of one replay.
+
+    Attributes:
+        gap_counts: answer gaps by the borders ``GAP_BORDERS_S``.
+        kv_p99_tokens: p99 over the steady time of KV tokens that requests held.
+        counters: the patched scheduler's own counts; empty for stock.
+        wall_s: real time of the replay.
+    """
+
+    how: str
+    cost: str
+    figures: Figures
+    requests: PerRequest
+    gap_counts: NDArray[np.int64]
+    kv_p99_tokens: float
+    counters: Mapping[str, int]
+    wall_s: float
+    timeline: Timeline | None = None
+
+
+class _Recorder:
+    """Notes each step of an engine."""
+
+    def __init__(self, engine: ReplayEngine, *, has_timeline: bool) -> None:
+        self._engine = engine
+        self._next_s = 0.0 if has_timeline else np.inf
+        self._steps = [array("d") for _ in range(4)]
+        self._points: list[tuple[float, ...]] = []
+
+    def note(self, work: StepWork, seconds: float) -> None:
+        engine = self._engine
+        usage = engine.kv_usage
+        row = (engine.now, seconds, work.prefill_tokens, usage)
+        for column, value in zip(self._steps, row, strict=True):
+            column.append(value)
+        if engine.now >= self._next_s:
+            self._next_s = engine.now + _TIMELINE_S
+            phases = engine.running_phases()
+            counts = (phases[phase] for phase in Phase)
+            self._points.append((engine.now, usage, engine.num_waiting, *counts))
+
+    def step_times(self) -> StepTimes:
+        end_s, seconds, prefill, usage = (np.array(column) for column in self._steps)
+        return StepTimes(end_s, seconds, prefill.astype(np.int64), usage)
+
+    def timeline(self) -> Timeline | None:
+        if not self._points:
+            return None
+        at_s, usage, waiting, *counts = np.array(self._points).T
+        running = {p: c.astype(np.int64) for p, c in zip(Phase, counts, strict=True)}
+        return Timeline(at_s, waiting.astype(np.int64), running, usage)
+
+
+def run_job(job: LabJob) -> LabRun:
+    """Replay one job from start to end.
+
+    Raises:
+        BenchError: trace or cost model cannot be loaded, or the pool cannot hold one request.
+        ConfigError: the arm sets something that does not exist.
+    """
+    started = time.perf_counter()
+    trace, history = job.trace(), job.offer.thinking
+    check_pool(job, trace)
+    cost, markers = load_cost(job.cost), read_markers()
+    pool = job.pool_tokens or _ample_tokens(trace, history)
+    arm = replace(job.arm, settings=arm_settings(job.arm, history))
+    if job.offload_gb_per_s is not None:
+        arm = replace(arm, offload_gb_per_s=job.offload_gb_per_s)
+    engine = ReplayEngine(arm, pool // BLOCK_SIZE, cost.step_seconds, markers)
+    recorder = _Recorder(engine, has_timeline=job.has_timeline)
+    source = LabSource(trace, markers, history, job.seed)
+    records = play(engine, source, on_step=recorder.note)
+    requests = per_request(records, AloneTimes(cost.step_seconds, MAX_BATCHED_TOKENS))
+    gaps, steps = answer_gaps(records), recorder.step_times()
+    figures = run_figures(records, requests, gaps, steps)
+    return LabRun(
+        HOW,
+        cost.name,
+        figures,
+        requests,
+        np.histogram(np.clip(gaps, GAP_BORDERS_S[0], GAP_BORDERS_S[-1]), GAP_BORDERS_S)[0],
+        (figures["steady_kv_usage_p99"] or 0.0) * pool,
+        engine.counters(),
+        time.perf_counter() - started,
+        recorder.timeline(),
+    )
+
+
+def check_pool(job: LabJob, trace: Sequence[LabRequest]) -> None:
+    """A request that needs more than the pool would be preempted and resumed for ever.
+
+    Raises:
+        BenchError: says which pool would do.
+    """
+    if job.pool_tokens is None:
+        return
+    # Under async scheduling one token more is scheduled before the stop is seen.
+    longest = longest_request_tokens(trace, job.offer.thinking) + 1
+    needed = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
+    if job.pool_tokens < needed:
+        raise BenchError(
+            f"the KV pool is {job.pool_tokens} tokens, expected at least {needed}: the longest "
+            f"request of {job.offer.workload}, seed {job.seed}, must fit; give a larger --pool or "
+            "--kv-cap"
+        )
+
+
+def _ample_tokens(trace: Sequence[LabRequest], history: History) -> int:
+    """Room for the longest requests of as many sessions as can run at once."""
+    sessions: dict[str, list[LabRequest]] = {}
+    for request in trace:
+        sessions.setdefault(request.session or f"request {request.id}", []).append(request)
+    longest = sorted(longest_request_tokens(turns, history) for turns in sessions.values())
+    # The last block of each may be nearly empty, and async scheduling asks for one token more.
+    return sum(tokens + 2 * BLOCK_SIZE for tokens in longest[-MAX_NUM_SEQS:])
+
+
+def _moved(request: LabRequest, factor: float) -> LabRequest:
+    if request.arrival_s is None:
+        return replace(request, pause_s=request.pause_s if factor else 0.0)
+    return replace(request, arrival_s=request.arrival_s * factor)

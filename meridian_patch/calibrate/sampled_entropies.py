@@ -1,0 +1,83 @@
+"""Where calibration gets the entropy of each sampled token from: the tap, on a stock engine."""
+
+import math
+from typing import Any
+
+from vllm import LLM
+
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.in_process import core_of
+from meridian_patch.engine.request_ids import caller_id
+from meridian_patch.engine.worker.worker import answers_scheduler, put_tap
+
+# Nobody wants the probability of the boundary here.
+_ANY_TOKEN = 0
+
+
+class SampledEntropies:
+    """Entropies (nats) of the raw logits that the tokens of chosen requests are sampled from.
+
+    Nothing of vLLM is replaced: its own scheduler is told what to measure, and the model runners
+    get the tap that they have in a patched server.
+
+    Args:
+        llm: with an engine core in this process, and no requests yet.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._scheduler = core_of(llm).scheduler
+        # By the caller's id.
+        self._entropies: dict[str, list[float]] = {}
+        llm.collective_rpc(_tap_worker)
+        self._schedule = self._scheduler.schedule
+        self._update = self._scheduler.update_from_output
+        self._scheduler.schedule = self._scheduling
+        self._scheduler.update_from_output = self._updating
+
+    def measure(self, key: str) -> None:
+        """Measure the request with this id from now on, until ``take``."""
+        self._entropies[key] = []
+
+    def take(self, key: str, num_tokens: int) -> list[float] | None:
+        """One entropy per token of a finished request, NaN where there is none.
+
+        Returns:
+            None when the request was not measured.
+        """
+        entropies = self._entropies.pop(key, None)
+        if entropies is None:
+            return None
+        return entropies + [math.nan] * (num_tokens - len(entropies))
+
+    def _scheduling(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._schedule(*args, **kwargs)
+        names = [name for name in output.num_scheduled_tokens if caller_id(name) in self._entropies]
+        if names:
+            setattr(output, PLAN_FIELD, MeasurePlan(tuple(names), _ANY_TOKEN))
+        return output
+
+    def _updating(self, scheduler_output: Any, model_output: Any) -> Any:
+        signals: Signals | None = getattr(model_output, SIGNALS_FIELD, None)
+        rows = {} if signals is None else signals.by_request()
+        requests = self._scheduler.requests
+        # One that ends in this step is gone behind it.
+        known = {
+            name: (requests[name], requests[name].num_output_tokens)
+            for name in rows
+            if name in requests
+        }
+        result = self._update(scheduler_output, model_output)
+        for name, (request, before) in known.items():
+            # Of the rows as many count as tokens were accepted: drafts may be refused, and a
+            # request in the middle of its prompt has a row and no token.
+            entropies = self._entropies.get(caller_id(name))
+            if entropies is not None:
+                entropies += [math.nan] * (before - len(entropies))
+                entropies += rows[name][: request.num_output_tokens - before, 0].tolist()
+        return result
+
+
+def _tap_worker(worker: Any) -> None:
+    """Runs where the worker is."""
+    if answers_scheduler(worker.rank, worker.parallel_config):
+        put_tap(worker.model_runner, worker.model_config)

@@ -1,0 +1,1 @@
+"""The API server process: request fields in, how thinking ended out."""

@@ -1,0 +1,50 @@
+"""Chat completions: wrong fields refused before a stream begins, and the summary per choice."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from meridian_patch.engine.api.exit_summary import Summaries, check_fields
+
+
+def build_chat_serving(original: type) -> type:
+    """``original`` with our fields checked and ``meridian`` in each choice."""
+
+    class SummaryServingChat(original):
+        async def _check_model(self, request: Any) -> Any:
+            # Load-bearing: it comes before anything is sent. The input processor's refusal would
+            # come after the status of a stream.
+            check_fields(getattr(request, "vllm_xargs", None))
+            return await super()._check_model(request)
+
+        async def chat_completion_stream_generator(
+            self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        ) -> AsyncIterator[str]:
+            summaries = Summaries()
+            results = _watch(result_generator, summaries)
+            events = super().chat_completion_stream_generator(request, results, *args, **kwargs)
+            async with aclosing(events):
+                async for event in events:
+                    yield summaries.add_to_event(event)
+
+        async def chat_completion_full_generator(
+            self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            summaries = Summaries()
+            results = _watch(result_generator, summaries)
+            response = await super().chat_completion_full_generator(
+                request, results, *args, **kwargs
+            )
+            # An error response has none.
+            summaries.add_to(getattr(response, "choices", ()))
+            return response
+
+    return SummaryServingChat
+
+
+async def _watch(results: Any, summaries: Summaries) -> AsyncIterator[Any]:
+    async with aclosing(results):
+        async for result in results:
+            for output in result.outputs:
+                summaries.saw(output.index, output)
+            yield result

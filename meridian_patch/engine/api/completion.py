@@ -1,0 +1,60 @@
+"""Completions: wrong fields refused before a stream begins, and the summary per choice."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from meridian_patch.engine.api.exit_summary import Summaries, check_fields
+
+
+def build_completion_serving(original: type) -> type:
+    """``original`` with our fields checked and ``meridian`` in each choice."""
+
+    class SummaryServingCompletion(original):
+        async def _check_model(self, request: Any) -> Any:
+            # Load-bearing: it comes before anything is sent. The input processor's refusal would
+            # come after the status of a stream.
+            check_fields(getattr(request, "vllm_xargs", None))
+            return await super()._check_model(request)
+
+        async def completion_stream_generator(
+            self,
+            request: Any,
+            engine_inputs: Any,
+            result_generator: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> AsyncIterator[str]:
+            summaries = Summaries()
+            results = _watch(result_generator, summaries, request.n or 1)
+            events = super().completion_stream_generator(
+                request, engine_inputs, results, *args, **kwargs
+            )
+            async with aclosing(events):
+                async for event in events:
+                    yield summaries.add_to_event(event)
+
+        def request_output_to_completion_response(
+            self, final_res_batch: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            response = super().request_output_to_completion_response(
+                final_res_batch, *args, **kwargs
+            )
+            summaries = Summaries()
+            # Load-bearing: choices are numbered through, prompt by prompt.
+            outputs = (output for result in final_res_batch for output in result.outputs)
+            for choice, output in enumerate(outputs):
+                summaries.saw(choice, output)
+            summaries.add_to(response.choices)
+            return response
+
+    return SummaryServingCompletion
+
+
+async def _watch(results: Any, summaries: Summaries, per_prompt: int) -> AsyncIterator[Any]:
+    async with aclosing(results):
+        async for prompt, result in results:
+            for output in result.outputs:
+                # Load-bearing: the number that upstream gives the choice.
+                summaries.saw(prompt * per_prompt + output.index, output)
+            yield prompt, result

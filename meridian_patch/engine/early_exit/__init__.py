@@ -1,0 +1,1 @@
+"""Measures, probes and closes thinking, in the EngineCore process."""

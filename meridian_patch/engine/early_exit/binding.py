@@ -1,0 +1,113 @@
+"""Binds early exit to a scheduler: what the served model and its cache allow of it."""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from meridian_patch.config.families import exit_config
+from meridian_patch.config.schema import Config, ExitConfig
+from meridian_patch.engine import status
+from meridian_patch.engine.early_exit.close_checks import CloseChecks
+from meridian_patch.engine.early_exit.engine_lag import lag_of
+from meridian_patch.engine.early_exit.forced_close import Closings
+from meridian_patch.engine.early_exit.manager import Exits
+from meridian_patch.engine.early_exit.obstacles import BY_SIGNALS, against_probes, against_signals
+from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
+from meridian_patch.engine.early_exit.signal_health import tell_not_probed
+from meridian_patch.engine.early_exit.trace import ExitTrace
+from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
+from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.text_breaks import Breaks, find_breaks
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.tracker import PhaseRouter
+from meridian_patch.telemetry.counters import PhaseCounters
+
+logger = init_logger("vllm.meridian_patch")
+
+
+def bind_exits(
+    scheduler: Any,
+    whole_config: Config,
+    boundaries: Boundaries | None,
+    router: PhaseRouter,
+    phase_counters: PhaseCounters,
+) -> Exits | None:
+    """Early exit of a scheduler that is being built; None where nothing thinks.
+
+    Raises:
+        ConfigError: the family's early exit and the configuration's do not go together.
+    """
+    if boundaries is None:
+        return None
+    config = exit_config(whole_config, boundaries.family)
+    model_config = scheduler.vllm_config.model_config
+    _check_lag(scheduler, whole_config, config)
+    blind = next(against_signals(scheduler.vllm_config), None)
+    unprobed = blind or next(against_probes(scheduler, boundaries), None)
+    unable: Obstacles = NO_OBSTACLES
+    if blind is not None:
+        unable = dict.fromkeys(BY_SIGNALS, blind.obstacle)
+    elif unprobed is not None:
+        unable = {Reason.EAT: unprobed.obstacle}
+    if config.mode != "off":
+        if blind is not None:
+            status.publish(exit_signals=f"none: {blind.why}")
+        if unprobed is not None and config.eat:
+            tell_not_probed(unprobed.why)
+    closings = Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
+    checks = CloseChecks(scheduler, closings.sequence)
+    if checks.has_processors and config.mode == "enforce":
+        logger.warning(
+            "meridian_patch: no thought is closed: this server has custom logits processors, "
+            "which may undo a forced close"
+        )
+    return Exits(
+        config,
+        boundaries,
+        load_breaks(model_config),
+        router,
+        closings,
+        checks,
+        None if Reason.EAT in unable else _probes(scheduler, boundaries, config),
+        phase_counters,
+        unable,
+        None if config.trace is None else ExitTrace(config.trace),
+        is_blind=blind is not None,
+    )
+
+
+def _probes(scheduler: Any, boundaries: Boundaries, config: ExitConfig) -> Probes:
+    limits = ProbeLimits(
+        config.probes_in_flight, config.probe_every_steps, config.probe_context_tokens
+    )
+    return Probes(scheduler, boundaries.probe, limits)
+
+
+def load_breaks(model_config: Any) -> Breaks:
+    """Which tokens of the served vocabulary end sentences, lines and paragraphs."""
+    tokenizer = cached_tokenizer_from_config(model_config)
+    ids = [[token_id] for token_id in range(len(tokenizer))]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return find_breaks((ids[0], text) for ids, text in zip(ids, texts, strict=True))
+
+
+def _check_lag(scheduler: Any, whole_config: Config, config: ExitConfig) -> None:
+    """Warn where thresholds were calibrated for an engine that closes earlier or later."""
+    provenance = whole_config.provenance or {}
+    if config.mode == "off" or not provenance.keys() & {"curve", "lag"}:
+        return
+    here, there = lag_of(scheduler, config.probe_every_steps)._asdict(), provenance.get("lag")
+    # It moves one close in as many by a token.
+    del here["block_tokens"]
+    if not isinstance(there, dict):
+        there = {}
+    differing = [name for name in here if here[name] != there.get(name)]
+    if differing:
+        logger.warning(
+            "meridian_patch: the thresholds of early exit were calibrated for an engine with %s, "
+            "and this one has %s: thoughts are closed at other tokens than those that were graded. "
+            "Run meridian calibrate again, with this engine's arguments as --engine NAME=VALUE",
+            ", ".join(f"{name} {there.get(name, 'unknown')}" for name in differing),
+            ", ".join(f"{name} {here[name]}" for name in differing),
+        )

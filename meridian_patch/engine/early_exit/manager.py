@@ -1,0 +1,498 @@
+"""Carries out what the exit controllers decide: measures, probes, closes, and reports.
+
+Runs in the EngineCore process, behind the phase router.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
+from meridian_patch.engine.early_exit.forced_close import Closings
+from meridian_patch.engine.early_exit.probes import Probes
+from meridian_patch.engine.early_exit.signal_health import SignalHealth
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.engine.early_exit.step_signals import Kept, StepSignals, rows_of
+from meridian_patch.engine.early_exit.trace import ExitTrace
+from meridian_patch.engine.early_exit.unsampled import Unmeasured
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Told
+from meridian_patch.exit.controller import ExitController
+from meridian_patch.exit.follow import follow
+from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
+from meridian_patch.exit.text_breaks import Breaks
+from meridian_patch.exit.wishes import apply_wishes
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.matcher import ROOT
+from meridian_patch.phase.tracker import Phase, PhaseRouter, RequestPhase
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
+
+# Names of the module are found faster than members of an enumeration.
+_THINK, _ANSWER = Phase.THINK, Phase.ANSWER
+
+
+@dataclass(slots=True)
+class _Watched:
+    request: Any
+    controller: ExitController
+    state: RequestPhase
+    config: ExitConfig
+    # Known tokens that the controller has been told of, and the signals of think tokens behind
+    # them that it has not: nearly every token is only kept.
+    seen: int
+    kept: list[Kept] = field(default_factory=list)
+    # Known tokens at which it is told in any case; 0: of every token. And from which on it is told
+    # at the end of each line, and of each paragraph.
+    quiet_until: float = 0
+    lines_from: float = 0
+    paragraphs_from: float = 0
+    # A close that waits for the end of what may become a marker, and known tokens up to which.
+    due: Close | None = None
+    due_by: int = 0
+    # Of thoughts that have ended, all together.
+    think_tokens: int = 0
+    # Strategies that cannot close its thoughts, and whether its caller was told so.
+    not_enforced: Obstacles = field(default_factory=dict)
+    is_told: bool = True
+
+
+class Exits:
+    """Follows the requests that may think, by their tokens and their signals.
+
+    In mode ``observe`` at most ``observed_at_a_time`` of those that ask for nothing: which, turns
+    out when they are first scheduled. It is a fair sample, for how long a request will think is
+    not known then. Of the others only the ends of thoughts are seen.
+
+    Args:
+        config: the engine's; a request may have its own.
+        boundaries: of the served model.
+        breaks: of its vocabulary.
+        checks: whether closes would be undone.
+        probes: None: thoughts cannot be probed.
+        unable: strategies that cannot be carried out in this engine, and why.
+        trace: None: nothing is written down.
+        is_blind: the workers measure nothing; else they do, until they refuse.
+    """
+
+    def __init__(
+        self,
+        config: ExitConfig,
+        boundaries: Boundaries,
+        breaks: Breaks,
+        router: PhaseRouter,
+        closings: Closings,
+        checks: CloseChecks,
+        probes: Probes | None,
+        phase_counters: PhaseCounters,
+        unable: Obstacles = NO_OBSTACLES,
+        trace: ExitTrace | None = None,
+        *,
+        is_blind: bool = False,
+    ) -> None:
+        self.closings = closings
+        self.probes = probes
+        self._checks = checks
+        closings.accepts, closings.gave_up = checks.accepts, self._refused
+        self._unable = unable
+        # What is new since the last ``drain_outcomes``.
+        self._outcomes: dict[str, Told] = {}
+        self._config = config
+        self._boundary_id = boundaries.end[0][0]
+        self._longest_marker = max(map(len, (*boundaries.start, *boundaries.end)))
+        self._breaks = breaks
+        self._router = router
+        self._counters = phase_counters
+        self._trace = trace
+        self._watched: dict[str, _Watched] = {}
+        # Those that wait for their first step, and perhaps are not followed then.
+        self._undecided: dict[str, tuple[Any, RequestPhase]] = {}
+        self._unmeasured = Unmeasured()
+        # Those that are followed and do not answer.
+        self._measured: dict[str, None] = {}
+        self._signals = StepSignals()
+        self._health = SignalHealth(is_blind=is_blind)
+        # Whether the next step must admit no request, for what a close needs.
+        self._is_closed_to_newcomers = False
+        # Probes that ended since the last ``take_ended``.
+        self._ended: set[str] = set()
+
+    @property
+    def mode(self) -> str:
+        """Of requests that ask for none."""
+        return self._config.mode
+
+    @property
+    def num_watched(self) -> int:
+        """Requests that are followed."""
+        return len(self._watched) + len(self._undecided) + len(self._unmeasured)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is followed, and nothing is left to be said of those who were."""
+        return not (self.num_watched or self._outcomes or self._ended)
+
+    @property
+    def num_probes(self) -> int:
+        """Probes under way: those that run, and those that the next step is offered."""
+        return len(self.probes.live) if self.probes is not None else 0
+
+    def added(self, request: Any) -> None:
+        """A request came in, or went on as another; the router knows it.
+
+        Raises:
+            ConfigError: it asks for something that does not exist; it is followed as configured.
+        """
+        name = request.request_id
+        self.freed(request)
+        # A session's turn may have ended in the step that is being taken in; its caller is told.
+        if not request.resumable:
+            self._outcomes.pop(name, None)
+        state, sampling = self._router.get(name), request.sampling_params
+        if state is None or sampling is None:
+            return
+        try:
+            self._watch(request, state, apply_wishes(self._config, sampling.extra_args))
+        except Exception:
+            self._watch(request, state, self._config)
+            raise
+
+    def freed(self, request: Any) -> None:
+        """A request is gone; its last tokens are taken in."""
+        name = request.request_id
+        self._undecided.pop(name, None)
+        self._unmeasured.remove(name)
+        watched = self._watched.get(name)
+        if watched is None:
+            return
+        if name in self._measured:
+            self._follow(watched)
+            # An aborted request has no output that its caller would see.
+            if request.status != RequestStatus.FINISHED_ABORTED:
+                self._cut_short(watched)
+        if self._trace is not None:
+            self._trace.cut(name, watched.controller)
+        self._end_thought(name)
+        del self._watched[name]
+        self._measured.pop(name, None)
+        if not self._watched:
+            self._signals.forget()
+
+    def arrange(
+        self, current_step: int, *, may_probe: bool, token_budget: int | None = None
+    ) -> None:
+        """A step is about to be scheduled.
+
+        Args:
+            current_step: number of the last one.
+            may_probe: whether probes may be part of it.
+            token_budget: of the step, where it is lower than the engine's.
+        """
+        self._is_closed_to_newcomers = self.closings.arrange(current_step)
+        if self.probes is not None:
+            self.probes.share_seats(is_kept=self._keeps_seats)
+            if may_probe:
+                self.probes.offer(token_budget)
+
+    def user_seats(self, all_seats: int) -> int | None:
+        """How many requests may run, the probes that are offered among them; None: as many as may.
+
+        Where thoughts are to be closed by what probes say, a full batch must not keep them out.
+        0 admits none; what runs goes on.
+        """
+        if self._is_closed_to_newcomers:
+            return 0
+        probes = self.probes
+        if probes is None or not self._keeps_seats:
+            return None
+        return all_seats - probes.kept_seats(all_seats) + len(probes.live)
+
+    @property
+    def _keeps_seats(self) -> bool:
+        config = self._config
+        return config.mode == "enforce" and config.eat and bool(self._measured)
+
+    def scheduled(self, output: Any) -> None:
+        """A step was scheduled: say what is to be measured in it."""
+        if self.probes is not None:
+            self.probes.settle(output)
+        if self._undecided:
+            self._decide(output.num_scheduled_tokens)
+        if self._health.is_blind:
+            return
+        names = self._measured_of(output.num_scheduled_tokens)
+        if self.probes is not None:
+            names += self.probes.live
+        if names:
+            plan = MeasurePlan(tuple(names), self._boundary_id)
+            # Load-bearing: an attribute more reaches the workers with the step.
+            setattr(output, PLAN_FIELD, plan)
+
+    def changed(self, name: str) -> None:
+        """The phase of a request did."""
+        watched = self._watched.get(name)
+        if watched and name not in self._measured and watched.state.phase is _THINK:
+            # Another thought of a request that answered: what it said between is nobody's concern.
+            watched.seen = watched.state.tokens_before
+            self._measured[name] = None
+        told = self._unmeasured.ended(name)
+        if told is not None:
+            self._outcomes[name] = Told(*told)
+            self._count(told[0])
+
+    def returned(self, model_output: Any) -> None:
+        """A step's output is back; its tokens are not taken in yet."""
+        self._signals.arrived(getattr(model_output, SIGNALS_FIELD, None))
+
+    def took_in(self, scheduled: Mapping[str, int]) -> None:
+        """The tokens of the requests of a step were taken in, by the router too.
+
+        Args:
+            scheduled: the step's tokens by request.
+        """
+        all_watched, breaks = self._watched, self._breaks
+        table, spans = self._signals.table, self._signals.spans
+        for name in self._measured_of(scheduled):
+            watched = all_watched[name]
+            state, known = watched.state, watched.state.known
+            num_known = len(known)
+            if (
+                num_known < watched.quiet_until
+                and num_known - watched.seen - len(watched.kept) == 1
+                and state.phase is _THINK
+                and (num_known < watched.lines_from or known[-1] not in breaks.line)
+                and (
+                    num_known < watched.paragraphs_from
+                    or not breaks.ends_paragraph(known[-1], known[-2])
+                )
+            ):
+                watched.kept.append((table, spans.get(name)))
+            else:
+                self._follow(watched)
+        self._signals.over()
+        if not self._watched:
+            # The step began while there were some.
+            self._signals.forget()
+        self._check_health()
+
+    def probe_ended(self, request: Any, *, is_aborted: bool) -> None:
+        """A probe is over."""
+        assert self.probes is not None
+        self._ended.add(request.request_id)
+        due = self.probes.freed(request.request_id)
+        [row] = self._signals.rows(request.request_id, 1)
+        watched = self._watched.get(due.parent.request_id)
+        if is_aborted or watched is None:
+            return
+        entropy_nats = row[0]
+        is_lost = row is NO_SIGNALS
+        self._health.probed(is_lost=is_lost)
+        label = "lost" if is_lost else "measured" if isfinite(entropy_nats) else "invalid"
+        self._counters.count(counters.PROBE, label)
+        self._tell_kept(watched)
+        action = watched.controller.probed(due.probe, entropy_nats)
+        if self._trace is not None:
+            self._trace.probed(due.parent.request_id, due.probe, entropy_nats, watched.controller)
+        self._act(watched, action)
+
+    def without_probes(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """Of running and waiting requests, those of users."""
+        return counts if self.probes is None else self.probes.subtract_from(counts)
+
+    def probe_displaced(self, request: Any) -> None:
+        """A probe was preempted."""
+        assert self.probes is not None
+        self.probes.displaced(request.request_id)
+
+    def lost(self, obstacles: Obstacles) -> None:
+        """Strategies that cannot be carried out in this engine any more, and why."""
+        self._unable = {**obstacles, **self._unable}
+        for watched in self._watched.values():
+            self._cannot(watched, self._unable_of(watched.config))
+
+    def take_ended(self) -> set[str]:
+        """Probes that ended since the last call: nobody outside may hear of them."""
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def drain_outcomes(self) -> dict[str, Told]:
+        """By request, what its caller is to be told that is new."""
+        outcomes = self._outcomes
+        if outcomes:
+            self._outcomes = {}
+        return outcomes
+
+    def _check_health(self) -> None:
+        """Behind a step: stop what the workers do not answer."""
+        found = self._health.check(self._signals.refusal, is_probing=self.probes is not None)
+        if not found:
+            return
+        self.lost(found)
+        if self.probes is not None:
+            self.probes.cancel_all()
+            self.probes = None
+
+    def _watch(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
+        if config.mode == "off":
+            return
+        if config is self._config and config.mode == "observe":
+            self._undecided[request.request_id] = request, state
+        else:
+            self._measure(request, state, config)
+
+    def _measure(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
+        controller = ExitController(config, self._breaks, budget_tokens(request))
+        watched = _Watched(request, controller, state, config, len(state.known))
+        self._cannot(watched, self._unable_of(config))
+        self._watched[request.request_id] = watched
+        self._measured[request.request_id] = None
+
+    def _measured_of(self, scheduled: Mapping[str, int]) -> list[str]:
+        measured = self._measured
+        if len(measured) < len(scheduled):
+            return [name for name in measured if name in scheduled]
+        return [name for name in scheduled if name in measured]
+
+    def _decide(self, names: Iterable[str]) -> None:
+        """These are in a step; whom of those that never were to measure."""
+        for name in names:
+            request, state = self._undecided.pop(name, (None, None))
+            if state is None:
+                continue
+            if len(self._measured) < self._config.observed_at_a_time:
+                self._measure(request, state, self._config)
+            else:
+                self._unmeasured.add(name, state, budget_tokens(request))
+
+    def _tell_kept(self, watched: _Watched) -> None:
+        if watched.kept:
+            # Nothing is due at these.
+            seen, rows = watched.seen, rows_of(watched.kept)
+            watched.kept = []
+            watched.seen += len(rows)
+            watched.controller.accept(watched.state.known[seen : watched.seen], rows)
+
+    def _follow(self, watched: _Watched) -> None:
+        self._tell_kept(watched)
+        state, seen = watched.state, watched.seen
+        num_new = len(state.known) - seen
+        if not num_new:
+            return
+        watched.seen += num_new
+        if self.closings.has_begun(watched.request.request_id):
+            watched.controller.closing()
+        rows = self._signals.rows(watched.request.request_id, num_new)
+        before = watched.controller.outcome
+        action = follow(watched.controller, state, seen, rows)
+        outcome = watched.controller.outcome
+        if outcome is not None and outcome is not before:
+            watched.think_tokens += outcome.think_tokens
+            self._count(outcome)
+            self._counters.count(counters.MEASURED, watched.config.mode)
+            if watched.config is not self._config:
+                self._cannot(watched, outcome.too_soon)
+            watched.is_told = False
+            if self._trace is not None:
+                self._trace.ended(watched.request.request_id, outcome, watched.controller)
+        if self._trace is not None:
+            self._trace.looked(watched.request.request_id, watched.controller)
+        if state.phase is not _THINK:
+            self._end_thought(watched.request.request_id)
+            watched.due = None
+        if state.phase is _ANSWER:
+            self._measured.pop(watched.request.request_id, None)
+        else:
+            self._measured[watched.request.request_id] = None
+        self._act(watched, action)
+        self._tell(watched)
+
+    def _act(self, watched: _Watched, action: Action | None) -> None:
+        self._do(watched, action)
+        watched.quiet_until = watched.lines_from = watched.paragraphs_from = 0
+        if watched.due is None and watched.request.request_id not in self.closings:
+            seen, controller = watched.seen, watched.controller
+            watched.quiet_until = seen + controller.quiet_tokens
+            watched.lines_from = seen + controller.quiet_lines_tokens
+            watched.paragraphs_from = seen + controller.quiet_paragraphs_tokens
+
+    def _do(self, watched: _Watched, action: Action | None) -> None:
+        name = watched.request.request_id
+        if action is not None:
+            if action.close is not None:
+                watched.due, watched.due_by = action.close, watched.seen + self._longest_marker
+            if action.probe is not None and self.probes is not None:
+                prefix = watched.state.tokens_before + action.probe.think_tokens
+                self.probes.ask(watched.request, action.probe, prefix)
+        # A thought may begin the marker again and again.
+        is_in_marker = watched.state.match_state != ROOT and watched.seen < watched.due_by
+        if watched.due is None or is_in_marker:
+            return
+        reason, watched.due = watched.due.reason, None
+        # vLLM closes at its own budget itself.
+        if reason is Reason.BUDGET or name in self.closings or not self._may_close(watched):
+            return
+        self.closings.begin(watched.request)
+        if self.probes is not None:
+            self.probes.cancel(name)
+
+    def _may_close(self, watched: _Watched) -> bool:
+        """Whether nothing behind our masks would undo them."""
+        obstacle = self._checks.obstacle(watched.request, watched.state.tokens_in_phase)
+        if obstacle is not None:
+            self._give_up(watched, obstacle)
+        return obstacle is None
+
+    def _refused(self, name: str) -> None:
+        """Structured output would reject a close that had begun."""
+        watched = self._watched.get(name)
+        if watched is not None:
+            self._give_up(watched, Obstacle.GRAMMAR)
+
+    def _give_up(self, watched: _Watched, obstacle: Obstacle) -> None:
+        """The close of a thought cannot be carried out."""
+        self._counters.count(counters.EXIT_GIVEN_UP, obstacle)
+        verdict = watched.controller.verdict
+        if verdict is not None:
+            self._cannot(watched, {verdict.reason: obstacle})
+
+    def _cut_short(self, watched: _Watched) -> None:
+        """A request is gone; its caller is told why a thought under way was not closed."""
+        if watched.config is not self._config and watched.controller.verdict is None:
+            self._cannot(watched, watched.controller.too_soon)
+        self._tell(watched)
+
+    def _unable_of(self, config: ExitConfig) -> Obstacles:
+        """Of the strategies that are on, those that this engine cannot carry out."""
+        return {each: why for each, why in self._unable.items() if getattr(config, each)}
+
+    def _cannot(self, watched: _Watched, obstacles: Obstacles) -> None:
+        """Strategies cannot close a thought; what is known of them already is the better reason."""
+        known = watched.not_enforced
+        if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
+            watched.not_enforced = {**obstacles, **known}
+            watched.is_told = False
+
+    def _tell(self, watched: _Watched) -> None:
+        """Tell its caller what is new; tokens of the request are in the step that is taken in."""
+        if not watched.is_told:
+            watched.is_told = True
+            self._outcomes[watched.request.request_id] = Told(
+                watched.controller.outcome, watched.think_tokens, watched.not_enforced
+            )
+
+    def _end_thought(self, name: str) -> None:
+        self.closings.end(name)
+        if self.probes is not None:
+            self.probes.cancel(name)
+
+    def _count(self, outcome: Outcome) -> None:
+        self._counters.count(counters.EXIT, outcome.reason)
+        self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
+        if outcome.verdict is not None:
+            self._counters.count(counters.VERDICT, outcome.verdict.reason)
+        if outcome.num_invalid:
+            self._counters.count(counters.INVALID, "think", outcome.num_invalid)

@@ -1,0 +1,73 @@
+"""What of early exit cannot work in an engine, where that is known before its first step."""
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.worker import worker_base
+
+from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.patching.candidate import MARK
+from meridian_patch.phase.boundaries import Boundaries
+
+# Strategies that go by signals.
+BY_SIGNALS: Final = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
+
+
+class Finding(NamedTuple):
+    """One obstacle, and a sentence on it for the log and the status report."""
+
+    obstacle: Obstacle
+    why: str
+
+
+def against_signals(config: Any) -> Iterator[Finding]:
+    """Why no worker of an engine with this ``VllmConfig`` measures anything."""
+    if not hasattr(worker_base.WorkerBase, MARK):
+        yield Finding(
+            Obstacle.NO_SIGNALS,
+            "the workers are not patched, as with --scheduler-cls alone; nothing is measured",
+        )
+    # Load-bearing: each rank then samples a part of the batch, and one rank answers the scheduler.
+    if getattr(config.parallel_config, "enable_batch_sharded_sampling", False):
+        yield Finding(
+            Obstacle.NO_SIGNALS,
+            "the ranks share the sampling (enable_batch_sharded_sampling); nothing is measured",
+        )
+    # Load-bearing: rows are then dropped on the device, and the host is not told which.
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):
+        yield Finding(
+            Obstacle.NO_SIGNALS,
+            "drafts are verified adaptively (enable_adaptive_verification); nothing is measured",
+        )
+
+
+def against_probes(scheduler: Any, boundaries: Boundaries) -> Iterator[Finding]:
+    """Why thoughts cannot be probed, though they may be measured."""
+    if not boundaries.probe:
+        yield Finding(Obstacle.PROBE_TEXT, "the probe's text cannot be written in tokens")
+        return
+    if not scheduler.kv_cache_manager.enable_caching:
+        yield Finding(
+            Obstacle.NO_PREFIX_CACHE,
+            "prefix caching is off, each probe would compute the whole thought again",
+        )
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        yield Finding(Obstacle.KV_GROUPS, "the model has several groups of KV cache")
+    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+        yield Finding(
+            Obstacle.KV_GROUPS, "the model keeps a state in place of its tokens' KV cache"
+        )
+    if scheduler.connector is not None:
+        yield Finding(Obstacle.KV_CONNECTOR, "a KV connector is in use, which would see the probes")
+    # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+    blocks = 2 if scheduler.kv_cache_manager.coordinator.eagle_group_ids else 1
+    most_tokens = blocks * scheduler.block_size + len(boundaries.probe)
+    if most_tokens > scheduler.max_num_scheduled_tokens:
+        yield Finding(
+            Obstacle.STEP_TOKENS,
+            f"a probe takes up to {most_tokens} tokens, and a step has "
+            f"{scheduler.max_num_scheduled_tokens} (max_num_batched_tokens)",
+        )

@@ -1,0 +1,59 @@
+"""Requests that ask for thoughts to be closed where the engine has no early exit."""
+
+from typing import Any
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.api.exit_summary import attach_all
+from meridian_patch.exit.actions import Told
+from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.wishes import apply_wishes
+
+
+class Unthinking:
+    """Tells each of them once, with its first tokens, that nothing can be closed.
+
+    Args:
+        config: of early exit, without a family.
+        obstacle: why there is none.
+    """
+
+    def __init__(self, config: ExitConfig, obstacle: Obstacle) -> None:
+        self._config = config
+        self._obstacle = obstacle
+        # What is to be told, by request.
+        self._news: dict[str, Told] = {}
+        # Those of them that are gone; their last outputs may be in the step that is taken in.
+        self._gone: set[str] = set()
+
+    def added(self, request: Any) -> None:
+        """A request came in.
+
+        Raises:
+            ConfigError: it asks for something that does not exist; it is told nothing.
+        """
+        sampling = request.sampling_params
+        if sampling is None:
+            return
+        config = apply_wishes(self._config, sampling.extra_args)
+        if config is not self._config and config.mode == "enforce":
+            asked = [each for each in Reason if getattr(config, each, False)]
+            if config.max_think_tokens is not None:
+                asked.append(Reason.HARD_CAP)
+            self._news[request.request_id] = Told(None, 0, dict.fromkeys(asked, self._obstacle))
+
+    def freed(self, request: Any) -> None:
+        """A request is gone."""
+        if request.request_id in self._news:
+            self._gone.add(request.request_id)
+
+    def tell(self, outputs: dict[int, Any]) -> None:
+        """Tell those that have tokens in a step's ``EngineCoreOutputs``, by client."""
+        if not self._news:
+            return
+        names = {each.request_id for batch in outputs.values() for each in batch.outputs}
+        told = {name: self._news[name] for name in self._news.keys() & names}
+        attach_all(outputs, told)
+        for name in told.keys() | self._gone:
+            del self._news[name]
+        self._gone.clear()

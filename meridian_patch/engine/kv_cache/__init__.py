@@ -1,0 +1,1 @@
+"""The KV cache manager whose free blocks stand in tiers."""

@@ -1,0 +1,136 @@
+"""The phase-aware KV cache manager: vLLM's own, over tiered queues of free blocks.
+
+Runs in the EngineCore process. It decides nothing about what a request may use: only where a block
+stands in the order of eviction once nobody uses it.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from meridian_patch import envs
+from meridian_patch.config.load import load_config
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
+from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
+from meridian_patch.policy.retention import Retention
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager as UpstreamManager
+else:
+    UpstreamManager = object
+
+
+class Phases(Protocol):
+    """What the scheduler knows of requests; it binds itself after construction."""
+
+    def skipped(self, request_id: str) -> Retention | None:
+        """Retention of what a running request no longer attends to."""
+
+    def admitted(self, request: Any, num_hit_tokens: int) -> None:
+        """A request was admitted with this many tokens found in the cache."""
+
+
+class PhaseKVCaching(UpstreamManager):
+    """Mixin over vLLM's ``KVCacheManager``.
+
+    1. Blocks freed between ``begin_free`` and ``end_free`` go where the given ``Retention`` says;
+       all others go where stock puts them.
+    2. A block that others still use keeps the highest tier that anyone gave it.
+    3. Lookups, hits, allocation and events are upstream's own.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Seconds of a steady clock.
+        self.clock: Callable[[], float] = time.monotonic
+        self.phases: Phases | None = None
+        managers = self.coordinator.single_type_managers
+        self.pools: list[Any] = []
+        self.queues: list[TieredFreeQueue] = []
+        # Without prefix caching a free block holds nothing that could be hit.
+        if not self.enable_caching:
+            return
+        retain_s = load_config(envs.environment()).config.kv.retain_s
+        self.pools += {id(m.block_pool): m.block_pool for m in managers}.values()
+        for pool in self.pools:
+            # Load-bearing: the pool alone holds its queue, and reads it anew in each call.
+            queue = TieredFreeQueue(pool.free_block_queue.get_all_free_blocks(), retain_s)
+            pool.free_block_queue = queue
+            self.queues.append(queue)
+        # Load-bearing: with full attention alone, allocation frees nothing. A wrapper that does
+        # nothing would still cost every request of every step.
+        if any(type(manager.kv_cache_spec) is not FullAttentionSpec for manager in managers):
+            self.allocate_slots = self._allocate_and_retain
+
+    def begin_free(self, request_id: str, retention: Retention | None) -> None:
+        """What is freed from now on are blocks of this request, to be kept like this."""
+        if retention is None:
+            return
+        for manager in self.coordinator.single_type_managers:
+            blocks = manager.req_to_blocks.get(request_id, ())
+            first_behind = retention.kept_tokens // manager.block_size
+            if first_behind < len(blocks) and not is_own(blocks[first_behind]):
+                self._assign(blocks[first_behind : count_shared(blocks)], retention)
+            manager.block_pool.free_block_queue.kept_blocks = first_behind
+        for queue in self.queues:
+            queue.retention = retention
+
+    def end_free(self) -> None:
+        """What is freed from now on is nobody's."""
+        for queue in self.queues:
+            queue.retention = None
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        now_s = self.clock()
+        for queue in self.queues:
+            queue.advance(now_s)
+
+    def pop_blocks_for_free(self, request: Any) -> Any:
+        # The blocks come back to their pool later, by themselves.
+        blocks = super().pop_blocks_for_free(request)
+        retention = self.queues[0].retention if self.queues else None
+        if retention is not None:
+            self._assign(blocks, retention)
+        return blocks
+
+    def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+        if isinstance(request, ProbeRequest):
+            return
+        super().record_prefix_cache_stats(request, num_hits)
+        # Load-bearing: called once per admission, when the hit blocks are the request's.
+        if self.phases is not None and num_hits:
+            self.phases.admitted(request, num_hits)
+
+    def reset_prefix_cache(self) -> bool:
+        is_reset = super().reset_prefix_cache()
+        if is_reset:
+            for queue in self.queues:
+                queue.blank_all()
+        return is_reset
+
+    def _allocate_and_retain(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """``allocate_slots``; what the request no longer attends to goes where it belongs."""
+        retention = self.phases.skipped(request.request_id) if self.phases else None
+        for queue in self.queues:
+            queue.retention = retention
+        try:
+            return super().allocate_slots(request, *args, **kwargs)
+        finally:
+            self.end_free()
+
+    def _assign(self, blocks: Iterable[Any], retention: Retention) -> None:
+        """Remember the tier of blocks that are not free yet."""
+        for block in blocks:
+            # Load-bearing: a block knows its pool.
+            queue = block.pool.free_block_queue
+            if not block.is_null and isinstance(queue, TieredFreeQueue):
+                queue.assign(block, retention)
+
+
+def build_phase_kv_cache_manager(original: type) -> type:
+    """A subclass of the installed KV cache manager."""
+    return type("PhaseKVCacheManager", (PhaseKVCaching, original), {"__module__": __name__})

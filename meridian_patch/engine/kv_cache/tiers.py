@@ -1,0 +1,151 @@
+"""What phases mean for KV blocks: tells the cache manager what to keep, and counts."""
+
+import math
+from typing import Any
+
+from vllm.logger import init_logger
+
+from meridian_patch.config.family import History
+from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.kv_cache.manager import PhaseKVCaching
+from meridian_patch.engine.kv_cache.shared_blocks import count_shared
+from meridian_patch.engine.scheduler.guard import StepGuard
+from meridian_patch.phase.boundaries import TokenIds
+from meridian_patch.phase.thoughts import holds_any
+from meridian_patch.phase.tracker import Phase, PhaseRouter, RequestPhase
+from meridian_patch.policy.retention import (
+    Retention,
+    Tier,
+    retain_finished,
+    retain_preempted,
+    retain_skipped,
+)
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+
+logger = init_logger("vllm.meridian_patch")
+
+
+class KVPhases:
+    """The scheduler's side of the KV tiers.
+
+    Args:
+        manager: the phase-aware cache manager; this binds itself to it.
+        router: phases of all requests.
+        history: rule to go by; ``keep`` makes every decision stock's.
+        tool_call: token sequences of which any one opens a tool call.
+        check_interval_s: least time between two integrity checks.
+    """
+
+    def __init__(
+        self,
+        manager: PhaseKVCaching,
+        router: PhaseRouter,
+        history: History,
+        tool_call: tuple[TokenIds, ...],
+        guard: StepGuard,
+        phase_counters: PhaseCounters,
+        check_interval_s: float,
+    ) -> None:
+        self.history = history
+        self._manager = manager
+        self._router = router
+        self._tool_call = tool_call
+        self._longest_tool_call = max(map(len, tool_call), default=0)
+        self._guard = guard
+        self._counters = phase_counters
+        self._check_interval_s = check_interval_s
+        self._last_check_s = manager.clock()
+        # Retention of finished requests whose blocks are not freed yet.
+        self._finished: dict[str, Retention | None] = {}
+        manager.phases = self
+
+    def finished(self, request: Any) -> None:
+        """A request is done; its blocks are freed now or, by a connector, later."""
+        with self._guard.protect("KV retention", request.request_id):
+            state = self._router.get(request.request_id)
+            if state is not None:
+                has_tool_call = self._has_tool_call(request, state)
+                retention = retain_finished(state, self.history, has_tool_call=has_tool_call)
+                self._finished[request.request_id] = retention
+
+    def begin_free(self, request: Any) -> None:
+        """The blocks of a finished request are about to be freed."""
+        with self._guard.protect("KV retention", request.request_id):
+            retention = self._finished.pop(request.request_id, None)
+            self._manager.begin_free(request.request_id, retention)
+
+    def begin_preemption(self, request: Any) -> None:
+        """The blocks of a request that is being preempted are about to be freed."""
+        with self._guard.protect("KV retention", request.request_id):
+            state = self._router.get(request.request_id)
+            if state is not None:
+                retention = retain_preempted(state, self.history)
+                self._manager.begin_free(request.request_id, retention)
+
+    def end_free(self) -> None:
+        """The blocks have been freed."""
+        self._manager.end_free()
+
+    def skipped(self, request_id: str) -> Retention | None:
+        """See ``Phases``."""
+        state = self._router.get(request_id)
+        return None if state is None else retain_skipped(state, self.history)
+
+    def admitted(self, request: Any, num_hit_tokens: int) -> None:
+        """Count hit tokens by the tier they were in, or as in use by others.
+
+        With several cache groups the first one is looked at.
+        """
+        with self._guard.protect("KV counters", request.request_id):
+            manager = self._manager.coordinator.single_type_managers[0]
+            blocks = manager.req_to_blocks[request.request_id]
+            in_use = min(count_shared(blocks) * manager.block_size, num_hit_tokens)
+            state = self._router.get(request.request_id)
+            first_thought = state.first_thought if state else None
+            kept, tier = num_hit_tokens, Tier.OUTPUT_CRITICAL
+            if first_thought is not None and first_thought < num_hit_tokens:
+                first_low = first_thought // manager.block_size
+                kept = first_low * manager.block_size
+                tier = self._manager.queues[0].tier_from(blocks[first_low])
+            self._count_hit(counters.IN_USE, in_use)
+            self._count_hit(Tier.OUTPUT_CRITICAL.label, kept - in_use)
+            self._count_hit(tier.label, num_hit_tokens - max(kept, in_use))
+
+    def count_evictions(self) -> None:
+        """Count the cached blocks evicted since the last call, by tier."""
+        for queue in self._manager.queues:
+            for tier, number in queue.drain_evictions().items():
+                self._counters.count(counters.EVICTION, tier.label, number)
+
+    def check(self) -> None:
+        """Check the free blocks, when no request is left and the last check is long ago.
+
+        A fault makes every further decision stock's.
+        """
+        now_s = self._manager.clock()
+        if now_s - self._last_check_s < self._check_interval_s:
+            return
+        self._last_check_s = now_s
+        faults = [fault for pool in self._manager.pools for fault in find_faults(pool)]
+        if faults:
+            self._counters.count(counters.FALLBACK, Fallback.KV_INTEGRITY)
+            self.history = "keep"
+            # Said once: a fault does not go away.
+            self._check_interval_s = math.inf
+            logger.error(
+                "meridian_patch: the free KV blocks are not in order, KV tiers are off from now "
+                "on: %s",
+                "; ".join(faults[:5]),
+            )
+
+    def _has_tool_call(self, request: Any, state: RequestPhase) -> bool:
+        if self.history != "keep_in_tool_loop" or state.phase is not Phase.ANSWER:
+            return False
+        # A marker that ends thinking too is counted among the think tokens.
+        length = state.tokens_in_phase + self._longest_tool_call
+        return holds_any(request._output_token_ids[-length:], self._tool_call)
+
+    def _count_hit(self, label: str, num_tokens: int) -> None:
+        if num_tokens > 0:
+            self._counters.count(counters.HIT_TOKENS, label, num_tokens)

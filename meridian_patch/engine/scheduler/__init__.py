@@ -1,0 +1,1 @@
+"""The phase-aware scheduler and its parts, in the EngineCore process."""

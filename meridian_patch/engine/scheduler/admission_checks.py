@@ -1,0 +1,349 @@
+"""Which waiting request a step with enough KV blocks would admit, and what it lacks of them.
+
+vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons listed in
+``next_in_line``. A request is displaced for a newcomer that has none of them but the last.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
+from meridian_patch.engine.scheduler.waiting_order import first
+
+# Waiting requests that are looked at: those that vLLM skips may be many.
+_MOST_LOOKED_AT = 16
+
+
+class ComingStep(NamedTuple):
+    """What is known of a step before it is scheduled.
+
+    Attributes:
+        token_budget: tokens that it may compute; None: as many as the engine may.
+        decode_tokens: tokens of them that requests which decode take, drafts included; None: one
+            per running request that is not computing its prompt.
+        least_chunk: fewest tokens of a prompt that upstream schedules, unless fewer are left.
+    """
+
+    token_budget: int | None = None
+    decode_tokens: int | None = None
+    least_chunk: int = 1
+
+
+def next_in_line(
+    scheduler: Any, step: ComingStep | None = None, without: Collection[str] = ()
+) -> Any | None:
+    """The first waiting request that lacks nothing, or nothing but blocks.
+
+    Args:
+        scheduler: upstream's.
+        step: the next one.
+        without: running requests that would have made room by then, with their LoRA adapters.
+
+    Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
+
+    1. The scheduler is paused.
+    2. As many requests run as may, paused sessions among them.
+    3. What runs takes the step's tokens.
+    4. A request that waits with blocks of its own, and is ready, goes first.
+    5. Its grammar is being compiled or failed, its KV is being loaded, or its session is paused.
+    6. Tokens that it sampled before a preemption are on their way.
+    7. Its LoRA adapter is not in use, and as many others are as can be.
+    8. Chunked prefill is off, and its prompt is longer than what is left of the step.
+    9. It lacks blocks.
+
+    Not foreseen, because to ask would change something: whether a KV connector or an encoder
+    connector knows its answer yet (see ``Refusals``), and whether prefill is put off for
+    data-parallel balance.
+    """
+    is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
+    if scheduler._pause_state != PauseState.UNPAUSED or is_full:
+        return None
+    step = step or ComingStep()
+    left = _prefill_tokens(scheduler, step) - sum(_chunks(scheduler).values())
+    if left <= 0 or any(
+        _is_ready(scheduler, one) for one in first(scheduler.kv_holding_waiting, _MOST_LOOKED_AT)
+    ):
+        return None
+    adapters = _adapters(scheduler, without) if scheduler.lora_config else None
+    for request in first(scheduler.waiting, _MOST_LOOKED_AT):
+        if not _is_ready(scheduler, request) or not _has_adapter(scheduler, request, adapters):
+            continue
+        is_chunked = scheduler.scheduler_config.enable_chunked_prefill
+        least = min(step.least_chunk, request.num_tokens) if is_chunked else request.num_tokens
+        return request if least <= left else None
+    return None
+
+
+def num_seated(scheduler: Any) -> int:
+    """Requests that count against how many may run."""
+    # Load-bearing: a paused session holds its place in the model runner.
+    return int(len(scheduler.running) + scheduler.num_waiting_for_streaming_input)
+
+
+def needed_blocks(scheduler: Any, request: Any) -> int:
+    """Free KV blocks that ``schedule()`` wants for a waiting request before it admits it.
+
+    A hit costs a free block too unless a running request holds it, so only those count as there
+    already. They are counted by bisection: what holds a block of a prefix holds all before it.
+    """
+    manager = scheduler.kv_cache_manager
+    tokens = _gated_tokens(scheduler, request)
+    watermark = manager.watermark_blocks if scheduler.running else 0
+    found = _recurrent_hit(manager, request)
+    # Load-bearing: no request is admitted on a state that is computed in the same step, and more
+    # blocks are wanted than there are for one on a state of the step before. A prompt that is under
+    # way computes the next one.
+    hit, hit_tokens = found or (manager.empty_kv_cache_blocks.blocks, 0)
+    # Load-bearing: changes nothing, and caps what a sliding window holds, as the gate does.
+    whole = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=tokens,
+        new_computed_blocks=hit,
+        num_encoder_tokens=0,
+        total_computed_tokens=hit_tokens,
+        num_local_computed_tokens=hit_tokens,
+        num_tokens_main_model=tokens,
+        apply_admission_cap=True,
+    )
+    # What is held of this hit is not asked for.
+    held = 0 if found else _num_held_hits(manager, request, tokens)
+    return int(whole + watermark - held)
+
+
+def taken_blocks(scheduler: Any, step: ComingStep) -> dict[str, int]:
+    """Free KV blocks that each running request takes in a step, at most; without those taking none.
+
+    Load-bearing: running requests get their blocks before a waiting request is looked at, and none
+    is admitted in a step in which they lack some.
+    """
+    manager = scheduler.kv_cache_manager
+    managers = manager.coordinator.single_type_managers
+    groups = [(group.block_size, group.req_to_blocks) for group in managers]
+    chunks, left = _chunks(scheduler), max(_prefill_tokens(scheduler, step), 0)
+    most, lookahead = scheduler.max_model_len, scheduler.num_lookahead_tokens
+    next_step = scheduler.current_step + 1
+    taken = {}
+    for request in scheduler.running:
+        name, computed = request.request_id, request.num_computed_tokens
+        chunk = chunks.get(name)
+        if chunk is None:
+            tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
+        else:
+            tokens = min(chunk, left)
+            left -= tokens
+        # Load-bearing: with pipeline parallelism a request decodes in one of several steps.
+        if tokens <= 0 or request.next_decode_eligible_step > next_step:
+            continue
+        end = min(computed + tokens, most)
+        slots = min(end + lookahead, most)
+        if all(size * len(held.get(name, ())) >= slots for size, held in groups):
+            continue
+        # Load-bearing: changes nothing; what the step's own allocation asks.
+        taken[name] = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=name,
+            num_tokens=slots,
+            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=computed,
+            num_tokens_main_model=end,
+        )
+    return taken
+
+
+def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
+    """KV blocks that a preemption of a running request would free for a newcomer.
+
+    Blocks of the newcomer's prefix that this request alone holds do not count: the newcomer did not
+    need them while they were held, and takes them from the free ones then.
+    """
+    manager = scheduler.kv_cache_manager
+    name = request.request_id
+    blocks = manager.get_blocks(name).blocks
+    freed = sum(len(held) - count_shared(held) for held in blocks)
+    found = _recurrent_hit(manager, newcomer) if freed else None
+    if found is not None:
+        ids = {block.block_id for held in blocks for block in held}
+        return freed - sum(is_own(one) and one.block_id in ids for one in chain(*found[0]))
+    hit = _hit_tokens(manager, newcomer, _gated_tokens(scheduler, newcomer)) if freed else 0
+    if not hit:
+        return freed
+    for group in _full_attention(manager):
+        own = group.req_to_blocks[name]
+        # By bisection: the two have the same blocks up to a place, and those of them that a third
+        # request holds come first.
+        most = min(hit // group.block_size, len(own))
+        common = bisect_left(
+            range(most), True, key=lambda at: _cached(group, newcomer, at) is not own[at]
+        )
+        freed -= common - bisect_left(range(common), True, key=lambda at: own[at].ref_cnt == 1)
+    return freed
+
+
+def _gated_tokens(scheduler: Any, request: Any) -> int:
+    """Tokens of a waiting request for which blocks must be free before it is admitted."""
+    tokens = request.num_tokens
+    if not scheduler.scheduler_reserve_full_isl:
+        tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+    # Load-bearing: the last chunk of a prompt has slots for the drafts behind it too.
+    return int(min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
+
+
+def _prefill_tokens(scheduler: Any, step: ComingStep) -> int:
+    """Tokens of a step that requests which decode leave."""
+    budget, decodes = scheduler.max_num_scheduled_tokens, step.decode_tokens
+    if step.token_budget is not None:
+        budget = min(budget, step.token_budget)
+    if decodes is None:
+        decodes = len(scheduler.running) - len(_chunks(scheduler))
+    return int(budget - decodes)
+
+
+def _chunks(scheduler: Any) -> dict[str, int]:
+    """Tokens that running requests still have to compute of their prompts, at most in one step."""
+    # Load-bearing: a chunk is no longer than this, unless there is no other request.
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    longest = threshold if threshold > 0 else math.inf
+    if threshold > 0 and scheduler.adaptive_long_prefill_threshold:
+        # Load-bearing: the bound is raised to an equal share for every request.
+        share = scheduler.scheduler_config.max_num_batched_tokens
+        longest = max(threshold, share // max(sum(scheduler.get_request_counts()), 1))
+    return {
+        request.request_id: min(request.num_tokens - request.num_computed_tokens, longest)
+        for request in scheduler._inflight_prefills
+        if request.status == RequestStatus.RUNNING
+    }
+
+
+def _is_ready(scheduler: Any, request: Any) -> bool:
+    status = request.status
+    if status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        grammar = request.structured_output_request and request.structured_output_request.grammar
+        return grammar is not None and not isinstance(grammar, Exception)
+    if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    if status == RequestStatus.WAITING_FOR_STREAMING_REQ or isinstance(request, ProbeRequest):
+        return False
+    return not request.num_stale_output_tokens or request.drop_stale_output
+
+
+def _adapters(scheduler: Any, without: Collection[str]) -> set[int]:
+    """Ids of the LoRA adapters that running requests use, but for some of them."""
+    return {
+        request.lora_request.lora_int_id
+        for request in scheduler.running
+        if request.lora_request and request.request_id not in without
+    }
+
+
+def _has_adapter(scheduler: Any, request: Any, adapters: set[int] | None) -> bool:
+    if adapters is None or request.lora_request is None:
+        return True
+    is_loaded = request.lora_request.lora_int_id in adapters
+    return is_loaded or len(adapters) < scheduler.lora_config.max_loras
+
+
+def _recurrent_hit(manager: Any, request: Any) -> tuple[tuple[list[Any], ...], int] | None:
+    """Cached blocks by group, and tokens, of a request's prefix in a model with a recurrent state.
+
+    None for other models, and where a request does not look them up. The look-up changes
+    nothing, and is short: blocks of these models are large.
+    """
+    groups = manager.coordinator.single_type_managers
+    is_recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    if not is_recurrent or not manager.prefix_cache_lookup_enabled(request):
+        return None
+    blocks, tokens, _ = manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, request.num_tokens - 1
+    )
+    return blocks, tokens
+
+
+def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
+    """Blocks of the request's prefix that are in the cache and that running requests hold."""
+    hit = _hit_tokens(manager, request, tokens)
+    return sum(hit // group.block_size for group in _full_attention(manager)) if hit else 0
+
+
+def _hit_tokens(manager: Any, request: Any, tokens: int) -> int:
+    """Of the tokens that the request finds in the cache, those that running requests hold."""
+    # Load-bearing: a request that asks for log-probabilities of its prompt looks nothing up, and
+    # the last known token of any other is computed.
+    if not manager.prefix_cache_lookup_enabled(request):
+        return 0
+    tokens = min(tokens, request.num_tokens)
+    held = held_tokens(manager, request, tokens)
+    if not held or not manager.coordinator.eagle_group_ids:
+        return held
+    # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+    ends = (
+        group.block_size
+        for group in _full_attention(manager)
+        if (place := held // group.block_size) >= (tokens - 1) // group.block_size
+        or _cached(group, request, place) is None
+    )
+    return held - max(ends, default=0)
+
+
+def held_tokens(manager: Any, request: Any, tokens: int) -> int:
+    """Tokens of the request's prefix that are in the cache and that running requests hold.
+
+    The same tokens may be cached twice, and only one of the two be held. Load-bearing: a look-up
+    finds what was cached first.
+    """
+    full = list(_full_attention(manager))
+    # A hit is as long as all groups have it. Where one of another kind might have less, none is
+    # counted unless the end of the prefix is held there too.
+    common = min((_held_prefix(group, request, tokens - 1) for group in full), default=0)
+    groups = manager.coordinator.single_type_managers
+    if any(not _has_end(group, request, common) for group in groups if group not in full):
+        return 0
+    return common
+
+
+def _full_attention(manager: Any) -> Iterator[Any]:
+    for group in manager.coordinator.single_type_managers:
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            yield group
+
+
+def _held_prefix(group: Any, request: Any, most_tokens: int) -> int:
+    """Tokens of the request's prefix whose blocks in this group are cached and held."""
+    most = most_tokens // group.block_size
+    return group.block_size * bisect_left(
+        range(most), True, key=lambda index: not _is_held(group, request, index)
+    )
+
+
+def _is_held(group: Any, request: Any, index: int) -> bool:
+    block = _cached(group, request, index)
+    return block is not None and block.ref_cnt > 0
+
+
+def _has_end(group: Any, request: Any, tokens: int) -> bool:
+    """Whether a group that does not keep every block has what it needs to go on at a place."""
+    spec = group.kv_cache_spec
+    if not isinstance(spec, SlidingWindowSpec):
+        return False
+    end = tokens // group.block_size
+    start = max(0, end - -(-(spec.sliding_window - 1) // group.block_size))
+    return all(_cached(group, request, index) is not None for index in range(start, end))
+
+
+def _cached(group: Any, request: Any, index: int) -> Any | None:
+    """The group's cached block at an index of the request's prefix."""
+    pool = group.block_pool
+    # Load-bearing: each hash covers the whole prefix that it ends.
+    place = (index + 1) * group.block_size // pool.hash_block_size - 1
+    if place >= len(request.block_hashes):
+        return None
+    found = pool.get_cached_block(request.block_hashes[place], [group.kv_cache_group_id])
+    return found[0] if found else None

@@ -1,0 +1,77 @@
+"""What requests hold of the KV pool and what they will add to it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meridian_patch.phase.tracker import Phase, PhaseRouter
+from meridian_patch.policy.output_lengths import LengthHistogram
+
+Tokens = NDArray[np.float64]
+_INFINITE = float("inf")
+
+
+class Forecasts:
+    """Forecasts from the lengths of the phases that ended so far.
+
+    Args:
+        reserve_tokens: growth that is expected before enough phases have ended.
+        fixed_tokens: what a request holds of the pool beside its tokens, however long it is.
+    """
+
+    def __init__(self, router: PhaseRouter, reserve_tokens: int, fixed_tokens: float = 0.0) -> None:
+        self._router = router
+        self._reserve_tokens = reserve_tokens
+        self._fixed_tokens = fixed_tokens
+        self._think = LengthHistogram()
+        self._answer = LengthHistogram()
+        # Most think tokens, of live requests that have such a bound.
+        self._limits: dict[str, int] = {}
+
+    def limit(self, request_id: str, think_tokens: int) -> None:
+        """The request will think no longer than this."""
+        self._limits[request_id] = think_tokens
+
+    def left(self, request: Any, *, is_whole: bool) -> None:
+        """A request is gone; what was aborted says nothing of lengths."""
+        self._limits.pop(request.request_id, None)
+        state = self._router.get(request.request_id)
+        if state is None or not is_whole:
+            return
+        if state.think_tokens:
+            self._think.add(state.think_tokens)
+        if state.phase is Phase.ANSWER:
+            self._answer.add(state.tokens_in_phase)
+
+    def of(self, requests: Iterable[Any]) -> Tokens:
+        """What they hold and will add: [requests, 2], in the order of ``requests``."""
+        rows = [self._row(request) for request in requests]
+        table = np.array(rows, np.float64).reshape(-1, 5)
+        held, most, think, answer, may_think = table.T
+        growth = self._remaining(self._answer, answer)
+        growth = growth + np.minimum(self._remaining(self._think, think), may_think)
+        return np.stack((held + self._fixed_tokens, np.minimum(growth, most)), axis=1)
+
+    def _row(self, request: Any) -> tuple[float, float, float, float, float]:
+        """Tokens: known, that it may still make, of its thought, of its answer, may still think."""
+        # Load-bearing: the list behind the property of the same name, which is slower.
+        known = len(request._all_token_ids)
+        most = request.max_tokens - known + request.num_prompt_tokens
+        state = self._router.get(request.request_id)
+        if state is None:
+            return known, most, 0, 0, 0
+        phase = state.first_phase if state.phase is Phase.PREFILL else state.phase
+        attained = known - state.tokens_before
+        if phase is not Phase.THINK:
+            return known, most, 0, attained, 0
+        limit = self._limits.get(request.request_id)
+        may_think = _INFINITE if limit is None else max(limit - attained, 0)
+        return known, most, attained, 0, may_think
+
+    def _remaining(self, lengths: LengthHistogram, attained: Tokens) -> Tokens:
+        expected = lengths.remaining(attained)
+        if expected is None:
+            return np.full(len(attained), float(self._reserve_tokens))
+        return expected

@@ -1,0 +1,400 @@
+"""Carries the policy's limits out: how long a step may be, who comes in, who makes room."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.scheduler.admission import Room
+from meridian_patch.engine.scheduler.admission_checks import ComingStep
+from meridian_patch.engine.scheduler.answer_pacing import Readers
+from meridian_patch.engine.scheduler.indivisible_chunks import WholePieces
+from meridian_patch.engine.scheduler.kv_demand import Forecasts
+from meridian_patch.engine.scheduler.kv_units import KVUnits
+from meridian_patch.engine.scheduler.started_requests import begun_in
+from meridian_patch.engine.scheduler.step_timer import StepTimer
+from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
+from meridian_patch.phase.tracker import PhaseRouter
+from meridian_patch.policy.prefill_budget import CutSettings, StepCut
+from meridian_patch.policy.profiles import Rules
+from meridian_patch.policy.step_time import StepShape, StepTimeModel
+from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
+from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
+
+if TYPE_CHECKING:
+    from meridian_patch.engine.early_exit.probes import Probes
+
+# Statistics of each step would be longer by numbers that hardly tell anything.
+_TOLD_STEPS = 64
+
+
+class StepLimits(NamedTuple):
+    """What one step may do; None leaves it to stock."""
+
+    token_budget: int | None = None
+    max_active: int | None = None
+
+    def with_seats(self, seats: int | None) -> "StepLimits":
+        """The same, and no more than so many requests running; None: as many as ever."""
+        if seats is None:
+            return self
+        active = seats if self.max_active is None else min(seats, self.max_active)
+        return self._replace(max_active=active)
+
+    def with_probes(self, count: int) -> "StepLimits":
+        """The same, and a place more for each of ``count`` probes; admission counts users alone."""
+        if self.max_active is None:
+            return self
+        return self._replace(max_active=self.max_active + count)
+
+
+UNLIMITED = StepLimits()
+
+
+class Steering:
+    """Works out and applies the limits of each step.
+
+    Args:
+        units: of the KV pool.
+        full_tokens: the engine's token budget per step.
+        pieces: what a cut step must have room for.
+        kept_tokens: what a preemption of a request would not lose; None: nothing.
+        stages: of pipeline parallelism. With several, a request is in one of so many steps.
+
+    Attributes:
+        clock: seconds of a steady clock.
+        probes: those of thoughts; None: none are made.
+        waiting_order: places in the scheduler's queue.
+        makes_room: requests were displaced for the next step.
+        ran_steps: steps with tokens whose outputs came back.
+        learnt_steps: those of them that the step-time model learnt from.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        config: PolicyConfig,
+        router: PhaseRouter,
+        units: KVUnits,
+        full_tokens: int,
+        pieces: WholePieces,
+        kept_tokens: Callable[[Any], int] | None = None,
+        stages: int = 1,
+    ) -> None:
+        self.clock: Callable[[], float] = time.monotonic
+        self.model = StepTimeModel()
+        self.forecasts = Forecasts(router, config.admission_reserve_tokens, units.fixed_tokens)
+        self.waiting_order = WaitingOrder(config.aging_s)
+        self.probes: Probes | None = None
+        self.makes_room = False
+        self.ran_steps = self.learnt_steps = 0
+        self._told_steps = 0, 0
+        self._pool_tokens = units.pool_tokens
+        self._pieces = pieces
+        self._stages = stages
+        self._timer = StepTimer()
+        self._cut = StepCut(CutSettings.of(config, full_tokens), self.model)
+        self._rules = rules
+        itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
+        self._readers = Readers(router, itl_s)
+        # Of live requests that ask for something.
+        self._wishes: dict[str, Wishes] = {}
+        self._sharing = None
+        if rules.time_sharing:
+            self._sharing = TimeSharing(SharingSettings.of(config), self.model)
+        self._room = None
+        if rules.admission or rules.time_sharing:
+            self._room = Room(
+                self.forecasts,
+                self.waiting_order,
+                self._sharing,
+                router,
+                units.pool_tokens * config.admission_overcommit,
+                config.aging_s,
+                is_forecasting=rules.admission,
+                kept_tokens=kept_tokens,
+            )
+        self._shape = StepShape(0, 0, 0)
+        # Requests whose known tokens are being computed, in the order in which they were admitted.
+        self._prefilling: list[Any] = []
+        self._budget: int | None = None
+        # The least prefill that the budget has room for.
+        self._least = 1
+
+    def asks(self, request: Any) -> None:
+        """A request is about to come in.
+
+        Raises:
+            ConfigError: it asks for something that does not exist; it is served all the same.
+        """
+        sampling = request.sampling_params
+        self._pieces.waits(request)
+        wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
+        self._wishes.pop(request.request_id, None)  # of a session's earlier chunk
+        if wishes != NO_WISHES:
+            self._wishes[request.request_id] = wishes
+        if wishes.priority and self._rules.order:
+            # Load-bearing: upstream looks at it where it schedules by priority, and only there.
+            request.priority = wishes.priority
+        bounds = (wishes.max_think_tokens, getattr(sampling, "thinking_token_budget", None))
+        known = [bound for bound in bounds if bound is not None]
+        if known:
+            self.forecasts.limit(request.request_id, min(known))
+
+    def arrived(self, request: Any, waiting: Any) -> None:
+        """A request came in, and is in ``waiting`` unless upstream holds it back."""
+        if self._rules.are_all_off:
+            return
+        wishes = self._wishes.get(request.request_id, NO_WISHES)
+        priority = wishes.priority if self._rules.order else 0
+        self.waiting_order.arrived(request, waiting, priority, self.clock())
+
+    def changed(self, request: Any) -> None:
+        """The request's phase may have changed."""
+        name = request.request_id
+        self._readers.changed(name, self._wishes.get(name, NO_WISHES), self.clock())
+
+    def pauses(self, session: Any) -> None:
+        """A session waits for its next chunk; its answer so far is over."""
+        self._readers.left(session.request_id)
+
+    def left(self, request: Any) -> None:
+        """A request is gone, finished or aborted."""
+        self.forecasts.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
+        self._readers.left(request.request_id)
+        self._wishes.pop(request.request_id, None)
+        self._pieces.left(request)
+        self._stops_prefilling(request)
+        self.waiting_order.left(request)
+        if self._room:
+            self._room.left(request)
+
+    def preempted(self, request: Any, *, is_answer: bool) -> None:
+        """A request was preempted, and waits."""
+        self._pieces.waits(request)
+        self._stops_prefilling(request)
+        if is_answer:
+            return
+        self.waiting_order.preempted(request)
+        if self._room:
+            self._room.preempted(request, self.clock())
+
+    def _stops_prefilling(self, request: Any) -> None:
+        """The request is in no step from now on; few requests prefill at a time."""
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+
+    def plan(self, scheduler: Any, answers: Collection[Any] = ()) -> StepLimits:
+        """Limits of the next step; may displace a running request.
+
+        Args:
+            scheduler: the phase-aware one.
+            answers: those of them that are preempted go before all other waiting requests.
+        """
+        now_s = self.clock()
+        if self._room:
+            self._room.bring_aged(scheduler, now_s)
+        # Before room is made, which is for the request that goes first.
+        if answers:
+            self.waiting_order.bring_forward(
+                [one for one in answers if one.status == RequestStatus.PREEMPTED],
+                scheduler.waiting,
+            )
+        self.decodes(scheduler)
+        # Before room is made: a newcomer comes in only where the budget has tokens left for it.
+        budget = self._cut_budget(scheduler, now_s)
+        max_active = None
+        if budget is not None and self._may_pass_adapter_over(scheduler):
+            if not answers:
+                self._budget = budget
+                return StepLimits(budget, max_active=0)
+            budget = None
+        if self._room:
+            rows = len(scheduler.running)
+            step = ComingStep(budget, self._shape.decode_tokens, self._pieces.least)
+            max_active = self._room.max_active(scheduler, now_s, step)
+            if len(scheduler.running) < rows:
+                self.decodes(scheduler)
+                self.makes_room = True
+        self._budget = budget
+        return StepLimits(budget, max_active)
+
+    def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
+        """Tokens that the next step may have; None: as many as in stock."""
+        if not self._rules.step_cut or not self._readers:
+            return None
+        least = self._pieces.least_prefill(scheduler, self._prefilling)
+        if least is None:
+            return None
+        self._least = least
+        before, target_s = self._tokens_before(scheduler), self._target_s(now_s)
+        return self._cut.token_budget(self._shape, before, target_s, now_s, least)
+
+    def _may_pass_adapter_over(self, scheduler: Any) -> bool:
+        """Whether a cut may leave a running request with a LoRA adapter out of the step.
+
+        No request must be admitted then. Load-bearing: upstream counts the adapters of the requests
+        in a step, and fails by an assertion when those that run have more than it has slots for.
+        """
+        return (
+            bool(scheduler.lora_config)
+            and self._pieces.may_pass_over
+            and any(request.lora_request for request in self._prefilling)
+        )
+
+    def num_prefilling(self) -> int:
+        """Running requests of whose known tokens some are to be computed."""
+        if self._prefilling:
+            # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
+            self._prefilling = [
+                request
+                for request in self._prefilling
+                if request.is_prefill_chunk and request.status == RequestStatus.RUNNING
+            ]
+        return len(self._prefilling)
+
+    def decodes(self, scheduler: Any) -> None:
+        """The running requests decode in the next step; nothing else is decided of it yet."""
+        held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
+        rows = max(len(scheduler.running) - self.num_prefilling() - len(self._live_probes()), 0)
+        tokens = rows
+        if self._stages > 1:
+            due = _due_of(scheduler)
+            held = held * len(due) // max(rows, 1)
+            tokens = sum(due)
+        elif scheduler.num_spec_tokens:
+            # Load-bearing: a request's drafts are computed in the step after they were made.
+            tokens += sum([len(request.spec_token_ids) for request in scheduler.running])
+        self._shape = StepShape(0, tokens, held)
+        self._budget = None
+        self.makes_room = False
+
+    def _tokens_before(self, scheduler: Any) -> int:
+        """What stands before the next chunk, or may at most."""
+        if self._prefilling:
+            return int(self._prefilling[0].num_computed_tokens)
+        # How much of it is cached is not known before it is scheduled. Nearly all may be: what
+        # was preempted often is. Where nothing is, its first chunk is smaller than need be.
+        return int(scheduler.waiting.peek_request().num_tokens) if scheduler.waiting else 0
+
+    def scheduled(self, scheduler: Any, output: Any) -> None:
+        """The step is on its way; to be called for each step, or its time is not learnt from."""
+        total = output.total_num_scheduled_tokens
+        for name in begun_in(output):
+            request = scheduler.requests[name]
+            if not isinstance(request, ProbeRequest):
+                self._prefilling.append(request)
+                self._pieces.begins(request)
+        if not total:
+            return
+        tokens_of = output.num_scheduled_tokens
+        prefill = probed = attended = 0
+        for request in self._prefilling:
+            tokens = tokens_of.get(request.request_id, 0)
+            prefill += tokens
+            attended += _attended(request, tokens)
+        for name in self._live_probes():
+            tokens = tokens_of.get(name, 0)
+            if tokens:
+                probed += tokens
+                attended += _attended(scheduler.requests[name], tokens)
+        now_s = self.clock()
+        budget, is_waited = self._budget, bool(scheduler.waiting or self.num_prefilling())
+        # What is left of a budget is of no use when it is less than a piece.
+        is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
+        self._cut.ran(is_used_up=is_used_up, now_s=now_s)
+        if prefill or (budget is not None and budget > self._shape.decode_tokens):
+            self._pieces.ran(has_prefill=prefill > 0, is_waited=is_waited)
+        decodes, held = total - prefill - probed, self._shape.context_tokens
+        self._timer.scheduled(output, StepShape(prefill, decodes, held, attended, probed), now_s)
+
+    def ended(self, output: Any) -> None:
+        """The step's output is back."""
+        now_s = self.clock()
+        timed = self._timer.ended(output, now_s)
+        if output.total_num_scheduled_tokens:
+            self.ran_steps += 1
+            if timed is not None and self.model.observe(*timed):
+                self.learnt_steps += 1
+        if self._sharing:
+            self._sharing.advance(now_s)
+
+    def tell_steps(self, phase_counters: PhaseCounters) -> None:
+        """Count the steps that ran, and those learnt from, since; few wait for the next time."""
+        ran, learnt = self._told_steps
+        if self.ran_steps - ran < _TOLD_STEPS:
+            return
+        phase_counters.count(counters.STEP, "ran", self.ran_steps - ran)
+        phase_counters.count(counters.STEP, "learnt", self.learnt_steps - learnt)
+        self._told_steps = self.ran_steps, self.learnt_steps
+
+    def _live_probes(self) -> Sequence[str]:
+        """Ids of the probes under way, those included that found no place in the step."""
+        return self.probes.live if self.probes else ()
+
+    def _target_s(self, now_s: float) -> float | None:
+        # Without prefill nobody reads what the prompts under way hold.
+        held = sum(request.num_computed_tokens for request in self._prefilling)
+        context = max(self._shape.context_tokens - held, 0)
+        default_s = self._cut.default_itl_s(self._shape._replace(context_tokens=context))
+        if default_s is None:
+            return None
+        # A request gets a token in one of as many steps as there are stages.
+        default_s *= self._stages
+        if self._rules.pacing:
+            return self._readers.due_s(default_s, now_s) / self._stages
+        return self._readers.target_s(default_s) / self._stages
+
+
+def _attended(request: Any, tokens: int) -> int:
+    """Summed over the tokens of a chunk that was just scheduled, how many each attends to."""
+    # Load-bearing: the scheduled tokens already count as computed.
+    return tokens * (2 * request.num_computed_tokens - tokens + 1) // 2
+
+
+def _due_of(scheduler: Any) -> list[int]:
+    """Tokens that each running request decodes in the next step, of those that do."""
+    next_step = scheduler.current_step + 1
+    # Load-bearing: with pipeline parallelism a request whose last token is not back has nothing to
+    # compute, or is not eligible; the others compute one token and their drafts.
+    return [
+        1 + len(request.spec_token_ids)
+        for request in scheduler.running
+        if not request.is_prefill_chunk
+        and request.next_decode_eligible_step <= next_step
+        and request.num_tokens_with_spec + request.num_output_placeholders
+        > request.num_computed_tokens
+    ]
+
+
+class Limited:
+    """Applies limits to a scheduler for the length of one step.
+
+    Args:
+        scheduler: upstream's.
+        limits: of the step.
+    """
+
+    __slots__ = ("_before", "_limits", "_scheduler")
+
+    def __init__(self, scheduler: Any, limits: StepLimits) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+
+    def __enter__(self) -> None:
+        scheduler, (budget, active) = self._scheduler, self._before
+        if self._limits.token_budget is not None:
+            scheduler.max_num_scheduled_tokens = min(budget, self._limits.token_budget)
+        if self._limits.max_active is not None:
+            scheduler.max_num_active_reqs = min(active, self._limits.max_active)
+
+    def __exit__(self, *_error: object) -> None:
+        scheduler, (budget, active) = self._scheduler, self._before
+        scheduler.max_num_scheduled_tokens = budget
+        scheduler.max_num_active_reqs = active

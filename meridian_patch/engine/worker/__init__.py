@@ -1,0 +1,1 @@
+"""The worker process: signals of the logits that are sampled from."""

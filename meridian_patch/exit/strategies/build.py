@@ -1,0 +1,48 @@
+"""The strategies that watch one thought, by configuration."""
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.base import Reason, Strategy
+from meridian_patch.exit.strategies.eat import Eat
+from meridian_patch.exit.strategies.end_probability import EndProbability
+from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.rpdi import Rpdi
+from meridian_patch.exit.text_breaks import Breaks
+
+# Of max_think_tokens, the most that may be given up to find the end of a line.
+_MOST_LEAD_SHARE = 8
+
+
+def build_strategies(
+    config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None, think_tokens: int = 0
+) -> list[Strategy]:
+    """New strategies for a thought; of those that fire at the same token the first counts.
+
+    Args:
+        config: of the request.
+        breaks: of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: none.
+        think_tokens: that the thought has already.
+    """
+    strategies: list[Strategy] = []
+    if config.eat:
+        strategies.append(
+            Eat(
+                config.eat_alpha,
+                config.eat_delta,
+                config.eat_warmup_probes,
+                config.eat_max_entropy_nats,
+            )
+        )
+    if config.rpdi:
+        strategies.append(Rpdi(config.rpdi_window_tokens, config.rpdi_lambda, breaks.sentence))
+    if config.end_probability:
+        strategies.append(
+            EndProbability(config.end_probability_threshold, config.end_probability_patience)
+        )
+    if config.max_think_tokens is not None:
+        lead = min(config.grace_tokens, config.max_think_tokens // _MOST_LEAD_SHARE)
+        strategies.append(HardCap(config.max_think_tokens, lead, think_tokens))
+    if budget_tokens is not None:
+        # vLLM ends the thought there itself, so there is no time to look for the end of a line.
+        strategies.append(HardCap(budget_tokens, 0, think_tokens, Reason.BUDGET))
+    return strategies

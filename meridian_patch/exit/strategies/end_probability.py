@@ -1,0 +1,46 @@
+"""Closes thoughts that the model itself is about to end."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strategy
+
+
+class EndProbability(Strategy):
+    """Closes at the n-th token at which p(end boundary) was at least a threshold.
+
+    p is the probability of the boundary's first token in softmax of the raw logits that the token
+    was sampled from: the model could have ended the thought there and did not. Such tokens need
+    not follow each other, for between two places at which a thought may end p is about 0. The
+    rule is ours, after the observation behind RCPD (arXiv:2508.17627) that p(</think>) says when a
+    thought is complete; there is no published threshold. For a boundary of several tokens p says
+    less: other words may begin with its first token.
+
+    Args:
+        threshold: of p, from 0 to 1.
+        patience: n, in tokens.
+    """
+
+    reason = Reason.END_PROBABILITY
+
+    def __init__(self, threshold: float, patience: int) -> None:
+        self._threshold = threshold
+        self._patience = patience
+        # Tokens at which p was as high as that.
+        self._seen = 0
+
+    def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
+        """See the class."""
+        del token_ids
+        firing = None
+        for index, probability in enumerate(signals.end_prob):
+            if probability < self._threshold or not isfinite(probability):
+                continue
+            self._seen += 1
+            if not firing and index >= first and self._seen >= self._patience:
+                why = (
+                    f"probability {probability:.3f} of the boundary is at least "
+                    f"{self._threshold:.3f}, {self._seen} times in this thought"
+                )
+                firing = Firing(index, why)
+        return firing

@@ -1,0 +1,236 @@
+"""Watches one thought: when it is to be closed, and when it is to be probed."""
+
+import math
+from collections.abc import Sequence
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
+from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.probe_schedule import ProbeSchedule
+from meridian_patch.exit.strategies.base import BOUNDS, Reason, Row, Signals
+from meridian_patch.exit.strategies.build import build_strategies
+from meridian_patch.exit.strategies.eat import Eat
+from meridian_patch.exit.text_breaks import Breaks
+
+
+class ThoughtWatch:
+    """One thought, from its start to its verdict or its end.
+
+    1. Strategies see every token of the thought, and probes. The one that fires at the earliest
+       token counts; below the floor none does.
+    2. The floor is ``min_think_tokens``, or a lower upper bound: ``max_think_tokens`` or vLLM's
+       budget.
+    3. From the firing on, the close is due at the first line's end, and at the latest behind
+       ``grace_tokens`` or at an upper bound. That is the verdict; behind it only tokens are
+       counted.
+
+    Invariant: the verdict depends on the tokens, their signals and the place of probe results
+    among them, not on how many tokens came at once.
+
+    Nearly every token is only kept. They are looked at together at the ends of lines, once
+    something may be due there, and at least once per grace from where on a strategy may fire, so
+    that no close is late for it.
+
+    Args:
+        number: of the thought in its request, from 1.
+        config: of the request.
+        breaks: of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: none.
+        think_tokens: that the thought has already.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: ExitConfig,
+        breaks: Breaks,
+        budget_tokens: int | None = None,
+        think_tokens: int = 0,
+    ) -> None:
+        self._number = number
+        self._line_ends = breaks.line
+        self._grace_tokens = config.grace_tokens
+        bounds = (config.max_think_tokens, budget_tokens)
+        self._most_tokens = min((bound for bound in bounds if bound is not None), default=math.inf)
+        self._floor_tokens = int(min(config.min_think_tokens, self._most_tokens))
+        self._strategies = build_strategies(config, breaks, budget_tokens, think_tokens)
+        fires_from = min((each.fires_from for each in self._strategies), default=math.inf)
+        self._fires_from = max(fires_from, self._floor_tokens)
+        self._eat = next((each for each in self._strategies if isinstance(each, Eat)), None)
+        self._schedule: ProbeSchedule | None = None
+        if config.eat:
+            self._schedule = ProbeSchedule(
+                config.probe_min_gap_tokens, config.probe_max_gap_tokens, breaks, think_tokens
+            )
+        # Accepted tokens of the thought.
+        self.think_tokens = think_tokens
+        # When the thought was to be closed; final once it is there.
+        self.verdict: Close | None = None
+        # Tokens that were not looked at yet, and their signals.
+        self._tokens: list[int] = []
+        self._rows: list[Row] = []
+        # Signals that were no finite numbers, of what was looked at.
+        self._num_invalid = 0
+        # The strategy that fired, at how many think tokens, and why.
+        self._fired: tuple[Reason, int, str] | None = None
+        # Think tokens at the last probe whose result came.
+        self._probed_at = -1
+        # Probes that were asked for.
+        self._num_asked = 0
+        # The last token that was looked at ends a line.
+        self._is_line_end = False
+        # Think tokens at which to look in any case; when a strategy fired, the end of the grace.
+        self._look_at = self._next_look()
+
+    @property
+    def num_invalid(self) -> int:
+        """Signals, of tokens and probes, that were no finite numbers."""
+        return self._num_invalid + _count_invalid([row[0] for row in self._rows])
+
+    @property
+    def quiet_tokens(self) -> float:
+        """Tokens up to the next look that is due in any case, behind a verdict: the grace."""
+        if self.verdict is not None:
+            return self._grace_tokens
+        return self._look_at - self.think_tokens
+
+    @property
+    def quiet_lines_tokens(self) -> float:
+        """Tokens up to the first line's end at which a close may be; at most 0: the next."""
+        if self.verdict is not None:
+            return self._grace_tokens
+        return self._lines_from - self.think_tokens
+
+    @property
+    def quiet_paragraphs_tokens(self) -> float:
+        """As ``quiet_lines_tokens``, for probes at the ends of paragraphs."""
+        if self.verdict is not None:
+            return self._grace_tokens
+        return self._paragraphs_from - self.think_tokens
+
+    @property
+    def eat_variance(self) -> float:
+        """EAT's debiased variance in nats squared; infinite before the first probe's result."""
+        return math.inf if self._eat is None else self._eat.variance
+
+    def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
+        """Take in the next tokens and their signals; what is to be done now."""
+        self.think_tokens += len(token_ids)
+        if self.verdict is not None:
+            return None
+        self._tokens += token_ids
+        self._rows += rows
+        return self._look() if self._is_something_due(token_ids) else None
+
+    def probed(self, probe: Probe, entropy_nats: float) -> Action | None:
+        """Take in a probe's result; one of another thought, or older than the last, is dropped."""
+        # What came before it is looked at before it.
+        action = self._look() if self.verdict is None else None
+        is_stale = probe.thought != self._number or probe.think_tokens <= self._probed_at
+        if self.verdict is not None or self._fired is not None or is_stale:
+            return action
+        self._probed_at = probe.think_tokens
+        self._num_invalid += not math.isfinite(entropy_nats)
+        said = [(strategy.reason, strategy.probed(entropy_nats)) for strategy in self._strategies]
+        firing = next(((reason, why) for reason, why in said if why is not None), None)
+        if firing is None or self.think_tokens < self._floor_tokens:
+            return action
+        self._fire(firing[0], self.think_tokens, firing[1])
+        if self._is_line_end or self.think_tokens >= self._look_at:
+            return self._close(self.think_tokens)
+        return None
+
+    def too_soon(self) -> Obstacles:
+        """Strategies that could not have fired in the thought so far, and why."""
+        judges = [each for each in self._strategies if each.reason not in BOUNDS]
+        if self.think_tokens < self._floor_tokens:
+            return dict.fromkeys((each.reason for each in judges), Obstacle.FLOOR)
+        found = {
+            each.reason: Obstacle.WARM_UP
+            for each in judges
+            if self.think_tokens < each.fires_from < math.inf
+        }
+        if self._eat is not None and not self._eat.is_warm:
+            is_asked = self._num_asked > self._eat.warmup_probes
+            found[Reason.EAT] = Obstacle.NOT_PROBED if is_asked else Obstacle.WARM_UP
+        return found
+
+    def _look(self) -> Action | None:
+        tokens, rows = self._tokens, self._rows
+        if len(tokens) != len(rows):
+            raise ValueError(
+                f"{len(rows)} rows of signals for {len(tokens)} tokens, expected one each"
+            )
+        if not tokens:
+            return None
+        self._tokens, self._rows = [], []
+        signals = Signals.of(rows)
+        self._num_invalid += _count_invalid(signals.entropy)
+        self._is_line_end = tokens[-1] in self._line_ends
+        before = self.think_tokens - len(tokens)
+        if self._fired is None:
+            self._ask(tokens, signals, before)
+        if self._fired is not None:
+            return self._close_within(tokens, before)
+        due = self._schedule.accept(tokens) if self._schedule else None
+        self._look_at = self._next_look()
+        if due is None:
+            return None
+        self._num_asked += 1
+        return Action(probe=Probe(self._number, due))
+
+    def _is_something_due(self, token_ids: Sequence[int]) -> bool:
+        think_tokens, schedule = self.think_tokens, self._schedule
+        if think_tokens >= self._look_at:
+            return True
+        if think_tokens >= self._lines_from and not self._line_ends.isdisjoint(token_ids):
+            return True
+        if schedule is None or think_tokens < self._paragraphs_from:
+            return False
+        return schedule.is_paragraph_end_in(self._tokens, len(token_ids))
+
+    @property
+    def _lines_from(self) -> float:
+        """Think tokens from which on a close may be due at the end of a line."""
+        return self._fires_from if self._fired is None else 0
+
+    @property
+    def _paragraphs_from(self) -> float:
+        """Think tokens from which on a probe may be due at the end of a paragraph."""
+        return self._schedule.due_from if self._schedule and self._fired is None else math.inf
+
+    def _next_look(self) -> float:
+        latest = max(self.think_tokens, self._fires_from - 1) + max(self._grace_tokens, 1)
+        due_by = self._schedule.due_by if self._schedule else math.inf
+        return min(latest, due_by, self._most_tokens)
+
+    def _ask(self, tokens: list[int], signals: Signals, before: int) -> None:
+        first = max(0, self._floor_tokens - before - 1)
+        asked = [(s.reason, s.accept(tokens, signals, first)) for s in self._strategies]
+        fired = [(firing.at, reason, firing.why) for reason, firing in asked if firing]
+        if fired:
+            at, reason, why = min(fired, key=lambda each: each[0])
+            self._fire(reason, before + at + 1, why)
+
+    def _fire(self, reason: Reason, think_tokens: int, why: str) -> None:
+        self._fired = reason, think_tokens, why
+        self._look_at = max(min(think_tokens + self._grace_tokens, self._most_tokens), think_tokens)
+
+    def _close_within(self, tokens: list[int], before: int) -> Action | None:
+        assert self._fired
+        fired_at = self._fired[1]
+        for index in range(max(fired_at - before - 1, 0), len(tokens)):
+            if tokens[index] in self._line_ends or before + index + 1 >= self._look_at:
+                return self._close(before + index + 1)
+        return None
+
+    def _close(self, close_at: int) -> Action:
+        assert self._fired
+        reason, fired_at, why = self._fired
+        self.verdict = Close(reason, fired_at, close_at, why)
+        return Action(close=self.verdict)
+
+
+def _count_invalid(entropies: Sequence[float]) -> int:
+    # A sum is finite when all are, but for overflow, which entropies are far from.
+    return 0 if math.isfinite(sum(entropies)) else sum(not math.isfinite(e) for e in entropies)
