@@ -57,6 +57,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "connector",
         "current_step",
         "deferred_waiting",
+        "ec_connector",
         "kv_cache_config",
         "kv_cache_manager",
         "kv_holding_waiting",
