@@ -407,7 +407,7 @@ class PhaseScheduling(UpstreamScheduler):
 
     def _is_quiet(self) -> bool:
         """The next step has a token for everybody, and nobody to make room: any order will do."""
-        if self.waiting or self.steering.num_prefilling() or self._phase_order.has_prefilling:
+        if self.steering.has_prefill(self) or self._phase_order.has_prefilling:
             return False
         if self.exits and self.exits.probes and self.exits.probes.are_next:
             return False

@@ -258,6 +258,13 @@ class Steering:
             ]
         return len(self._prefilling)
 
+    def has_prefill(self, scheduler: Any) -> bool:
+        """Whether a request runs or waits whose known tokens are to be computed."""
+        # Load-bearing: what waits with blocks of its own (KV that was loaded, or the next chunk of
+        # a session) is in a queue of its own, and paused sessions are in it.
+        holding = len(scheduler.kv_holding_waiting) - scheduler.num_waiting_for_streaming_input
+        return bool(scheduler.waiting) or holding > 0 or self.num_prefilling() > 0
+
     def decodes(self, scheduler: Any) -> None:
         """The running requests decode in the next step; nothing else is decided of it yet."""
         held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
@@ -304,7 +311,7 @@ class Steering:
                 probed += tokens
                 attended += _attended(scheduler.requests[name], tokens)
         now_s = self.clock()
-        budget, is_waited = self._budget, bool(scheduler.waiting or self.num_prefilling())
+        budget, is_waited = self._budget, self.has_prefill(scheduler)
         # What is left of a budget is of no use when it is less than a piece.
         is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
         self._cut.ran(is_used_up=is_used_up, now_s=now_s)
