@@ -1,13 +1,21 @@
-"""How many free blocks a waiting request needs, on vLLM's real scheduler and KV manager."""
+"""Blocks that a waiting request needs, and that a preemption frees, on vLLM's real KV manager."""
 
 import random
 
 import pytest
-from scheduler_driver import BLOCK_SIZE, Job, aligned_mamba, full_attention, make_prompt
-from tier_driver import driver_for
+from scheduler_driver import (
+    BLOCK_SIZE,
+    Job,
+    aligned_mamba,
+    full_attention,
+    make_prompt,
+    sliding_window,
+)
+from tier_driver import driver_for, preempt, step_until
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.admissible import needed_blocks
+from meridian_patch.engine.scheduler.admission_checks import freed_blocks, needed_blocks
+from meridian_patch.phase.tracker import Phase
 
 
 def job(name, seed, *, prompt=60, think=50, answer=20, **more):
@@ -94,3 +102,24 @@ def test_no_room_is_made_for_a_request_on_a_state_that_is_being_computed(demo_mo
     for _ in range(5):
         driver.step()
     assert new.status == RequestStatus.RUNNING
+
+
+@pytest.mark.parametrize("name", ["runs", "later"])
+@pytest.mark.parametrize("ahead", [1, 40, 70])
+def test_a_preemption_frees_what_no_other_request_holds(demo_model, name, ahead):
+    """The one that runs ahead let go of blocks at the start of a window that both have."""
+    groups = (full_attention(), sliding_window(4 * BLOCK_SIZE))
+    driver = driver_for(demo_model, blocks=120, groups=groups, max_num_batched_tokens=2000)
+    scheduler = driver.scheduler
+    driver.add(job("runs", 1, prompt=330, think=400))
+    driver.add(job("third", 3, prompt=60, think=400))
+    step_until(driver, "runs", Phase.THINK, ahead)
+    shared = scheduler.requests["runs"].prompt_token_ids[:319]
+    tokens = (*shared, *make_prompt(random.Random(9), 80, thinks=True, shared=9))
+    driver.add(Job("later", tokens, 400, 3))
+    driver.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    before, request = pool.get_num_free_blocks(), scheduler.requests[name]
+    expected = freed_blocks(scheduler, request, scheduler.requests["third"])
+    preempt(driver, name)
+    assert pool.get_num_free_blocks() - before == expected

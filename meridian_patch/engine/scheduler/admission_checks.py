@@ -6,8 +6,8 @@ vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons l
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
@@ -168,7 +168,8 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
     manager = scheduler.kv_cache_manager
     name = request.request_id
     blocks = manager.get_blocks(name).blocks
-    freed = sum(len(held) - count_shared(held) for held in blocks)
+    groups = manager.coordinator.single_type_managers
+    freed = sum(map(_num_own, groups, blocks))
     found = _recurrent_hit(manager, newcomer) if freed else None
     if found is not None:
         ids = {block.block_id for held in blocks for block in held}
@@ -186,6 +187,18 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
         )
         freed -= common - bisect_left(range(common), True, key=lambda at: own[at].ref_cnt == 1)
     return freed
+
+
+def _num_own(group: Any, held: Sequence[Any]) -> int:
+    """Blocks of a request that no other holds, of one cache group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, FullAttentionSpec):
+        return len(held) - count_shared(held)
+    # Another request may be ahead, and have let go of blocks before those that both hold.
+    if isinstance(spec, SlidingWindowSpec):
+        # Load-bearing: null blocks stand for what it let go of, which comes first.
+        held = list(takewhile(lambda block: not block.is_null, reversed(held)))
+    return sum(map(is_own, held))
 
 
 def _gated_tokens(scheduler: Any, request: Any) -> int:
