@@ -1,4 +1,4 @@
-"""What the README promises exists."""
+"""What the README and the pages promise exists."""
 
 import ast
 import re
@@ -10,19 +10,30 @@ from meridian_patch import cli
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-NAMED_TESTS = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", README)))
+VERIFICATION = (ROOT / "docs" / "verification.md").read_text()
+FIGURES = (ROOT / "docs" / "benchmarks" / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMED_TESTS = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", VERIFICATION)))
+# A link of a page to a file beside it, with or without a heading's anchor.
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+MOST_README_LINES = 120
 
 
-def test_readme_names_tests():
-    """The table of what is verified names tests at all."""
-    assert len(NAMED_TESTS) >= 10
+def test_verification_names_tests():
+    """The tables of what is verified name tests at all."""
+    assert len(NAMED_TESTS) >= 90
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED_TESTS)
 def test_named_test_exists(path, name):
-    """Each tick of the table names a test that is there."""
+    """Each promise of the tables names a test that is there."""
     tree = ast.parse((ROOT / path).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_readme_is_short():
+    """A newcomer reads the README whole; what is longer stands on a page of docs/."""
+    assert len(README.splitlines()) < MOST_README_LINES
 
 
 def test_demo_table_is_filled_in():
@@ -32,9 +43,22 @@ def test_demo_table_is_filled_in():
         assert words in table.lower()
 
 
+def test_demo_rows_are_those_of_the_page():
+    """Each row of the README's table says what the demo's page says."""
+    table = README.partition("<!-- demo-table -->")[2].partition("<!-- /demo-table -->")[0]
+    page = (ROOT / "docs" / "benchmarks" / "2026-11-22-demo-cpu.md").read_text()
+    rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| \w", line)]
+    assert len(rows) >= 6
+    for name, stock, patched, ratio in rows:
+        # The page's first table is of the demo itself.
+        line = next(line for line in page.splitlines() if line.startswith(f"{name} |"))
+        cells = line.split(" | ")
+        assert [cells[1], cells[3], cells[4]] == [stock, patched, ratio]
+
+
 def test_turns_table_says_how_it_was_obtained():
     """Replayed and served figures are told apart."""
-    table = README.partition("<!-- turns-table -->")[2].partition("<!-- /turns-table -->")[0]
+    table = FIGURES.partition("<!-- turns-table -->")[2].partition("<!-- /turns-table -->")[0]
     for words in ("`simulated`", "`measured-cpu`", "meridian bench turns", "avoidable misses"):
         assert words in table
 
@@ -48,7 +72,23 @@ def test_meridian_commands_exist(command, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([\w./-]+)\)", README))
-def test_links_lead_somewhere(link):
-    """No link of the README is dead."""
-    assert (ROOT / link).exists()
+def anchors(page):
+    """The anchors of a page's headings, as a code host makes them."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """No link to a file or to a heading is dead."""
+    for target, anchor in LINK.findall(page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_every_page_of_figures_is_listed():
+    """docs/benchmarks/README.md names every page beside it."""
+    pages = {path.name for path in (ROOT / "docs" / "benchmarks").glob("*.md")} - {"README.md"}
+    assert pages == {target for target, _ in LINK.findall(FIGURES) if "/" not in target}
