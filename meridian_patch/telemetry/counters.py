@@ -57,28 +57,23 @@ class PhaseCounters:
         return events
 
 
+# Events, by the names they are counted under. ``metrics.METRICS`` says what each is.
 PREEMPTION = "preemption"
 FALLBACK = "fallback"
 PHASE_CHANGE = "phase_change"
 EVICTION = "kv_eviction"
 HIT_TOKENS = "kv_hit_tokens"
-# Label of hit tokens whose blocks other requests were using; the others are tiers.
-IN_USE = "in_use"
-# Thoughts that ended, by reason, and their tokens.
 EXIT = "exit"
 THINK_TOKENS = "think_tokens"
-# Thoughts that a strategy would close, by strategy, closed or not.
 VERDICT = "exit_verdict"
-# Thoughts that ended and had been measured, by mode.
 MEASURED = "measured"
 PROBE = "probe"
-# Closes that could not be carried out.
 EXIT_GIVEN_UP = "exit_given_up"
-# Signals that were no finite numbers.
 INVALID = "invalid_signals"
-# Fields of requests that the operator does not allow, by name.
 IGNORED_FIELD = "ignored_field"
-# Steps with tokens, and those of them that the step-time model learnt from.
 STEP = "step"
-# Gauges ride along under this prefix: requests in each phase.
+# A gauge: how many requests are in each phase now.
 REQUESTS = "requests"
+
+# Label of hit tokens whose blocks other requests were using; the others are tiers.
+IN_USE = "in_use"

@@ -1,7 +1,6 @@
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from meridian_patch.bench.served.counters import difference, read_counters
-from meridian_patch.engine.api.stat_logger import LABELS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 
@@ -12,7 +11,7 @@ def page_of(*, ours: bool) -> str:
     stock.labels("1").inc(4)
     if ours:
         metrics = PhaseMetrics("m", registry)
-        metrics.initialize(0, LABELS)
+        metrics.initialize(0)
         metrics.record({"preemption:think": 5, "preemption:answer": 2, "fallback:slow": 1}, 0)
         metrics.record({"preemption:think": 6}, 1)
     return generate_latest(registry).decode()

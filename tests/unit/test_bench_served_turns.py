@@ -23,7 +23,6 @@ from meridian_patch.bench.served.conversation_script import (
 )
 from meridian_patch.bench.served.counters import difference
 from meridian_patch.bench.served.workload import TraceRequest
-from meridian_patch.engine.api.stat_logger import LABELS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 LOAD = ServedLoad(conversations=50, rate_per_s=2.0)
@@ -44,7 +43,7 @@ def page_of(hits: int, *, ours: bool) -> str:
     Gauge("vllm:kv_cache_usage_perc", "", ["engine"], registry=registry).labels("0").set(0.25)
     if ours:
         metrics = PhaseMetrics("m", registry)
-        metrics.initialize(0, LABELS)
+        metrics.initialize(0)
         metrics.record({"kv_eviction:think_complete": 7, "kv_hit_tokens:in_use": 64}, 0)
     return generate_latest(registry).decode()
 

@@ -1,9 +1,13 @@
 """Counters travel as differences and become Prometheus samples."""
 
+import re
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+from meridian_patch.telemetry.docs import render_metrics
+from meridian_patch.telemetry.metrics import METRICS, Kind
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 
@@ -25,49 +29,79 @@ def samples(registry):
 
 
 def test_metrics_have_the_documented_names_and_labels():
-    """The exported names are the ones the README and the demo use."""
+    """The exported names are the ones the demo and operators' dashboards use."""
     registry = CollectorRegistry()
     metrics = PhaseMetrics("m", registry)
-    labels = {
-        "preemption": ["think"],
-        "fallback": ["slow"],
-        "phase_change": ["think"],
-        "kv_eviction": ["think_complete"],
-        "kv_hit_tokens": ["in_use"],
-        "exit": ["eat"],
-        "think_tokens": ["eat"],
-        "exit_verdict": ["eat"],
-        "measured": ["observe"],
-        "exit_given_up": ["grammar"],
-        "probe": ["measured"],
-        "invalid_signals": ["think"],
-        "ignored_field": ["meridian_itl_ms"],
-        "step": ["ran", "learnt"],
-    }
-    metrics.initialize(0, labels)
     metrics.record({"exit:eat": 1, "think_tokens:eat": 90, "probe:measured": 4}, engine=0)
     metrics.record({"preemption:think": 2, "requests:answer": 5}, engine=0)
     metrics.record({"preemption:think": 1, "fallback:slow": 1, "requests:answer": 3}, engine=0)
-    metrics.record({"step:ran": 64, "step:learnt": 63}, engine=0)
+    metrics.record({"step:ran": 64, "step:learnt": 63, "phase_change:think": 8}, engine=0)
     metrics.record({"kv_eviction:think_complete": 7, "kv_hit_tokens:in_use": 64}, engine=0)
+    metrics.record({"exit_verdict:eat": 1, "measured:observe": 1, "probe:invalid": 1}, engine=0)
+    metrics.record({"exit_given_up:grammar": 1, "invalid_signals:think": 2}, engine=0)
+    metrics.record({"ignored_field:meridian_itl_ms": 1}, engine=0)
     assert samples(registry) == {
         'meridian_preemptions_total{engine="0",model_name="m",phase="think"} 3.0',
         'meridian_policy_fallbacks_total{engine="0",model_name="m",reason="slow"} 1.0',
-        'meridian_phase_changes_total{engine="0",model_name="m",phase="think"} 0.0',
+        'meridian_phase_changes_total{engine="0",model_name="m",phase="think"} 8.0',
         'meridian_kv_evictions_total{engine="0",model_name="m",tier="think_complete"} 7.0',
         'meridian_kv_hit_tokens_total{engine="0",model_name="m",tier="in_use"} 64.0',
-        'meridian_ignored_fields_total{engine="0",field="meridian_itl_ms",model_name="m"} 0.0',
+        'meridian_ignored_fields_total{engine="0",field="meridian_itl_ms",model_name="m"} 1.0',
         'meridian_requests{engine="0",model_name="m",phase="answer"} 3.0',
         'meridian_thoughts_ended_total{engine="0",model_name="m",reason="eat"} 1.0',
         'meridian_think_tokens_total{engine="0",model_name="m",reason="eat"} 90.0',
-        'meridian_exit_verdicts_total{engine="0",model_name="m",reason="eat"} 0.0',
-        'meridian_thoughts_measured_total{engine="0",mode="observe",model_name="m"} 0.0',
-        'meridian_exits_given_up_total{engine="0",model_name="m",reason="grammar"} 0.0',
+        'meridian_exit_verdicts_total{engine="0",model_name="m",reason="eat"} 1.0',
+        'meridian_thoughts_measured_total{engine="0",mode="observe",model_name="m"} 1.0',
+        'meridian_exits_given_up_total{engine="0",model_name="m",reason="grammar"} 1.0',
         'meridian_probes_total{engine="0",model_name="m",result="measured"} 4.0',
-        'meridian_invalid_signals_total{engine="0",model_name="m",phase="think"} 0.0',
+        'meridian_probes_total{engine="0",model_name="m",result="invalid"} 1.0',
+        'meridian_invalid_signals_total{engine="0",model_name="m",phase="think"} 2.0',
         'meridian_steps_total{engine="0",kind="ran",model_name="m"} 64.0',
         'meridian_steps_total{engine="0",kind="learnt",model_name="m"} 63.0',
     }
+
+
+def test_every_event_is_a_row_of_the_table():
+    """Each name of counters.py is declared once, and no row has a name that is not there."""
+    names = {value for name, value in vars(counters).items() if name.isupper()}
+    events = [metric.event for metric in METRICS]
+    assert sorted(events) == sorted(names - {counters.IN_USE})
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_counters_stand_at_zero_from_the_start():
+    """Each value of each counter's label is exported before anything happened, and no other."""
+    registry = CollectorRegistry()
+    PhaseMetrics("m", registry).initialize(0)
+    assert len(samples(registry)) == sum(
+        len(each.values) for each in METRICS if each.kind is Kind.COUNTER
+    )
+    for metric in METRICS:
+        found = [line for line in samples(registry) if line.startswith(f"{metric.exported_name}{{")]
+        expected = metric.values if metric.kind is Kind.COUNTER else ()
+        assert len(found) == len(expected)
+        for value in expected:
+            assert [line for line in found if f'{metric.label}="{value}"' in line]
+
+
+def test_names_follow_prometheus():
+    """Names are ours, in lower case and without the suffix that Prometheus adds."""
+    for metric in METRICS:
+        assert re.fullmatch(r"meridian_[a-z]+(_[a-z]+)*", metric.name)
+        assert not metric.name.endswith("_total")
+        assert metric.help.endswith(".")
+        assert "`" not in metric.help
+        assert metric.unit
+        assert metric.operator
+
+
+def test_page_has_a_row_per_metric():
+    """docs/metrics.md names each metric, its label's values and what to do."""
+    page = render_metrics()
+    for metric in METRICS:
+        (row,) = (line for line in page.splitlines() if f"| `{metric.exported_name}` |" in line)
+        assert metric.operator in row
+        assert all(f"`{value}`" in row for value in metric.values)
 
 
 def test_a_second_engine_in_one_process_starts_over():

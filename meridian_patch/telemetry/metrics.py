@@ -1,0 +1,241 @@
+"""Every metric of ours, declared once: the exporter and docs/metrics.md are built from here.
+
+A new metric is one row of ``METRICS`` and one name in ``counters``, under which it is counted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from meridian_patch.config.request_fields import RequestFields
+from meridian_patch.exit.obstacles import TO_CLOSES
+from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.phase.tracker import Phase
+from meridian_patch.policy.retention import Tier
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import Fallback
+
+
+class Kind(StrEnum):
+    """Prometheus type."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric. Every sample also carries ``model_name`` and ``engine``.
+
+    Attributes:
+        event: name under which ``PhaseCounters`` counts it.
+        name: as registered with Prometheus, which appends ``_total`` to counters.
+        kind: counter or gauge.
+        label: the one further label.
+        values: every value that the label may have; counters stand at zero for each from the start.
+        unit: what is counted.
+        help: the HELP text, one sentence without markup.
+        operator: what it tells an operator and what to do then, in Markdown.
+    """
+
+    event: str
+    name: str
+    kind: Kind = Kind.COUNTER
+    label: str
+    values: tuple[str, ...]
+    unit: str
+    help: str
+    operator: str
+
+    @property
+    def exported_name(self) -> str:
+        """As it stands on ``/metrics``."""
+        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+
+def _texts(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(str(value) for value in values)
+
+
+_PHASES = _texts(Phase)
+_TIERS = tuple(tier.label for tier in Tier)
+_REASONS = _texts(Reason)
+
+METRICS: Final = (
+    Metric(
+        event=counters.PREEMPTION,
+        name="meridian_preemptions",
+        label="phase",
+        values=_PHASES,
+        unit="preemptions",
+        help="Preemptions by the phase the request was in.",
+        operator=(
+            "`answer` should stay 0: it rises only when no thinking request was left to preempt. "
+            "If it rises, the pool is too small for the answers alone: lower `max_num_seqs`, or "
+            "give the cache more memory"
+        ),
+    ),
+    Metric(
+        event=counters.FALLBACK,
+        name="meridian_policy_fallbacks",
+        label="reason",
+        values=_texts(Fallback),
+        unit="steps",
+        help="Scheduler steps that ran as stock, by reason.",
+        operator=(
+            "`exception`: our code failed; the log has the first traceback, please report it. "
+            "`slow`: a decision exceeded `policy.time_budget_us`; raise it, or use a faster core. "
+            "`kv_integrity`: the free KV blocks were found out of order, and the KV tiers are off "
+            "until the next start; please report it"
+        ),
+    ),
+    Metric(
+        event=counters.PHASE_CHANGE,
+        name="meridian_phase_changes",
+        label="phase",
+        values=_PHASES,
+        unit="changes",
+        help="Requests that entered a phase.",
+        operator=(
+            "If `think` stays 0 on a reasoning model, its boundaries are not known: "
+            "`meridian boundaries MODEL_DIR` says why"
+        ),
+    ),
+    Metric(
+        event=counters.REQUESTS,
+        name="meridian_requests",
+        kind=Kind.GAUGE,
+        label="phase",
+        values=_PHASES,
+        unit="requests",
+        help="Unfinished requests by phase, waiting ones included.",
+        operator="nothing; it shows the load by phase",
+    ),
+    Metric(
+        event=counters.EVICTION,
+        name="meridian_kv_evictions",
+        label="tier",
+        values=_TIERS,
+        unit="blocks",
+        help="Cached KV blocks evicted, by the tier they were in.",
+        operator=(
+            "A rising `output_critical` means that live requests leave no room for prompts that "
+            "may come back: admit less, or give the cache more memory"
+        ),
+    ),
+    Metric(
+        event=counters.HIT_TOKENS,
+        name="meridian_kv_hit_tokens",
+        label="tier",
+        values=(*_TIERS, counters.IN_USE),
+        unit="tokens",
+        help="Prefix-cache hit tokens, by the tier of the free block, or in use by others.",
+        operator=(
+            "Hits in `think_complete` say that earlier thinking does come back: the family's "
+            "history rule is wrong, see [model families](model-families.md)"
+        ),
+    ),
+    Metric(
+        event=counters.EXIT,
+        name="meridian_thoughts_ended",
+        label="reason",
+        values=_REASONS,
+        unit="thoughts",
+        help="Thoughts that ended, by reason.",
+        operator=(
+            "nothing; it shows what ended thinking. Thoughts that ran into `max_tokens` are not "
+            "counted"
+        ),
+    ),
+    Metric(
+        event=counters.THINK_TOKENS,
+        name="meridian_think_tokens",
+        label="reason",
+        values=_REASONS,
+        unit="tokens",
+        help="Tokens of the thoughts that ended, by reason.",
+        operator="nothing; divided by `meridian_thoughts_ended_total` it is their mean length",
+    ),
+    Metric(
+        event=counters.MEASURED,
+        name="meridian_thoughts_measured",
+        label="mode",
+        values=("observe", "enforce"),
+        unit="thoughts",
+        help="Thoughts that ended and had been measured, by mode.",
+        operator=(
+            "In `observe` it is a sample: raise `exit.observed_at_a_time` to measure more of them"
+        ),
+    ),
+    Metric(
+        event=counters.VERDICT,
+        name="meridian_exit_verdicts",
+        label="reason",
+        values=_REASONS,
+        unit="thoughts",
+        help="Thoughts that early exit would close, closed or not, by strategy.",
+        operator=(
+            "In `observe`, its share of `meridian_thoughts_measured_total` is what `enforce` would "
+            "close: [calibrate](calibration.md) before you switch"
+        ),
+    ),
+    Metric(
+        event=counters.EXIT_GIVEN_UP,
+        name="meridian_exits_given_up",
+        label="reason",
+        values=_texts(TO_CLOSES),
+        unit="closes",
+        help="Closes not carried out, because something would undo them.",
+        operator=(
+            "Each reason has its remedy under "
+            "[what could not be enforced](requests.md#what-could-not-be-enforced)"
+        ),
+    ),
+    Metric(
+        event=counters.PROBE,
+        name="meridian_probes",
+        label="result",
+        values=("measured", "lost", "invalid"),
+        unit="probes",
+        help="Probes of thoughts, by result.",
+        operator=(
+            "`lost` came back without a signal: check with `meridian status` that every worker is "
+            "patched. `invalid` has a signal that is no finite number: look for NaN in the logits"
+        ),
+    ),
+    Metric(
+        event=counters.INVALID,
+        name="meridian_invalid_signals",
+        label="phase",
+        values=(str(Phase.THINK),),
+        unit="signals",
+        help="Signals that were no finite numbers, by phase.",
+        operator="Not measured, or NaN in the logits: look at the workers' logs and the weights",
+    ),
+    Metric(
+        event=counters.IGNORED_FIELD,
+        name="meridian_ignored_fields",
+        label="field",
+        values=_texts(RequestFields.model_fields),
+        unit="fields",
+        help="Fields of requests ignored, because requests.allowed_fields does not name them.",
+        operator=(
+            "Requests came past the API server's check, for example with `--scheduler-cls` alone: "
+            "allow the field, or leave it out"
+        ),
+    ),
+    Metric(
+        event=counters.STEP,
+        name="meridian_steps",
+        label="kind",
+        values=("ran", "learnt"),
+        unit="steps",
+        help="Steps that ran, and steps that the step-time model learnt from.",
+        operator=(
+            "Where `learnt` stays below nine tenths of `ran`, steps cannot be kept as short as "
+            "they should be; please report it. Updated every 64 steps, not under policy `noop`"
+        ),
+    ),
+)
+"""In the order of the page."""
