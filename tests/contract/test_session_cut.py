@@ -2,10 +2,13 @@
 
 import random
 
+import pytest
 from scheduler_driver import STEP_S, TOKEN_S, TURN_END, Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
@@ -55,3 +58,61 @@ def test_the_next_chunk_of_a_session_keeps_the_step_short(demo_model, monkeypatc
     send(driver, job("session", 61, prompt=400, think=2, answer=2))
     largest = max(driver.step().num_scheduled_tokens.get("session", 0) for _ in range(10))
     assert 0 < largest < 1.3 * (0.020 - STEP_S) / TOKEN_S
+
+
+def pause_session(driver):
+    send(driver, job("session", 60, think=2, answer=2))
+    while driver.scheduler.requests["session"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        driver.step()
+
+
+def read(driver):
+    for number in range(12):
+        driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
+        driver.drain()
+    pause_session(driver)
+    driver.add(job("reader", 50, think=5, answer=1200))
+    step_until(driver, "reader", Phase.ANSWER)
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """Cuts leave next to nothing for prompts, and the saturation guard does not come to help."""
+    for name, value in {
+        "ANSWER_ITL_MS": "10.5",
+        "MIN_PREFILL_TOKENS": "1",
+        "TIME_BUDGET_US": "10000000",
+        "DRAIN_S": "100000",
+    }.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name}", value)
+
+
+def test_media_items_come_in_beside_a_paused_session(demo_model, tight):
+    """What the next prompt must have room for is that of the one behind the session."""
+    driver = driver_for(
+        demo_model, blocks=400, disable_chunked_mm_input=True, max_num_batched_tokens=512
+    )
+    scheduler = driver.scheduler
+    scheduler.max_num_encoder_input_tokens = 2000
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=2000)
+    read(driver)
+    driver.add(job("image", 51, prompt=500, think=2, answer=2))
+    place = PlaceholderRange(offset=0, length=300)
+    scheduler.requests["image"].mm_features = [
+        MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
+    ]
+    for _ in range(200):
+        driver.step()
+    assert driver.deliveries["image"]
+
+
+def test_a_paused_session_stops_no_cut_without_chunked_prefill(demo_model, tight):
+    """Nothing of it is to be computed."""
+    driver = driver_for(
+        demo_model, blocks=400, max_num_batched_tokens=2048, enable_chunked_prefill=False
+    )
+    read(driver)
+    for number in range(4):
+        driver.add(job(f"r{number}", 70 + number, prompt=600, think=2, answer=2))
+    largest = max(driver.step().total_num_scheduled_tokens for _ in range(20))
+    assert 600 <= largest < 700

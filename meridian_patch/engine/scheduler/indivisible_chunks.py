@@ -11,11 +11,15 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.scheduler.waiting_order import first
+
 # Steps in a row under a cut that took up no prefill although prompts could have come in, after
 # which one step has room for a whole prompt; doubled, up to the most, each time that this brought
 # nothing.
 _PATIENCE_STEPS = 8
 _MOST_PATIENCE_STEPS = 512
+# Waiting requests that are looked at in each queue: paused sessions may be many.
+_MOST_LOOKED_AT = 16
 
 
 class WholePieces:
@@ -216,11 +220,15 @@ def _left_of(request: Any) -> int:
 
 
 def _next_in_line(scheduler: Any) -> Any:
-    """The waiting request that upstream looks at first; None: none waits."""
+    """The waiting request that upstream looks at first; None: none waits.
+
+    A paused session has nothing to compute, and what stands behind it comes first.
+    """
     # Load-bearing: requests that hold blocks come before all others.
     for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
-        if queue:
-            return queue.peek_request()
+        for request in first(queue, _MOST_LOOKED_AT):
+            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                return request
     return None
 
 
