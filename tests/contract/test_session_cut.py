@@ -15,6 +15,8 @@ from vllm.v1.request import Request, RequestStatus
 from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
+# What attention over one token more costs each token of a chunk, on the driver's clock.
+ATTENDED_S = 2e-7
 
 
 def job(name, seed, *, prompt=60, think=50, answer=20):
@@ -116,3 +118,38 @@ def test_a_paused_session_stops_no_cut_without_chunked_prefill(demo_model, tight
         driver.add(job(f"r{number}", 70 + number, prompt=600, think=2, answer=2))
     largest = max(driver.step().total_num_scheduled_tokens for _ in range(20))
     assert 600 <= largest < 700
+
+
+@SYNC_AND_ASYNC
+def test_what_a_session_holds_counts_for_its_next_chunk(demo_model, monkeypatch, is_async):
+    """Attention over what stands before a chunk costs time, in the first step with it too."""
+    for name, value in {
+        "ANSWER_ITL_MS": "20.0",
+        "MIN_PREFILL_TOKENS": "1",
+        "TIME_BUDGET_US": "10000000",
+    }.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name}", value)
+    driver = driver_for(demo_model, is_async=is_async, blocks=200, max_num_batched_tokens=BUDGET)
+    scheduler, deliver = driver.scheduler, driver._deliver
+
+    def deliver_late():
+        output, _ = driver._in_flight[0]
+        for name, tokens in output.num_scheduled_tokens.items():
+            request = scheduler.requests.get(name)
+            if tokens > 1 and request is not None:
+                driver.now_s += tokens * request.num_computed_tokens * ATTENDED_S
+        deliver()
+
+    driver._deliver = deliver_late
+    for number in range(12):
+        driver.add(job(f"lesson{number}", number, prompt=50 + 100 * number, think=20, answer=5))
+        driver.drain()
+    send(driver, job("session", 60, prompt=1200, think=2, answer=2))
+    while scheduler.requests["session"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        driver.step()
+    driver.add(job("reader", 50, think=5, answer=300))
+    step_until(driver, "reader", Phase.ANSWER)
+    send(driver, job("session", 61, prompt=400, think=2, answer=2))
+    chunks = [driver.step().num_scheduled_tokens.get("session", 0) for _ in range(10)]
+    first, second = [tokens for tokens in chunks if tokens][:2]
+    assert second <= first < 1.3 * second

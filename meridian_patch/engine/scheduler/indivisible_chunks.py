@@ -112,7 +112,7 @@ class WholePieces:
         """
         if self._waiting or self._is_any_running():
             return None
-        head = _next_in_line(scheduler)
+        head = first_prompt(scheduler)
         if self._idle_steps:
             if not _has_room(scheduler, head, prefilling):
                 # The cut is not what keeps it out. When there is room again it has a cut step.
@@ -219,7 +219,7 @@ def _left_of(request: Any) -> int:
     return int(request.num_tokens - request.num_computed_tokens)
 
 
-def _next_in_line(scheduler: Any) -> Any:
+def first_prompt(scheduler: Any) -> Any:
     """The waiting request that upstream looks at first; None: none waits.
 
     A paused session has nothing to compute, and what stands behind it comes first.

@@ -11,7 +11,7 @@ from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission import Room
 from meridian_patch.engine.scheduler.admission_checks import ComingStep
 from meridian_patch.engine.scheduler.answer_pacing import Readers
-from meridian_patch.engine.scheduler.indivisible_chunks import WholePieces
+from meridian_patch.engine.scheduler.indivisible_chunks import WholePieces, first_prompt
 from meridian_patch.engine.scheduler.kv_demand import Forecasts
 from meridian_patch.engine.scheduler.kv_units import KVUnits
 from meridian_patch.engine.scheduler.started_requests import begun_in
@@ -285,9 +285,13 @@ class Steering:
         """What stands before the next chunk, or may at most."""
         if self._prefilling:
             return int(self._prefilling[0].num_computed_tokens)
-        # How much of it is cached is not known before it is scheduled. Nearly all may be: what
-        # was preempted often is. Where nothing is, its first chunk is smaller than need be.
-        return int(scheduler.waiting.peek_request().num_tokens) if scheduler.waiting else 0
+        head = first_prompt(scheduler)
+        if head is None:
+            return 0
+        # How much of it is cached is not known before it is scheduled, unless it holds blocks.
+        # Nearly all may be: what was preempted often is. Where nothing is, its first chunk is
+        # smaller than need be.
+        return int(head.num_computed_tokens or head.num_tokens)
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """The step is on its way; to be called for each step, or its time is not learnt from."""
