@@ -4,6 +4,8 @@ python scripts/gen_docs.py [--check]
 """
 
 import argparse
+import ast
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -57,12 +59,77 @@ def _patch_section(patch: Patch) -> str:
     return f"## `{patch.name}`\n\n{patch.why}\n\n| | |\n|---|---|\n{table}\n"
 
 
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+MODULES = "<!-- modules -->", "<!-- /modules -->"
+# Folders by role, in the order of the page. A new folder of the package is a new name here.
+ROLES = {
+    "On the serving path": (
+        "meridian_patch",
+        "meridian_patch/config",
+        "meridian_patch/phase",
+        "meridian_patch/policy",
+        "meridian_patch/exit",
+        "meridian_patch/engine",
+        "triton_kernels",
+        "meridian_patch/telemetry",
+        "meridian_patch/patching",
+    ),
+    "Replay, calibration, benches and the demo": (
+        "meridian_patch/replay",
+        "meridian_patch/calibrate",
+        "meridian_patch/bench",
+        "meridian_patch/demo",
+    ),
+}
+
+
+def render_architecture() -> str:
+    """docs/architecture.md, with the list of modules between its marks replaced."""
+    before, _, rest = ARCHITECTURE.read_text().partition(MODULES[0])
+    _, _, after = rest.partition(MODULES[1])
+    sections = []
+    for role, folders in ROLES.items():
+        sections.append(f"### {role}\n")
+        for folder in folders:
+            paths = [ROOT / folder]
+            if folder != "meridian_patch":
+                paths = sorted(path.parent for path in (ROOT / folder).rglob("__init__.py"))
+            sections += map(_folder_section, paths)
+    listed = "\n".join(sections)
+    return f"{before}{MODULES[0]}\n{listed}{MODULES[1]}{after}"
+
+
+def _folder_section(folder: Path) -> str:
+    modules = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+    rows = (
+        f"| [{path.name}](../{path.relative_to(ROOT).as_posix()}) | {_first_line(path)} |\n"
+        for path in modules
+    )
+    name = folder.relative_to(ROOT).as_posix()
+    about = f"#### `{name}/`\n\n{_first_line(folder / '__init__.py')}\n"
+    return f"{about}\n| module | |\n|---|---|\n{''.join(rows)}" if modules else about
+
+
+def _first_line(path: Path) -> str:
+    """The first paragraph of a module's docstring, as Markdown.
+
+    Raises:
+        ValueError: the module has no docstring.
+    """
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    if not text:
+        raise ValueError(f"{path} has no docstring; its first line goes into docs/architecture.md")
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.sub(r":\w+:`", "`", paragraph).replace("``", "`").replace("|", "\\|")
+
+
 def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
 # Page -> what renders it. A new generated page is a new line here.
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/architecture.md": render_architecture,
     "docs/configuration.md": render_configuration,
     "docs/metrics.md": render_metrics,
     "docs/model-families.md": render_families,
