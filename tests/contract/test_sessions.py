@@ -134,6 +134,19 @@ def test_a_chunk_brings_its_own_wishes(driver):
     assert "s" not in scheduler.steering._wishes
 
 
+def test_a_chunk_does_not_ask_for_what_the_one_before_asked_for(driver):
+    """Its priority and the bound on its thought are its own."""
+    scheduler = driver.scheduler
+    asked = {"meridian_priority": -3, "meridian_max_think_tokens": 30}
+    send(driver, Job("s", PROMPT, 5, 5), 50, asked)
+    session, forecasts = scheduler.requests["s"], scheduler.steering.forecasts
+    assert session.priority == -3
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    send(driver, Job("s", PROMPT, 5, 5), 50)
+    assert session.priority == 0
+    assert not forecasts._limits
+
+
 @pytest.mark.parametrize("is_queued", [False, True], ids=["paused", "queued"])
 def test_the_end_of_a_turn_is_told(driver, monkeypatch, is_queued):
     """Also where the next chunk waits already, and takes the turn's place in the same step."""

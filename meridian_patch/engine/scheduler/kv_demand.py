@@ -30,9 +30,12 @@ class Forecasts:
         # Most think tokens, of live requests that have such a bound.
         self._limits: dict[str, int] = {}
 
-    def limit(self, request_id: str, think_tokens: int) -> None:
-        """The request will think no longer than this."""
-        self._limits[request_id] = think_tokens
+    def limit(self, request_id: str, think_tokens: int | None) -> None:
+        """The request will think no longer than this; None: no bound is known."""
+        if think_tokens is None:
+            self._limits.pop(request_id, None)
+        else:
+            self._limits[request_id] = think_tokens
 
     def left(self, request: Any, *, is_whole: bool) -> None:
         """A request is gone; what was aborted says nothing of lengths."""

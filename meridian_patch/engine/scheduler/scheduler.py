@@ -162,11 +162,7 @@ class PhaseScheduling(UpstreamScheduler):
         with self._phase_guard.protect("reading vllm_xargs", request.request_id):
             self._allowed_fields.apply(request)
             if is_new:
-                # Load-bearing: upstream looks at priorities where it schedules by them, and only
-                # there. Elsewhere ours alone count, which operators may allow or not.
-                if self._phase_rules.order and self.policy != SchedulingPolicy.PRIORITY:
-                    request.priority = 0
-                self.steering.asks(request)
+                self.steering.asks(request, self.policy)
         super().add_request(request)
         if is_new:
             self._track(request)
@@ -183,7 +179,7 @@ class PhaseScheduling(UpstreamScheduler):
         super()._update_request_as_session(session, update)
         self._sessions[session.request_id] = session
         with self._phase_guard.protect("reading vllm_xargs", session.request_id):
-            self.steering.asks(session)
+            self.steering.asks(session, self.policy)
         self._track(session)
         self._watch(session)
 

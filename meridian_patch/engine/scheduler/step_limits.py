@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
@@ -126,12 +127,20 @@ class Steering:
         # The least prefill that the budget has room for.
         self._least = 1
 
-    def asks(self, request: Any) -> None:
-        """A request is about to come in.
+    def asks(self, request: Any, queue: SchedulingPolicy) -> None:
+        """A request is about to come in, or a session goes on with what its next chunk asks for.
+
+        Args:
+            request: a new one, or the session.
+            queue: how upstream orders what waits.
 
         Raises:
             ConfigError: it asks for something that does not exist; it is served all the same.
         """
+        # Load-bearing: upstream looks at priorities where it schedules by them, and only there.
+        # Elsewhere ours alone count, which operators may allow or not.
+        if self._rules.order and queue != SchedulingPolicy.PRIORITY:
+            request.priority = 0
         sampling = request.sampling_params
         self._pieces.waits(request)
         wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
@@ -139,12 +148,10 @@ class Steering:
         if wishes != NO_WISHES:
             self._wishes[request.request_id] = wishes
         if wishes.priority and self._rules.order:
-            # Load-bearing: upstream looks at it where it schedules by priority, and only there.
             request.priority = wishes.priority
         bounds = (wishes.max_think_tokens, getattr(sampling, "thinking_token_budget", None))
         known = [bound for bound in bounds if bound is not None]
-        if known:
-            self.forecasts.limit(request.request_id, min(known))
+        self.forecasts.limit(request.request_id, min(known, default=None))
 
     def arrived(self, request: Any, waiting: Any) -> None:
         """A request came in, and is in ``waiting`` unless upstream holds it back."""
