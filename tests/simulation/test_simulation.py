@@ -44,6 +44,23 @@ def test_the_same_seed_gives_the_same_bytes_whatever_ran_before():
     assert all(steps and digest for steps, digest, _ in first)
 
 
+ASKS_ITSELF = """
+import json
+from simulator.axes import draw
+from simulator.run import run_case
+result = run_case(draw(70032, 250))
+print(json.dumps([result.case.exit, result.counts, result.failures]))
+"""
+
+
+def test_steps_are_not_stocks_where_a_request_asks_for_early_exit_and_is_probed():
+    mode, counts, failures = in_child(ASKS_ITSELF)
+    assert mode == "off"
+    assert counts["probes"]
+    assert not counts["compared"]
+    assert failures == {}
+
+
 DRAWS = """
 import json
 from simulator.axes import AXES, draw, repair

@@ -105,8 +105,13 @@ def _run_ours(
     checker.at_end()
     if not faults.num_raised:
         check_drained(ours)
+    extras = [each.ask.extra for each in ours.ledger.records.values()]
     is_noop = case.profile == "noop" and case.rule == "profile" and case.exit == "off"
-    wishes = any("meridian_priority" in each.ask.extra for each in ours.ledger.records.values())
+    # A request may ask for early exit where the engine's own is off; a probe is in steps then.
+    asks_exit = any(extra.get("meridian_exit", "off") != "off" for extra in extras)
+    if asks_exit and (checker.num_probes or ours.ledger.num_closes):
+        is_noop = False
+    wishes = any("meridian_priority" in extra for extra in extras)
     result.counts["compared"] = is_noop or not (checker.num_reasoning or wishes)
     if result.counts["compared"]:
         _compare(recorder, checker)
