@@ -167,10 +167,10 @@ class Switch:
 
     def __init__(self, scheduler: Any) -> None:
         self.is_on = True
-        self._probes = scheduler.exits.probes
+        self._probes = scheduler.early_exit.probes
         self._due: dict[str, Any] = {}
-        cls, busy = type(scheduler), type(scheduler)._busy_exits
-        cls._busy_exits = property(lambda which: busy.fget(which) if self.is_on else None)
+        cls, busy = type(scheduler), type(scheduler)._busy_early_exit
+        cls._busy_early_exit = property(lambda which: busy.fget(which) if self.is_on else None)
 
     def turn(self, is_on: bool) -> None:
         if is_on != self.is_on:
@@ -191,7 +191,7 @@ class Engine:
         self._engine = TimedEngine(arguments)
         core = self._engine.core
         self._scheduler = scheduler = core.scheduler
-        if not self._engine.facts["is_patched"] or scheduler.exits.mode != "observe":
+        if not self._engine.facts["is_patched"] or scheduler.early_exit.mode != "observe":
             raise SystemExit(f"the engine is not what it should be: {self._engine.facts}")
         owners = (scheduler, scheduler, core.model_executor, core.model_executor)
         self._clocks = {call: Clock(owner, call) for owner, call in zip(owners, CALLS, strict=True)}
@@ -228,7 +228,7 @@ class Engine:
         for clock in self._clocks.values():
             clock.seconds = 0.0
         begin = time.perf_counter()
-        probes = self._scheduler.exits.probes
+        probes = self._scheduler.early_exit.probes
         before = probes.num_probes
         result = self._step()
         seconds = [clock.seconds for clock in self._clocks.values()]

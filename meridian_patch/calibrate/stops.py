@@ -125,7 +125,7 @@ def _closed(
 ) -> list[Place]:
     """From where a strategy judges to where the thought is closed.
 
-    The end of the line is looked for as ``ThoughtWatch`` does, from the tokens on that are known
+    The end of the line is looked for as ``ThoughtMonitor`` does, from the tokens on that are known
     when the strategy fires; then come the tokens that are on the way.
 
     Args:

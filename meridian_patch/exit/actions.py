@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     too_soon: Obstacles = NO_OBSTACLES
 
 
-class Told(NamedTuple):
+class ExitReport(NamedTuple):
     """What a request's caller is told of its thinking so far.
 
     Attributes:

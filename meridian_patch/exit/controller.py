@@ -7,7 +7,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
 from meridian_patch.exit.strategies.base import Row, own_end
 from meridian_patch.exit.text_breaks import Breaks
-from meridian_patch.exit.thought_monitor import ThoughtWatch
+from meridian_patch.exit.thought_monitor import ThoughtMonitor
 
 
 class ExitController:
@@ -33,7 +33,7 @@ class ExitController:
         self._breaks = breaks
         self._budget_tokens = budget_tokens
         # None behind the boundary, and before the first start.
-        self._watch: ThoughtWatch | None = None
+        self._watch: ThoughtMonitor | None = None
         self._num_thoughts = 0
         self._is_closing = False
         # How the last thought ended; None before the first did.
@@ -98,7 +98,7 @@ class ExitController:
             return
         self._num_thoughts += 1
         self._is_closing = False
-        self._watch = ThoughtWatch(
+        self._watch = ThoughtMonitor(
             self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
         )
 

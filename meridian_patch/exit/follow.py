@@ -1,4 +1,4 @@
-"""Brings what the phase router saw of a request to its exit controller."""
+"""Brings what the phase tracker saw of a request to its exit controller."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def follow(
 
     Args:
         controller: of the request.
-        state: after the router has observed these tokens.
+        state: after the tracker has observed these tokens.
         seen: known tokens before.
         rows: signals of the tokens since, one row each.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meridian_patch.exit.actions import Told
+from meridian_patch.exit.actions import ExitReport
 
 Summary = dict[str, Any]
 """Plain values only: it crosses processes, and stands in HTTP responses.
@@ -18,7 +18,7 @@ Summary = dict[str, Any]
 """
 
 
-def summarize(told: Told) -> Summary:
+def summarize(told: ExitReport) -> Summary:
     """One request's thinking so far."""
     summary: Summary = {}
     last = told.outcome

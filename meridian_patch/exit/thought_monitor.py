@@ -13,7 +13,7 @@ from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.text_breaks import Breaks
 
 
-class ThoughtWatch:
+class ThoughtMonitor:
     """One thought, from its start to its verdict or its end.
 
     1. Strategies see every token of the thought, and probes. The one that fires at the earliest

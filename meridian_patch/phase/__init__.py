@@ -1,1 +1,1 @@
-"""Which phase a request is in: boundaries, matcher, router."""
+"""Which phase a request is in: boundaries, matcher, tracker."""

@@ -19,7 +19,7 @@ class Resolution:
     """Boundaries, and what they were resolved from.
 
     Attributes:
-        boundaries: what the router uses.
+        boundaries: what the tracker uses.
         markers: the strings behind them.
         sequences: per marker field, its token sequences.
         notes: what an operator should read once.

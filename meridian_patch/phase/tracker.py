@@ -63,7 +63,7 @@ class RequestPhase:
         return self.think_tokens_before + (self.tokens_in_phase if self.phase is _THINK else 0)
 
 
-class PhaseRouter:
+class PhaseTracker:
     """Per-request phase state machine.
 
     A request starts in ``PREFILL``; its first token puts it into the phase that the prompt's last

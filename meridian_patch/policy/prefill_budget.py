@@ -17,7 +17,7 @@ _ENOUGH_STRETCH = 6.0
 
 
 @dataclass(frozen=True)
-class CutSettings:
+class PrefillBudgetSettings:
     """See the configuration fields of the same names.
 
     Attributes:
@@ -42,7 +42,7 @@ class CutSettings:
         )
 
 
-class StepCut:
+class PrefillBudget:
     """Cuts steps so that the tightest answer's inter-token latency is kept.
 
     1. Nobody answers: the engine's full budget.
@@ -56,7 +56,7 @@ class StepCut:
        backlog is gone or prefill has half of the step.
     """
 
-    def __init__(self, settings: CutSettings, model: StepTimeModel) -> None:
+    def __init__(self, settings: PrefillBudgetSettings, model: StepTimeModel) -> None:
         self._settings = settings
         self._model = model
         # Since when every step has used its budget up.

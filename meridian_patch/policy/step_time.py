@@ -76,7 +76,7 @@ class StepShape(NamedTuple):
     probe_tokens: int = 0
 
 
-class PrefillRoom(NamedTuple):
+class PrefillAllowance(NamedTuple):
     """Prefill tokens of a step.
 
     Attributes:
@@ -179,7 +179,9 @@ class StepTimeModel:
             return fitted_s
         return min(fitted_s, decode_s + (self._least_added_s or 0.0))
 
-    def prefill_room(self, shape: StepShape, seconds: float, before: int) -> PrefillRoom | None:
+    def prefill_room(
+        self, shape: StepShape, seconds: float, before: int
+    ) -> PrefillAllowance | None:
         """What prefill a step of this shape may have; None without data.
 
         Args:
@@ -200,7 +202,7 @@ class StepTimeModel:
         worthwhile = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
         if in_time is None or worthwhile is None:
             return None
-        return PrefillRoom(in_time, worthwhile)
+        return PrefillAllowance(in_time, worthwhile)
 
     def _added(self, seconds: float) -> None:
         """A small chunk made a step so much longer than decoding alone."""

@@ -63,10 +63,10 @@ class ReplayEngine:
         manager = self.scheduler.kv_cache_manager
         if hasattr(manager, "clock"):
             manager.clock = lambda: self.now
-        if hasattr(self.scheduler, "steering"):
-            self.scheduler.steering.clock = lambda: self.now
+        if hasattr(self.scheduler, "step_limiter"):
+            self.scheduler.step_limiter.clock = lambda: self.now
         if arm.knows_the_end:
-            drop_ended(self.scheduler._kv_phases, lambda name: self._live[name][1].request)
+            drop_ended(self.scheduler._kv_tiers, lambda name: self._live[name][1].request)
         self._offload = None
         if arm.offload_gb_per_s is not None:
             self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, kv_bytes_per_token)

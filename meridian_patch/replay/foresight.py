@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from meridian_patch.engine.kv_cache.tiers import KVPhases
+from meridian_patch.engine.kv_cache.tiers import KVTiers
 from meridian_patch.policy.retention import Retention, Tier
 from meridian_patch.replay.types import ReplayRequest
 
 
-def drop_ended(phases: KVPhases, request_of: Callable[[str], ReplayRequest]) -> None:
+def drop_ended(phases: KVTiers, request_of: Callable[[str], ReplayRequest]) -> None:
     """Let all of a last request but the shared system prompt be evicted first.
 
     Args:

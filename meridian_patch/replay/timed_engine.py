@@ -61,7 +61,7 @@ class TimedEngine:
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "is_async": config.scheduler_config.async_scheduling,
-            "is_patched": hasattr(scheduler, "phase_router"),
+            "is_patched": hasattr(scheduler, "phase_tracker"),
             "accelerator": accelerator_name(),
         }
 

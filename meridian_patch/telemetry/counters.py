@@ -40,7 +40,7 @@ class PhaseCounters:
     def drain_with(
         self, entered: Iterable[tuple[str, int]], requests: Iterable[tuple[str, int]]
     ) -> dict[str, int]:
-        """The same, and what a phase router counts.
+        """The same, and what a phase tracker counts.
 
         Args:
             entered: phases, and how often each was entered since the last call.

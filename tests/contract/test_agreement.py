@@ -10,7 +10,7 @@ from vllm.v1.executor.abstract import Executor, ExecutorWithExternalLauncher
 from vllm.v1.worker import worker_base
 
 from meridian_patch.engine import status
-from meridian_patch.engine.early_exit import unavailable as unthinking
+from meridian_patch.engine.early_exit import unavailable
 from meridian_patch.patching.candidate import MARK
 
 
@@ -26,7 +26,7 @@ def rank(demo_model, backend, *, is_async, clock):
     driver = Driver.build(
         scheduler_class(is_async=is_async), config, is_async=is_async, tiered=True
     )
-    driver.scheduler.steering.clock = lambda: driver.now_s * clock
+    driver.scheduler.step_limiter.clock = lambda: driver.now_s * clock
     driver.scheduler.kv_cache_manager.clock = lambda: driver.now_s * clock
     return driver
 
@@ -88,11 +88,11 @@ def test_it_is_told_in_the_status(demo_model, eager, monkeypatch):
     assert (told["policy"], told["rules"], told["exit"]) == ("noop", [], "off")
     assert told["kv_tiers"] == "keep"
     assert "external launcher" in told["limited_by"]
-    assert driver.scheduler.exits is None
+    assert driver.scheduler.early_exit is None
     # A request that asks for early exit is told why there is none.
     said = []
     attach = lambda _, news: said.extend(news.values())  # noqa: E731
-    monkeypatch.setattr(unthinking, "attach_all", attach)
+    monkeypatch.setattr(unavailable, "attach_all", attach)
     prompt = make_prompt(random.Random(1), 40, thinks=True)
     driver.add(Job("asks", tuple(prompt), 20, 5), extra_args={"meridian_exit": "enforce"})
     driver.drain()

@@ -72,7 +72,7 @@ def test_thinkers_make_room_and_answers_stay(demo_model, is_async, queue_policy,
     assert totals.get("preemption:think", 0) > 5
     assert totals.get("preemption:answer", 0) == 0
     assert longest_answer_gap(driver) <= 2
-    assert len(driver.scheduler.phase_router) == 0
+    assert len(driver.scheduler.phase_tracker) == 0
     assert not driver.scheduler._waiting_answers
     assert all(
         len(driver.deliveries[job.request_id]) == job.think_tokens + job.answer_tokens + 2
@@ -109,8 +109,8 @@ def test_an_answer_is_preempted_only_when_nobody_else_is_left(demo_model, is_asy
     company = []
 
     def watch(request, *args, **kwargs):
-        phases = {scheduler.phase_router.get(r.request_id).phase for r in scheduler.running}
-        if scheduler.phase_router.get(request.request_id).phase is Phase.ANSWER:
+        phases = {scheduler.phase_tracker.get(r.request_id).phase for r in scheduler.running}
+        if scheduler.phase_tracker.get(request.request_id).phase is Phase.ANSWER:
             company.append(phases)
         preempt(request, *args, **kwargs)
 
@@ -170,17 +170,17 @@ def test_probes_make_room_before_anybody(demo_model, monkeypatch, is_async):
             behind.append(sum(isinstance(each, ProbeRequest) for each in scheduler.running))
         preempt(request, *args, **kwargs)
 
-    ended = scheduler.exits.probe_ended
+    ended = scheduler.early_exit.probe_ended
 
     def watch_end(request, *, is_aborted):
         ends[request.request_id] = request.status
         ended(request, is_aborted=is_aborted)
 
     scheduler._preempt_request = watch
-    scheduler.exits.probe_ended = watch_end
+    scheduler.early_exit.probe_ended = watch_end
     for seed in (1, 2, 3):
         load(driver, seed, longest_answer=300)
-    assert scheduler.exits.probes.num_probes > 100
+    assert scheduler.early_exit.probes.num_probes > 100
     assert len(behind) > 20
     assert not any(behind)
     # Without async scheduling a sample is not on the way between steps.
@@ -233,13 +233,13 @@ def test_a_failing_policy_costs_a_count_and_nothing_else(demo_model, caplog):
 
 
 def test_a_failing_router_costs_a_count_and_nothing_else(demo_model):
-    """An exception in the router leaves the request's tokens alone."""
+    """An exception in the tracker leaves the request's tokens alone."""
     driver = driver_for(demo_model)
 
     def fail(*_):
         raise RuntimeError("lost")
 
-    driver.scheduler.phase_router.observe = fail
+    driver.scheduler.phase_tracker.observe = fail
     totals = load(driver, seed=1, requests=8)
     assert totals["fallback:exception"] > 0
     assert all(driver.deliveries.values())
@@ -269,9 +269,9 @@ def test_aborts_in_every_phase_leave_nothing_behind(demo_model):
             driver.step()
         driver.abort(f"r{rng.randrange(number + 1)}")
     driver.drain()
-    router = driver.scheduler.phase_router
-    assert len(router) == router.num_reasoning == 0
-    assert set(router.counts.values()) == {0}
+    tracker = driver.scheduler.phase_tracker
+    assert len(tracker) == tracker.num_reasoning == 0
+    assert set(tracker.counts.values()) == {0}
     assert not driver.scheduler._waiting_answers
 
 
@@ -286,7 +286,7 @@ def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model
         arrivals = arranged()
         waiting = [request.request_id for request in scheduler.waiting]
         for name, request in scheduler.requests.items():
-            state = scheduler.phase_router.get(name)
+            state = scheduler.phase_tracker.get(name)
             if request.status == RequestStatus.PREEMPTED and state.phase is Phase.ANSWER:
                 places.append(waiting.index(name))
         return arrivals

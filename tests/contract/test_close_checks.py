@@ -91,13 +91,13 @@ def test_a_grammar_that_waits_is_not_asked(demo_model):
 def test_a_close_that_a_grammar_no_longer_accepts_is_given_up(monkeypatch, demo_model):
     """It is asked again where the token is forced."""
     driver = exit_driver(monkeypatch, demo_model, EXIT__MAX_THINK_TOKENS="40", EXIT__EAT="false")
-    exits = driver.scheduler.exits
-    exits.closings.accepts = lambda request, token_ids: False
+    exits = driver.scheduler.early_exit
+    exits.forced_closes.accepts = lambda request, token_ids: False
     driver.add(thinker("r", 100))
     driver.drain()
     assert not driver.forced
     assert driver.scheduler.phase_counters.totals["exit_given_up:grammar"] == 1
-    assert not len(exits.closings)
+    assert not len(exits.forced_closes)
 
 
 def masked():

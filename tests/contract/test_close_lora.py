@@ -33,7 +33,7 @@ def test_a_close_without_an_adapter_keeps_no_request_out(monkeypatch, demo_model
     driver = exit_driver(monkeypatch, demo_model, is_async=True, engine_args=LORA, **CLOSES)
     driver.add(thinker("first", 100))
     scheduler = driver.scheduler
-    while not scheduler.exits.closings:
+    while not scheduler.early_exit.forced_closes:
         driver.step()
     add(driver, "new", 1)
     assert list(driver.step().num_scheduled_tokens) == ["new"]

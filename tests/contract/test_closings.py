@@ -39,7 +39,9 @@ def force_first_rows(driver):
         row = 0
         for name in grammar.structured_output_request_ids if grammar else ():
             token = only_token(grammar.grammar_bitmask[row])
-            row += scheduler.exits.closings._rows_of(name, output.scheduled_spec_decode_tokens)
+            row += scheduler.early_exit.forced_closes._rows_of(
+                name, output.scheduled_spec_decode_tokens
+            )
             if token is not None:
                 result.sampled_token_ids[result.req_id_to_index[name]] = [token]
                 driver.forced.append((name, token))
@@ -51,7 +53,7 @@ def force_first_rows(driver):
 def drive_into_close(driver, name, prompt_tokens, steps=2):
     """Some tokens of the request's close have been forced, and some of them are known."""
     driver.add(thinker(name, 400, prompt_tokens=prompt_tokens, max_tokens=100))
-    while not driver.scheduler.exits.closings.has_begun(name):
+    while not driver.scheduler.early_exit.forced_closes.has_begun(name):
         driver.step()
     for _ in range(steps):
         driver.step()
@@ -71,7 +73,7 @@ def test_drafts_of_a_request_that_comes_back_are_no_tokens(monkeypatch, demo_mod
     )
     driver = exit_driver(monkeypatch, demo_model, is_async=True, **CAPPED)
     force_first_rows(driver)
-    end = driver.scheduler.exits.closings.sequence
+    end = driver.scheduler.early_exit.forced_closes.sequence
     padded = 0
     # At the length that leaves one token behind full blocks, and at the next one.
     for prompt_tokens in (BLOCK_SIZE + 22, BLOCK_SIZE + 23):
@@ -92,7 +94,7 @@ def test_drafts_of_a_request_that_comes_back_are_no_tokens(monkeypatch, demo_mod
 def test_a_close_begins_anew_behind_another_token(monkeypatch, demo_model, long_end, is_async):
     """One that was not forced, for whatever reason, stands in the middle of the marker."""
     driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **CAPPED)
-    end = driver.scheduler.exits.closings.sequence
+    end = driver.scheduler.early_exit.forced_closes.sequence
     request = drive_into_close(driver, "r", 40)
     force, driver._force = driver._force, lambda output, result: result
     driver.step()
@@ -106,7 +108,7 @@ def test_a_close_begins_anew_behind_another_token(monkeypatch, demo_model, long_
 def test_masks_may_be_wider_than_the_logits(monkeypatch, demo_model):
     """Closes share a step with structured output of any backend."""
     driver = exit_driver(monkeypatch, demo_model, **CAPPED)
-    closings = driver.scheduler.exits.closings
+    closings = driver.scheduler.early_exit.forced_closes
     driver.add(thinker("r", 100))
     while not closings:
         driver.step()
@@ -134,7 +136,7 @@ def test_a_thought_that_begins_the_marker_again_and_again_is_closed(
     """A close waits for what may become a marker, but not without end: chains derail like this."""
     use_family(end="b7", probe=None, documented_ids=UNDOCUMENTED)
     driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **CAPPED)
-    end = driver.scheduler.exits.closings.sequence
+    end = driver.scheduler.early_exit.forced_closes.sequence
     assert end[0] == WORD
     driver.add(thinker("r", 400, max_tokens=100))
     request = driver.scheduler.requests["r"]
@@ -165,6 +167,6 @@ def test_a_request_whose_kv_load_failed_is_closed(monkeypatch, demo_model, long_
     driver._run = fail_once
     for _ in range(100):
         driver.step()
-    assert has_end(request, scheduler.exits.closings.sequence)
-    assert not len(scheduler.exits.closings)
+    assert has_end(request, scheduler.early_exit.forced_closes.sequence)
+    assert not len(scheduler.early_exit.forced_closes)
     assert not scheduler.phase_counters.totals.get("fallback:exception")

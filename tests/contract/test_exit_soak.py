@@ -64,13 +64,13 @@ class Traffic:
         self.aborts = Counter()
         driver.before_delivery = self.abort_some
         scheduler = driver.scheduler
-        exits, router = scheduler.exits, scheduler.phase_router
+        exits, tracker = scheduler.early_exit, scheduler.phase_tracker
 
         def in_phase(phase):
             return [name for name in scheduler.requests if is_in(name, phase)]
 
         def is_in(name, phase):
-            state = router.get(name)
+            state = tracker.get(name)
             return state is not None and state.phase is phase
 
         self.moments = {
@@ -79,9 +79,9 @@ class Traffic:
             "in the answer": lambda: in_phase(Phase.ANSWER),
             "probe in flight": lambda: list(exits.probes._live_of),
             "probe due": lambda: list(exits.probes._due),
-            "being closed": lambda: list(exits.closings._closings),
+            "being closed": lambda: list(exits.forced_closes._closings),
             "a token was forced": lambda: list(
-                filter(exits.closings.has_begun, scheduler.requests)
+                filter(exits.forced_closes.has_begun, scheduler.requests)
             ),
         }
 
@@ -144,8 +144,8 @@ def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
         if driver.steps % CHECK_EVERY == 0:
             assert find_faults(pool) == []
             # What is followed is there; what was said of a step went with it.
-            assert scheduler.exits._watched.keys() <= scheduler.requests.keys()
-            assert not scheduler.exits._outcomes
+            assert scheduler.early_exit._watched.keys() <= scheduler.requests.keys()
+            assert not scheduler.early_exit._outcomes
     driver.drain()
     # What ended with an abort is told with the next step.
     driver.add(Job("last", (65,) * 5, None, 2))
@@ -167,7 +167,7 @@ def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
 
 def left_behind(scheduler):
     """What is not empty of all that is kept by request."""
-    exits, router = scheduler.exits, scheduler.phase_router
+    exits, tracker = scheduler.early_exit, scheduler.phase_tracker
     kept = {
         "requests": scheduler.requests,
         "running": scheduler.running,
@@ -179,15 +179,15 @@ def left_behind(scheduler):
         "outcomes": exits._outcomes,
         "ended probes": exits._ended,
         "signals": exits._signals.spans,
-        "closings": exits.closings._closings,
+        "closings": exits.forced_closes._closings,
         "due": exits.probes._due,
         "live": exits.probes._live,
         "live by parent": exits.probes._live_of,
         "displaced": exits.probes._displaced,
-        "phases": router._states,
-        "attentive": router._attentive,
-        "counts": [number for number in router.counts.values() if number],
+        "phases": tracker._states,
+        "attentive": tracker._attentive,
+        "counts": [number for number in tracker.counts.values() if number],
         "ordered": scheduler._phase_order._key_of,
-        "wishes": scheduler.steering._wishes,
+        "wishes": scheduler.step_limiter._wishes,
     }
     return {name: each for name, each in kept.items() if each}

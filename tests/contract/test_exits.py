@@ -54,7 +54,7 @@ def test_nothing_is_forced_unless_asked_for(driver_for, is_async, mode):
 def test_observing_takes_a_sample(driver_for, is_async):
     """So many at a time, those that begin first; who asks is always measured; all ends are told."""
     driver = driver_for(is_async=is_async, EXIT__MODE="observe", EXIT__OBSERVED_AT_A_TIME="2")
-    exits = driver.scheduler.exits
+    exits = driver.scheduler.early_exit
     told, drain, measured = {}, exits.drain_outcomes, []
 
     def drain_outcomes():
@@ -111,7 +111,7 @@ def test_a_probe_computes_a_block_and_the_boundary_at_most(driver_for, is_async)
     for number in range(4):
         driver.add(thinker(f"r{number}", prompt_tokens=31 + 9 * number))
     driver.drain()
-    probes = driver.scheduler.exits.probes
+    probes = driver.scheduler.early_exit.probes
     assert probes.num_probes > 60
     assert 1 < probes.most_computed_tokens <= BLOCK_SIZE + 1
     # Stock's own statistics know nothing of them.
@@ -147,7 +147,7 @@ def test_closes_hold_under_preemption(driver_for, is_async):
     assert ended == 24
     assert len({name for name, _ in driver.forced}) == totals["exit:eat"]
     # A parent that resumes computes its own blocks first.
-    assert driver.scheduler.exits.probes.most_computed_tokens <= BLOCK_SIZE + 1
+    assert driver.scheduler.early_exit.probes.most_computed_tokens <= BLOCK_SIZE + 1
     assert is_empty(driver)
 
 
@@ -165,7 +165,7 @@ def test_aborts_leave_nothing(driver_for, is_async):
         if number == 60:
             driver.abort(None)
     driver.drain()
-    assert driver.scheduler.exits.probes.num_probes > 50
+    assert driver.scheduler.early_exit.probes.num_probes > 50
     assert is_empty(driver)
 
 
@@ -176,7 +176,7 @@ def test_without_prefix_caching_nothing_is_probed(driver_for, demo_model, monkey
     driver = Driver.build(build_phase_scheduler(Scheduler), config, is_async=False)
     driver.add(thinker("r"))
     driver.drain()
-    assert driver.scheduler.exits.probes is None
+    assert driver.scheduler.early_exit.probes is None
     assert "exit:natural" in driver.scheduler.phase_counters.totals
 
 
@@ -209,7 +209,7 @@ def test_without_patched_workers_only_the_cap_is_left(driver_for):
     driver = driver_for(is_tapped=False, EXIT__MAX_THINK_TOKENS="64")
     driver.add(thinker("r"))
     driver.drain()
-    assert driver.scheduler.exits.probes is None
+    assert driver.scheduler.early_exit.probes is None
     assert driver.forced == [("r", THINK_END)]
 
 
@@ -218,7 +218,7 @@ def test_a_boundary_of_several_tokens_is_forced_in_order(driver_for, use_family,
     """Under KV pressure too, and behind a last token that might have begun the marker."""
     use_family(end="</done>", probe=None, documented_ids=UNDOCUMENTED)
     driver = driver_for(is_async=is_async, blocks=24, tiered=True, **CAPPED)
-    end = driver.scheduler.exits.closings.sequence
+    end = driver.scheduler.early_exit.forced_closes.sequence
     assert len(end) > 3
     for number in range(12):
         # Said as an answer's opening, the marker's first token comes just where the cap is.
@@ -242,7 +242,7 @@ def test_a_boundary_that_the_thought_has_begun_ends_within_the_close(driver_for,
     """The token on the way when the close is decided may be the first of the marker's three."""
     use_family(end="zzz", probe=None, documented_ids=UNDOCUMENTED)
     driver = driver_for(is_async=True, **CAPPED)
-    end = driver.scheduler.exits.closings.sequence
+    end = driver.scheduler.early_exit.forced_closes.sequence
     assert end == end[:1] * 3
     names = [f"r{number}" for number in range(12)]
     for number, name in enumerate(names):
@@ -260,15 +260,15 @@ def test_no_probe_is_made_while_an_answer_waits(driver_for):
     for _ in range(100):
         driver.step()
     scheduler = driver.scheduler
-    made = scheduler.exits.probes.num_probes
+    made = scheduler.early_exit.probes.num_probes
     assert made > 3
     scheduler._waiting_answers["a"] = SimpleNamespace(status=RequestStatus.RUNNING)
     for _ in range(100):
         driver.step()
-    assert scheduler.exits.probes.num_probes <= made + 1
+    assert scheduler.early_exit.probes.num_probes <= made + 1
     scheduler._waiting_answers.clear()
     driver.drain()
-    assert scheduler.exits.probes.num_probes > made + 3
+    assert scheduler.early_exit.probes.num_probes > made + 3
     assert is_empty(driver)
 
 
@@ -313,7 +313,7 @@ def test_probes_that_are_due_go_together(driver_for):
 def test_a_full_batch_makes_no_probes(driver_for, is_async, monkeypatch):
     """With no place among those that may run, none is made in vain, step after step."""
     driver = driver_for(is_async=is_async, EXIT__MODE="observe")
-    probes, made = driver.scheduler.exits.probes, []
+    probes, made = driver.scheduler.early_exit.probes, []
     make = probes._make
     monkeypatch.setattr(probes, "_make", lambda *args: made.append(args) or make(*args))
     for number in range(driver.scheduler.max_num_running_reqs):
@@ -370,5 +370,5 @@ def test_no_name_of_a_measured_request_stays_when_its_last_step_is_late(driver_f
         driver.step()
     driver.abort("measured")
     driver.drain()
-    assert not driver.scheduler.exits._signals.spans
+    assert not driver.scheduler.early_exit._signals.spans
     assert is_empty(driver)

@@ -17,7 +17,7 @@ def driver(monkeypatch, demo_model):
         driver.add(thinker(name))
     for _ in range(100):
         driver.step()
-        if driver.scheduler.exits.probes.live:
+        if driver.scheduler.early_exit.probes.live:
             return driver
     raise AssertionError("no probe was under way")
 
@@ -54,8 +54,8 @@ def test_probes_that_cannot_be_ended(driver, monkeypatch, names):
         raise RuntimeError("cannot cancel")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scheduler.exits.probes, "cancel", fails)
-        patched.setattr(scheduler.exits.probes, "cancel_all", fails)
+        patched.setattr(scheduler.early_exit.probes, "cancel", fails)
+        patched.setattr(scheduler.early_exit.probes, "cancel_all", fails)
         scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
     assert num_failed(driver)
     ended = ("one", "two", "three") if names is None else (names if names != "one" else ["one"])
@@ -71,23 +71,23 @@ def test_a_boundary_that_could_not_be_followed(monkeypatch, demo_model, hook, is
     driver = exit_driver(
         monkeypatch, demo_model, is_async=is_async, EXIT__EAT="false", EXIT__MAX_THINK_TOKENS="60"
     )
-    router = driver.scheduler.phase_router
-    follow = getattr(router, hook)
+    tracker = driver.scheduler.phase_tracker
+    follow = getattr(tracker, hook)
 
     def fails_at_the_end(*args):
-        state = router.get("r")
+        state = tracker.get("r")
         tokens = args[0][0] if hook == "expects" and args[0] else state.known[-1:] if state else []
         if THINK_END in tokens:
             raise RuntimeError("cannot follow")
         return follow(*args)
 
-    monkeypatch.setattr(router, hook, fails_at_the_end)
+    monkeypatch.setattr(tracker, hook, fails_at_the_end)
     driver.add(thinker("r", 40, prompt_tokens=40))
     for _ in range(60):
         driver.step()
     assert num_failed(driver)
-    assert router.get("r").phase is Phase.ANSWER
+    assert tracker.get("r").phase is Phase.ANSWER
     driver.drain()
     assert not driver.forced
     assert not driver.scheduler.requests
-    assert set(router.counts.values()) == {0}
+    assert set(tracker.counts.values()) == {0}

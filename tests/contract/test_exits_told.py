@@ -7,8 +7,7 @@ from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import THINK_END, WORD, Driver, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.early_exit import close_checks
-from meridian_patch.engine.early_exit import unavailable as unthinking
+from meridian_patch.engine.early_exit import close_checks, unavailable
 from meridian_patch.engine.scheduler import scheduler as scheduler_module
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.obstacles import Obstacle
@@ -26,7 +25,7 @@ def driver_for(monkeypatch, demo_model):
 
 def told(driver):
     """What is told from now on, by request: everything, in order."""
-    seen, drain = {}, driver.scheduler.exits.drain_outcomes
+    seen, drain = {}, driver.scheduler.early_exit.drain_outcomes
 
     def drain_outcomes():
         news = drain()
@@ -34,7 +33,7 @@ def told(driver):
             seen.setdefault(name, []).append(each)
         return news
 
-    driver.scheduler.exits.drain_outcomes = drain_outcomes
+    driver.scheduler.early_exit.drain_outcomes = drain_outcomes
     return seen
 
 
@@ -122,7 +121,7 @@ def test_what_is_lost_while_a_thought_is_under_way(driver_for):
     for _ in range(50):
         driver.step()
     assert not seen
-    driver.scheduler.exits.lost({Reason.EAT: Obstacle.NO_SIGNALS})
+    driver.scheduler.early_exit.lost({Reason.EAT: Obstacle.NO_SIGNALS})
     for _ in range(30):
         driver.step()
     assert seen == {"r": [(None, 0, {"eat": "no_signals"})]}
@@ -173,8 +172,8 @@ def test_an_aborted_request_is_told_nothing(driver_for):
     for _ in range(60):
         driver.step()
     driver.abort("r")
-    assert not driver.scheduler.exits.drain_outcomes()
-    assert driver.scheduler.exits.is_idle
+    assert not driver.scheduler.early_exit.drain_outcomes()
+    assert driver.scheduler.early_exit.is_idle
 
 
 def test_probes_that_get_no_place(driver_for):
@@ -189,10 +188,10 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     monkeypatch.setattr(scheduler_module, "resolve_boundaries", lambda *_: None)
     said = []
     monkeypatch.setattr(
-        unthinking, "attach_all", lambda _, told: said.append(told) if told else None
+        unavailable, "attach_all", lambda _, told: said.append(told) if told else None
     )
     driver = exit_driver(monkeypatch, demo_model)
-    assert driver.scheduler.exits is None
+    assert driver.scheduler.early_exit is None
     driver.add(thinker("asks", 20), EAT)
     driver.add(thinker("does not", 20))
     driver.add(thinker("ends at once", 20, max_tokens=1), CAP)
@@ -203,7 +202,7 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     told = {name: each.not_enforced for news in said for name, each in news.items()}
     assert told == {"asks": off, "ends at once": off | {"hard_cap": "no_boundary"}}
     assert sum(len(news) for news in said) == 2
-    assert not driver.scheduler._unthinking._news
+    assert not driver.scheduler._unavailable_exit._news
 
 
 def test_what_did_not_ask_is_not_told(driver_for):

@@ -140,11 +140,11 @@ def test_nothing_leaks_and_nothing_is_miscounted(
     assert queue.num_free_blocks == blocks - 1
     assert not scheduler.requests
     assert not scheduler.deferred_frees
-    assert len(scheduler.phase_router) == scheduler.phase_router.num_reasoning == 0
-    assert set(scheduler.phase_router.counts.values()) == {0}
+    assert len(scheduler.phase_tracker) == scheduler.phase_tracker.num_reasoning == 0
+    assert set(scheduler.phase_tracker.counts.values()) == {0}
     assert queue.assigned == {}
     assert queue.retention is None
-    assert scheduler._kv_phases._finished == {}
+    assert scheduler._kv_tiers._finished == {}
     assert len(queue._entries) <= blocks
 
     totals = scheduler.phase_counters.totals

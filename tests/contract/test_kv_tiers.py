@@ -303,7 +303,7 @@ def test_without_prefix_caching_there_are_no_tiers(demo_model, is_async, caplog)
     assert driver.hits == driver.preempted_hits == 0
     assert not counted(driver, "kv_")
     assert not counted(driver, "fallback")
-    assert len(driver.scheduler.phase_router) == 0
+    assert len(driver.scheduler.phase_tracker) == 0
 
 
 def test_vllms_own_manager_means_no_tiers(demo_model, caplog):

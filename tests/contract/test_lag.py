@@ -48,7 +48,7 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
             "EXIT__PROBE_EVERY_STEPS": str(every_steps),
         }
         driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **SETTINGS, **settings)
-        exits = driver.scheduler.exits
+        exits = driver.scheduler.early_exit
         prompt = make_prompt(rng, rng.randrange(30, 80), thinks=True)
         job = Lines("r", tuple(prompt), 200, 5, line_tokens=rng.randrange(4, 40))
         driver.add(job)

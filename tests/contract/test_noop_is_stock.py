@@ -112,7 +112,7 @@ def test_same_outputs_as_stock(noop, demo_model, is_async, queue_policy):
         patched = Driver.build(patched_class, config, is_async=is_async, tiered=True)
         run(patched, operations, patched_outputs.append)
         assert patched_outputs == stock_outputs
-        assert len(patched.scheduler.phase_router) == 0
+        assert len(patched.scheduler.phase_tracker) == 0
         steps += len(stock_outputs)
         totals = patched.scheduler.phase_counters.totals
         preemptions += sum(n for event, n in totals.items() if event.startswith("preemption"))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
-from meridian_patch.engine.scheduler import offload_estimate as offloaded
-from meridian_patch.engine.scheduler.offload_estimate import find_offloaded
+from meridian_patch.engine.scheduler import offload_estimate
+from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
 from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
@@ -84,7 +84,7 @@ class Engine(ReplayEngine):
 
 
 def big_and_small(engine):
-    """``big`` has computed more, and nothing of ``small`` is offloaded."""
+    """``big`` has computed more, and nothing of ``small`` is offload_estimate."""
     engine.think("big", BIG, 250)
     engine.think("small", SMALL, 250, {"max_offload_tokens": 0})
     return engine
@@ -166,7 +166,7 @@ def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
         engine.step()
     # Nothing is in flight that writes the blocks.
     engine._deliver_down_to(0)
-    room = engine.scheduler.steering._room
+    room = engine.scheduler.step_limiter._admission
     (thinker,) = room._thinkers(engine.scheduler, newcomer=engine.requests["one"])
     prompt = BIG // BLOCK_SIZE * BLOCK_SIZE
     assert thinker.held_tokens == engine.requests["one"].num_computed_tokens - prompt > 0
@@ -174,21 +174,21 @@ def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
 
 def test_prompts_alone_get_a_hint(offload_prompts_alone, log):
     scheduler = Engine().scheduler
-    find_offloaded(scheduler, is_reasoning=True)
+    build_offload_estimate(scheduler, is_reasoning=True)
     (line,) = log()
     assert '{"kv_connector_extra_config": {"offload_prompt_only": false}}' in line
 
 
 @pytest.mark.parametrize("is_reasoning", [True, False])
 def test_with_thinking_offloaded_there_is_no_hint(log, is_reasoning):
-    assert find_offloaded(Engine().scheduler, is_reasoning=is_reasoning)
+    assert build_offload_estimate(Engine().scheduler, is_reasoning=is_reasoning)
     assert not log()
 
 
 @pytest.mark.parametrize("name", ["NoneType", "MultiConnector", "NixlConnector"])
 def test_other_connectors_keep_nothing(log, name):
     connector = type(name, (), {})()
-    assert find_offloaded(SimpleNamespace(connector=connector), is_reasoning=True) is None
+    assert build_offload_estimate(SimpleNamespace(connector=connector), is_reasoning=True) is None
     assert not log()
 
 
@@ -197,7 +197,7 @@ def test_another_manager_is_refused_in_one_line(monkeypatch, log):
     scheduler = Engine().scheduler
     side = scheduler.connector.connector_scheduler
     monkeypatch.setattr(side, "manager", type("TieringOffloadingManager", (), {})())
-    assert find_offloaded(scheduler, is_reasoning=True) is None
+    assert build_offload_estimate(scheduler, is_reasoning=True) is None
     (line,) = log()
     assert "its manager is TieringOffloadingManager" in line
 
@@ -205,10 +205,10 @@ def test_another_manager_is_refused_in_one_line(monkeypatch, log):
 def test_a_changed_upstream_is_refused_in_one_line(monkeypatch, log):
     """Nothing is taken off, and the engine starts."""
     scheduler = Engine().scheduler
-    monkeypatch.setattr(offloaded, "fields", lambda _: [SimpleNamespace(name="other")])
-    assert find_offloaded(scheduler, is_reasoning=True) is None
+    monkeypatch.setattr(offload_estimate, "fields", lambda _: [SimpleNamespace(name="other")])
+    assert build_offload_estimate(scheduler, is_reasoning=True) is None
     (line,) = log()
     assert "RequestOffloadState has no group_states, req_context" in line
     monkeypatch.delattr(scheduler.connector, "connector_scheduler")
-    assert find_offloaded(scheduler, is_reasoning=True) is None
+    assert build_offload_estimate(scheduler, is_reasoning=True) is None
     assert "is not as expected: AttributeError" in log()[-1]

@@ -8,20 +8,24 @@ import sys
 
 import pytest
 
-from meridian_patch.engine.api import chat as wire_chat
-from meridian_patch.engine.api import completion as wire_completion
-from meridian_patch.engine.api import input_check as wire_input
-from meridian_patch.engine.api import request_state as wire_state
-from meridian_patch.engine.api import responses as wire_responses
-from meridian_patch.engine.api import stat_logger
+from meridian_patch.engine.api import (
+    chat,
+    completion,
+    input_check,
+    request_state,
+    responses,
+    stat_logger,
+)
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.early_exit import probes
 from meridian_patch.engine.kv_cache import manager as kv_cache
-from meridian_patch.engine.scheduler import admission as room
-from meridian_patch.engine.scheduler import indivisible_chunks as whole_pieces
-from meridian_patch.engine.scheduler import offload_estimate as offloaded
-from meridian_patch.engine.scheduler import scheduler
-from meridian_patch.engine.scheduler import step_limits as steering
+from meridian_patch.engine.scheduler import (
+    admission,
+    indivisible_chunks,
+    offload_estimate,
+    scheduler,
+    step_limits,
+)
 from meridian_patch.engine.worker import worker
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
@@ -239,20 +243,24 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 @pytest.mark.parametrize(
     ("patch", "module", "hands"),
     [
-        (SCHEDULER, scheduler, (steering, room, whole_pieces, offloaded, probes, exit_binding)),
+        (
+            SCHEDULER,
+            scheduler,
+            (step_limits, admission, indivisible_chunks, offload_estimate, probes, exit_binding),
+        ),
         (
             ASYNC_SCHEDULER,
             scheduler,
-            (steering, room, whole_pieces, offloaded, probes, exit_binding),
+            (step_limits, admission, indivisible_chunks, offload_estimate, probes, exit_binding),
         ),
         (KV_CACHE_MANAGER, kv_cache, ()),
         (SCHEDULER_STATS, stat_logger, ()),
         (WORKER, worker, ()),
-        (INPUT_PROCESSOR, wire_input, ()),
-        (REQUEST_STATE, wire_state, ()),
-        (SERVING[0], wire_chat, ()),
-        (SERVING[1], wire_completion, ()),
-        (SERVING[2], wire_responses, ()),
+        (INPUT_PROCESSOR, input_check, ()),
+        (REQUEST_STATE, request_state, ()),
+        (SERVING[0], chat, ()),
+        (SERVING[1], completion, ()),
+        (SERVING[2], responses, ()),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )

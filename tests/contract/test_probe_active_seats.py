@@ -49,7 +49,7 @@ def test_no_probe_is_made_for_seats_that_paused_sessions_hold(monkeypatch, demo_
     fill(driver, scheduler.max_num_running_reqs - 1)
     for _ in range(40):
         driver.step()
-    made, probes = [], scheduler.exits.probes
+    made, probes = [], scheduler.early_exit.probes
     monkeypatch.setattr(probes, "_make", lambda *args: made.append(args))
     for _ in range(40):
         driver.step()
@@ -61,7 +61,7 @@ def test_no_probe_is_made_while_no_block_is_free(monkeypatch, demo_model):
     """Making one takes milliseconds where the thought is long, in every step of a full pool."""
     settings = {**NEVER, "EXIT__MODE": "observe", "EXIT__PROBE_MIN_GAP_TOKENS": "4"}
     driver = exit_driver(monkeypatch, demo_model, blocks=200, **settings)
-    probes, made = driver.scheduler.exits.probes, []
+    probes, made = driver.scheduler.early_exit.probes, []
     make = probes._make
     monkeypatch.setattr(probes, "_make", lambda *args: made.append(args) or make(*args))
     fill(driver, 4)

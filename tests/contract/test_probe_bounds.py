@@ -46,7 +46,7 @@ def watch(driver):
 
     def watched(*args, **kwargs):
         output = schedule(*args, **kwargs)
-        for name, due in scheduler.exits.probes._live.items():
+        for name, due in scheduler.early_exit.probes._live.items():
             computed = output.num_scheduled_tokens.get(name, 0)
             length = scheduler.requests[name].num_prompt_tokens
             if computed:
@@ -61,7 +61,7 @@ def watch(driver):
 def test_a_probe_fits_into_the_model_with_the_token_it_samples(driver_for, prompt_tokens):
     """A runaway thought is probed up to the limit, and behind it no probe is made."""
     driver = driver_for(engine_args={"max_model_len": 256})
-    suffix = len(driver.scheduler.exits.probes._suffix)
+    suffix = len(driver.scheduler.early_exit.probes._suffix)
     for number in range(3):
         driver.add(thinker(f"r{number}", 1000, prompt_tokens=prompt_tokens))
     seen = watch(driver)
@@ -124,7 +124,7 @@ def test_a_block_that_eagle_drops_is_computed_again(driver_for):
         driver.add(thinker(f"r{number}", 200, prompt_tokens=31 + 9 * number))
     seen = watch(driver)
     driver.drain()
-    suffix = len(driver.scheduler.exits.probes._suffix)
+    suffix = len(driver.scheduler.early_exit.probes._suffix)
     assert max(each.computed for each in seen) == 2 * BLOCK_SIZE - 1 + suffix
     for each in seen:
         full = (each.length - suffix) // BLOCK_SIZE * BLOCK_SIZE
@@ -141,7 +141,7 @@ def test_a_probe_whose_window_is_gone_is_not_made(driver_for):
             driver.step()
     seen = watch(driver)
     driver.drain()
-    suffix = len(driver.scheduler.exits.probes._suffix)
+    suffix = len(driver.scheduler.early_exit.probes._suffix)
     assert len(seen) > 200
     assert max(each.computed for each in seen) <= BLOCK_SIZE + suffix
     assert is_empty(driver)
@@ -153,7 +153,7 @@ def test_probes_of_long_thoughts_are_spread_over_steps(driver_for):
     scheduler = driver.scheduler
     for number in range(6):
         driver.add(thinker(f"r{number}", 380 + number))
-    suffix = len(scheduler.exits.probes._suffix)
+    suffix = len(scheduler.early_exit.probes._suffix)
     seen = watch(driver)
     driver.drain()
     steps = defaultdict(list)
@@ -171,7 +171,7 @@ def test_steps_with_probes_keep_their_distance(driver_for):
     """Eight by default; a probe that is due after a longer pause does not wait."""
     driver = driver_for(EXIT__PROBE_EVERY_STEPS="8", EXIT__PROBE_MAX_GAP_TOKENS="20")
     driver.add(thinker("alone", 300))
-    probes, asked = driver.scheduler.exits.probes, []
+    probes, asked = driver.scheduler.early_exit.probes, []
     ask = probes.ask
     probes.ask = lambda *args: asked.append(driver.steps) or ask(*args)
     seen = watch(driver)
@@ -249,8 +249,8 @@ def test_no_probe_is_made_whose_prefix_is_found_where_no_request_holds_it(monkey
     driver.abort(first)
     # What is left free is nearly all that it held.
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 18)
-    made, make = [], scheduler.exits.probes._make
-    scheduler.exits.probes._make = lambda *args: made.append(args) or make(*args)
+    made, make = [], scheduler.early_exit.probes._make
+    scheduler.early_exit.probes._make = lambda *args: made.append(args) or make(*args)
     for _ in range(30):
         driver.step()
     assert not made
@@ -297,8 +297,8 @@ def test_a_probe_leaves_what_it_finds_unheld_to_no_other(monkeypatch, demo_model
         driver.abort(next(n for n in pair if found in manager.get_blocks(n).blocks[0]))
     # More than what one of the two held, and less than both.
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 30)
-    refused, take_back = [], scheduler.exits.probes._take_back
-    scheduler.exits.probes._take_back = lambda probe: refused.append(probe) or take_back(probe)
+    refused, take_back = [], scheduler.early_exit.probes._take_back
+    scheduler.early_exit.probes._take_back = lambda probe: refused.append(probe) or take_back(probe)
     seen.clear()
     for _ in range(20):
         driver.step()

@@ -11,7 +11,7 @@ from meridian_patch.bench.micro.probe_times import CALLS, ProbeMicro
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_every_second_step_has_a_probe(is_v2):
     micro = ProbeMicro(500, is_v2=is_v2)
-    probes, made = micro._scheduler.exits.probes, []
+    probes, made = micro._scheduler.early_exit.probes, []
     make = probes._make
     probes._make = lambda *args: made.append(args) or make(*args)
     pairs = list(micro.measure(500, 20))

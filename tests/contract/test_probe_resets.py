@@ -5,7 +5,7 @@ from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import BLOCK_SIZE, Job
 from vllm.v1.core.sched.interface import PauseState
 
-from meridian_patch.engine.scheduler.started_requests import begun_in
+from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.phase.tracker import Phase
 
 # Probed at every turn, and closed by none.
@@ -49,24 +49,24 @@ def test_an_answer_that_resumed_no_longer_waits(driver):
     prompt = thinker("answers").prompt
     driver.add(Job("answers", prompt, 3, 400))
     driver.add(thinker("thinks"))
-    step_until(driver, lambda: scheduler.phase_router.get("answers").phase is Phase.ANSWER)
+    step_until(driver, lambda: scheduler.phase_tracker.get("answers").phase is Phase.ANSWER)
     scheduler.reset_prefix_cache(reset_running_requests=True)
     assert list(scheduler._waiting_answers) == ["answers"]
     output = driver.step()
-    assert set(begun_in(output)) == {"answers", "thinks"}
+    assert set(started_requests(output)) == {"answers", "thinks"}
     assert not scheduler._waiting_answers
-    made = scheduler.exits.probes.num_probes
+    made = scheduler.early_exit.probes.num_probes
     for _ in range(100):
         driver.step()
-    assert scheduler.phase_router.get("answers").phase is Phase.ANSWER
-    assert scheduler.exits.probes.num_probes > made + 20
+    assert scheduler.phase_tracker.get("answers").phase is Phase.ANSWER
+    assert scheduler.early_exit.probes.num_probes > made + 20
     driver.drain()
     assert is_empty(driver)
 
 
 def until_probed(driver):
     """Step until a probe is under way between two steps; synchronously it never is."""
-    probes = driver.scheduler.exits.probes
+    probes = driver.scheduler.early_exit.probes
     made = probes.num_probes
     step_until(driver, lambda: probes.live if driver.is_async else probes.num_probes > made)
 
@@ -74,7 +74,7 @@ def until_probed(driver):
 def test_probing_goes_on_after_a_reset(driver):
     """A reset with a probe under way costs no step its early exit."""
     scheduler = driver.scheduler
-    probes = scheduler.exits.probes
+    probes = scheduler.early_exit.probes
     for name in ("one", "two", "three"):
         driver.add(thinker(name, 600))
     for _ in range(5):
@@ -100,7 +100,7 @@ def test_a_probe_that_ends_behind_a_preemption(driver):
     for name in ("one", "two"):
         driver.add(thinker(name, 300))
     until_probed(driver)
-    [name, *_] = scheduler.exits.probes.live
+    [name, *_] = scheduler.early_exit.probes.live
     probe = scheduler.requests[name]
     scheduler.running.remove(probe)
     scheduler._preempt_request(probe, 0.0)
@@ -116,7 +116,7 @@ def test_a_probe_that_ends_behind_a_preemption(driver):
 def test_a_paused_engine_makes_no_probes(driver, state, monkeypatch):
     """As upstream pauses, puts to sleep and wakes: pause, reset, resume."""
     scheduler = driver.scheduler
-    probes, made = scheduler.exits.probes, []
+    probes, made = scheduler.early_exit.probes, []
     make = probes._make
     monkeypatch.setattr(probes, "_make", lambda *args: made.append(args) or make(*args))
     for name in ("one", "two"):

@@ -28,15 +28,15 @@ def test_admission_leaves_places_for_probes(monkeypatch, demo_model, policy, mod
     driver = exit_driver(monkeypatch, demo_model, is_async=is_async, blocks=60, **settings)
     scheduler = driver.scheduler
     driver.add(thinker("runs", 1000))
-    while scheduler.phase_router.get("runs").phase is not Phase.THINK:
+    while scheduler.phase_tracker.get("runs").phase is not Phase.THINK:
         driver.step()
     driver.add(thinker("waits", 1000))
-    before = scheduler.exits.probes.num_probes
+    before = scheduler.early_exit.probes.num_probes
     for _ in range(200):
         driver.step()
     if policy != "latency":
         assert scheduler.requests["waits"].status == RequestStatus.WAITING
-    assert scheduler.exits.probes.num_probes - before > 5
+    assert scheduler.early_exit.probes.num_probes - before > 5
 
 
 @pytest.mark.parametrize(("mode", "thinkers"), [("observe", SEATS - 1), ("enforce", SEATS - 2)])
@@ -54,7 +54,7 @@ def test_probes_do_not_starve_a_newcomer(monkeypatch, demo_model, mode, thinkers
         driver.step()
     for _ in range(60):
         driver.step()
-    probes = scheduler.exits.probes
+    probes = scheduler.early_exit.probes
     assert probes.num_probes > 5
     driver.add(thinker("new", 20))
     steps = 0
@@ -78,16 +78,16 @@ def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):
     scheduler = driver.scheduler
     scheduler.max_num_active_reqs = scheduler.max_num_running_reqs = 2
     driver.add(thinker("runs", 1200))
-    while scheduler.phase_router.get("runs").phase is not Phase.THINK:
+    while scheduler.phase_tracker.get("runs").phase is not Phase.THINK:
         driver.step()
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 20)
     driver.add(thinker("waits", 20, prompt_tokens=1000))
-    before = scheduler.exits.probes.num_probes
+    before = scheduler.early_exit.probes.num_probes
     for _ in range(200):
         driver.step()
     assert scheduler.requests["waits"].status == RequestStatus.WAITING
-    assert scheduler.exits.probes.num_probes - before > 5
+    assert scheduler.early_exit.probes.num_probes - before > 5
 
 
 def test_a_probe_without_a_place_leaves_a_queue_by_priority_from_its_front(monkeypatch, demo_model):
@@ -96,7 +96,7 @@ def test_a_probe_without_a_place_leaves_a_queue_by_priority_from_its_front(monke
     driver = exit_driver(monkeypatch, demo_model, engine_args=arguments)
     driver.add(thinker("thinks"))
     scheduler = driver.scheduler
-    probes = scheduler.exits.probes
+    probes = scheduler.early_exit.probes
     while not probes.are_next:
         driver.step()
     for number in range(20):

@@ -28,7 +28,7 @@ def until_probed(driver):
     """Step until a probe is under way between two steps."""
     for _ in range(100):
         driver.step()
-        if driver.scheduler.exits.probes.live:
+        if driver.scheduler.early_exit.probes.live:
             return
     raise AssertionError("no probe was under way")
 
@@ -60,7 +60,7 @@ def test_a_probe_in_the_queue_is_not_counted(driver):
     """Preempted between two steps, it stands there until the next one."""
     scheduler = driver.scheduler
     until_probed(driver)
-    for name in scheduler.exits.probes.live:
+    for name in scheduler.early_exit.probes.live:
         probe = scheduler.requests[name]
         scheduler.running.remove(probe)
         scheduler._preempt_request(probe, 0.0)
@@ -85,7 +85,7 @@ def test_counts_hold_with_more_steps_in_flight(monkeypatch, demo_model, depth):
         if not driver.scheduler.requests:
             break
         driver.step()
-        probes = set(scheduler.exits.probes.live)
+        probes = set(scheduler.early_exit.probes.live)
         queues = scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting
         running, *waiting = [sum(r.request_id not in probes for r in q) for q in queues]
         assert scheduler.get_request_counts() == (running, sum(waiting))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meridian_patch.bench.simulated import conversations as turns
+from meridian_patch.bench.simulated import conversations
 from meridian_patch.bench.simulated.conversation_arms import turns_arm
 from meridian_patch.bench.simulated.conversation_run import TurnsJob, TurnsSource, run_job
 from meridian_patch.bench.simulated.conversations import (
@@ -28,12 +28,12 @@ CONVERSATIONS = 10
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     """Conversations of hundreds of tokens: the same shape, in a second."""
-    monkeypatch.setattr(turns, "SYSTEM_TOKENS", (60, 100))
-    monkeypatch.setattr(turns, "TURNS", (2, 5))
-    monkeypatch.setattr(turns, "LOOP_REQUESTS", (1, 3))
+    monkeypatch.setattr(conversations, "SYSTEM_TOKENS", (60, 100))
+    monkeypatch.setattr(conversations, "TURNS", (2, 5))
+    monkeypatch.setattr(conversations, "LOOP_REQUESTS", (1, 3))
     for name, longest in (("USER", 60), ("THINK", 200), ("LOOP_THINK", 100), ("ANSWER", 60)):
-        fitted = getattr(turns, name)
-        monkeypatch.setattr(turns, name, Lengths(fitted.parts, longest))
+        fitted = getattr(conversations, name)
+        monkeypatch.setattr(conversations, name, Lengths(fitted.parts, longest))
 
 
 def job(arm="stock", history=History.STRIPPED, pool=TIGHT, **changes):
@@ -143,7 +143,7 @@ def test_saturation_offers_everything_at_once():
 )
 def test_tiers_know_the_history_and_run_on_the_virtual_clock(history, rule):
     engine, _ = play_all("tiers", history)
-    assert engine.scheduler._kv_phases.history == rule
+    assert engine.scheduler._kv_tiers.history == rule
     assert engine.scheduler.kv_cache_manager.clock() == engine.now > 0
 
 

@@ -143,7 +143,7 @@ def test_a_field_that_is_not_allowed_is_ignored_and_counted(demo_model, settings
     }
     # The caller's own dict is left alone.
     assert len(asked) == 4
-    wishes = driver.scheduler.steering._wishes["urgent"]
+    wishes = driver.scheduler.step_limiter._wishes["urgent"]
     assert (wishes.itl_s, wishes.priority, wishes.max_think_tokens) == (None, 0, 30)
     totals = driver.scheduler.phase_counters.totals
     ignored = {name: number for name, number in totals.items() if name.startswith("ignored")}

@@ -218,7 +218,7 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     assert displaced(driver) == 1
     driver.drain()
     assert len(driver.deliveries["new"]) == 7
-    refusals = driver.scheduler.steering._room._refusals
+    refusals = driver.scheduler.step_limiter._admission._refusals
     assert refusals._last is None
 
 
@@ -253,7 +253,7 @@ def test_no_request_makes_room_for_one_that_admission_keeps_out(demo_model, is_a
     """Its forecast does not fit beside what would go on running, however much is free now."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__ADMISSION", "true")
     driver = full_pool(demo_model, is_async=is_async)
-    room = driver.scheduler.steering._room
+    room = driver.scheduler.step_limiter._admission
     room._pool_tokens, pool_tokens = 1.0, room._pool_tokens
     driver.add(newcomer(BLOCKS - 22))
     credit_s = room._sharing._credit_s
@@ -303,8 +303,8 @@ def test_the_step_model_sees_the_context_of_all_groups(demo_model):
         driver = driver_for(demo_model, blocks=60, groups=HYBRIDS[name])
         driver.add(job("long", 50, think=700, answer=5))
         step_until(driver, "long", Phase.THINK, 400)
-        driver.scheduler.steering.decodes(driver.scheduler)
-        held[name] = driver.scheduler.steering._shape.context_tokens
+        driver.scheduler.step_limiter.decodes(driver.scheduler)
+        held[name] = driver.scheduler.step_limiter._shape.context_tokens
     assert 400 < held["full"] < 550
     assert 400 < held["window"] < 700
 
@@ -398,8 +398,8 @@ def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, i
     driver.step()
     for name in ("aged", "reads"):
         preempt(driver, name)
-    before, now_s = displaced(driver), scheduler.steering.clock()
-    scheduler.steering.clock = lambda: now_s + 60
+    before, now_s = displaced(driver), scheduler.step_limiter.clock()
+    scheduler.step_limiter.clock = lambda: now_s + 60
     pool = scheduler.kv_cache_manager.block_pool
     # Of another engine: a thinker's blocks suffice for the aged request, not for the answer.
     pool.get_new_blocks(pool.get_num_free_blocks() - 4)
@@ -417,7 +417,7 @@ def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkey
     driver.add(job("reads", 70, think=2, answer=300))
     step_until(driver, "reads", Phase.ANSWER, 5)
     driver.add(job("prompt", 71, prompt=500, think=2, answer=3))
-    monkeypatch.setattr(scheduler.steering._cut, "token_budget", lambda *_: 20)
+    monkeypatch.setattr(scheduler.step_limiter._cut, "token_budget", lambda *_: 20)
     driver.step()
     assert not displaced(driver)
     pool = scheduler.kv_cache_manager.block_pool
@@ -435,7 +435,7 @@ def test_the_policy_keeps_no_request_that_is_gone(demo_model):
     driver = driver_for(demo_model, max_num_batched_tokens=64)
     driver.add(job("gone", 80, prompt=400))
     driver.step()
-    steering = driver.scheduler.steering
+    steering = driver.scheduler.step_limiter
     assert len(steering._prefilling) == 1
     driver.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
     assert not steering._prefilling

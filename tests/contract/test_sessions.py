@@ -59,7 +59,7 @@ def test_a_queued_chunk_is_no_thought(driver):
     send(driver, Job("s", (*[WORD] * 24, THINK_START), 8, 5), max_tokens=50)
     session = scheduler.requests["s"]
     step_until(driver, lambda: session.num_prompt_tokens > len(PROMPT))
-    state = scheduler.phase_router.get("s")
+    state = scheduler.phase_tracker.get("s")
     assert state.phase is Phase.PREFILL
     assert (state.tokens_in_phase, state.think_tokens) == (0, 0)
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
@@ -67,7 +67,7 @@ def test_a_queued_chunk_is_no_thought(driver):
     totals = scheduler.phase_counters.totals
     assert totals["exit:natural"] == 2
     assert totals["think_tokens:natural"] == 2 * (8 + 1)
-    assert scheduler.phase_router.get("s").think_tokens == 8 + 1
+    assert scheduler.phase_tracker.get("s").think_tokens == 8 + 1
     scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
     driver.drain()
     assert is_empty(driver)
@@ -90,16 +90,16 @@ def test_a_paused_session_reads_nothing(driver):
     scheduler = driver.scheduler
     send(driver, Job("s", PROMPT, 5, 5), max_tokens=50)
     session = scheduler.requests["s"]
-    step_until(driver, lambda: len(scheduler.steering._readers))
+    step_until(driver, lambda: len(scheduler.step_limiter._answer_pacing))
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert not len(scheduler.steering._readers)
-    assert not scheduler.exits.num_watched
+    assert not len(scheduler.step_limiter._answer_pacing)
+    assert not scheduler.early_exit.num_watched
     # It reads again when its next turn answers.
     send(driver, Job("s", (*[WORD] * 30, WORD), None, 5), max_tokens=50)
-    step_until(driver, lambda: scheduler.phase_router.get("s").phase is Phase.ANSWER)
-    assert len(scheduler.steering._readers) == 1
+    step_until(driver, lambda: scheduler.phase_tracker.get("s").phase is Phase.ANSWER)
+    assert len(scheduler.step_limiter._answer_pacing) == 1
     scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
-    assert not len(scheduler.steering._readers)
+    assert not len(scheduler.step_limiter._answer_pacing)
     driver.drain()
     assert is_empty(driver)
 
@@ -126,12 +126,12 @@ def test_a_chunk_brings_its_own_wishes(driver):
     send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 500.0})
     session = scheduler.requests["s"]
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert scheduler.steering._wishes["s"].itl_s == 0.5
+    assert scheduler.step_limiter._wishes["s"].itl_s == 0.5
     send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 250.0})
-    assert scheduler.steering._wishes["s"].itl_s == 0.25
+    assert scheduler.step_limiter._wishes["s"].itl_s == 0.25
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     send(driver, Job("s", PROMPT, 5, 5), 50)
-    assert "s" not in scheduler.steering._wishes
+    assert "s" not in scheduler.step_limiter._wishes
 
 
 def test_a_chunk_does_not_ask_for_what_the_one_before_asked_for(driver):
@@ -139,7 +139,7 @@ def test_a_chunk_does_not_ask_for_what_the_one_before_asked_for(driver):
     scheduler = driver.scheduler
     asked = {"meridian_priority": -3, "meridian_max_think_tokens": 30}
     send(driver, Job("s", PROMPT, 5, 5), 50, asked)
-    session, forecasts = scheduler.requests["s"], scheduler.steering.forecasts
+    session, forecasts = scheduler.requests["s"], scheduler.step_limiter.kv_demand
     assert session.priority == -3
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     send(driver, Job("s", PROMPT, 5, 5), 50)

@@ -70,7 +70,7 @@ def is_over(driver):
     scheduler = driver.scheduler
     return not (
         scheduler.requests
-        or scheduler.exits.num_watched
+        or scheduler.early_exit.num_watched
         or scheduler.phase_counters.totals.get("fallback:exception")
     )
 
@@ -84,7 +84,7 @@ def test_a_worker_that_refuses_is_asked_no_more(driver_for, monkeypatch, facts, 
     driver.drain()
     # Asynchronously a second step was scheduled before the first was back.
     assert 1 <= len(plans) <= 2
-    assert driver.scheduler.exits.probes is None
+    assert driver.scheduler.early_exit.probes is None
     assert facts["exit_signals"] == f"none: {WHY}"
     assert facts["probes"] == f"off: {WHY}"
     assert sum(WHY in line for line in logged) == 2
@@ -101,7 +101,7 @@ def test_probes_that_are_lost_come_to_an_end(driver_for, monkeypatch, facts, log
     driver.drain()
     totals = driver.scheduler.phase_counters.totals
     assert MOST_LOST <= totals["probe:lost"] <= MOST_LOST + 6
-    assert driver.scheduler.exits.probes is None
+    assert driver.scheduler.early_exit.probes is None
     assert facts["probes"].endswith("probes in a row came back without a signal")
     assert sum("not probed" in line for line in logged) == 1
     assert is_over(driver)
@@ -123,7 +123,7 @@ def test_some_lost_probes_end_nothing(driver_for, monkeypatch, facts):
     totals = driver.scheduler.phase_counters.totals
     assert totals["probe:lost"] > MOST_LOST
     assert totals["probe:measured"] > 20
-    assert driver.scheduler.exits.probes is not None
+    assert driver.scheduler.early_exit.probes is not None
     assert "probes" not in facts
     assert is_over(driver)
 
@@ -154,7 +154,7 @@ def test_signals_that_are_no_numbers(driver_for, monkeypatch):
 )
 def test_what_cannot_work_is_refused_at_the_start(driver_for, facts, logged, engine_args, why):
     driver = driver_for(engine_args=engine_args)
-    assert driver.scheduler.exits.probes is None
+    assert driver.scheduler.early_exit.probes is None
     assert facts["probes"].startswith(f"off: {why}")
     assert any(why in line for line in logged)
     driver.add(thinker("r", 100))
@@ -169,7 +169,7 @@ def test_shared_sampling_is_refused_at_the_start(driver_for, facts, monkeypatch)
     config = driver_for().scheduler.vllm_config
     monkeypatch.setattr(config.parallel_config, "enable_batch_sharded_sampling", True)
     driver = driver_for()
-    assert driver.scheduler.exits.probes is None
+    assert driver.scheduler.early_exit.probes is None
     assert "the ranks share the sampling" in facts["exit_signals"]
     driver.add(thinker("r", 100))
     driver.drain()

@@ -36,7 +36,7 @@ def steps_with_answers(driver, limit=2000):
     seen = []
     while scheduler.has_unfinished_requests() and limit:
         limit -= 1
-        is_read = scheduler.phase_router.counts[Phase.ANSWER] > 0
+        is_read = scheduler.phase_tracker.counts[Phase.ANSWER] > 0
         output = driver.step()
         if is_read and output.num_scheduled_tokens:
             seen.append(max(output.num_scheduled_tokens.values()))

@@ -17,7 +17,7 @@ def job(name, *, thinks=True, prompt=60, think=60, answer=20):
 
 
 def learnt_share(driver):
-    steering = driver.scheduler.steering
+    steering = driver.scheduler.step_limiter
     return steering.learnt_steps / steering.ran_steps
 
 
@@ -42,7 +42,7 @@ def test_nearly_all_steps_are_learnt_from_with_exit_observing(
             driver.step()
     driver.drain()
     assert driver.scheduler.phase_counters.totals["probe:measured"] > 20
-    assert driver.scheduler.steering.ran_steps > 600
+    assert driver.scheduler.step_limiter.ran_steps > 600
     assert learnt_share(driver) >= 0.9
 
 
@@ -54,7 +54,7 @@ def test_steps_without_a_thinking_request_are_noted_too(demo_model, is_async):
         driver.add(job(f"chat{number}", thinks=False))
     for _ in range(5):
         driver.step()
-    assert driver.scheduler.steering.ran_steps
+    assert driver.scheduler.step_limiter.ran_steps
     driver.add(job("thinks", think=200))
     driver.drain()
     assert learnt_share(driver) >= 0.9
@@ -64,7 +64,7 @@ def test_steps_without_a_thinking_request_are_noted_too(demo_model, is_async):
 def test_a_step_that_was_not_noted_costs_its_own_note_only(demo_model, is_async):
     """The guard may drop any note; the steps behind it are learnt from, and timed by themselves."""
     driver = driver_for(demo_model, is_async=is_async, blocks=200)
-    steering = driver.scheduler.steering
+    steering = driver.scheduler.step_limiter
     noted, steps = steering.scheduled, iter(range(10_000))
 
     def fails_now_and_then(scheduler, output):
@@ -94,8 +94,8 @@ def test_probes_make_prefill_look_no_dearer(monkeypatch, demo_model, is_async):
     for number in range(6):
         driver.add(job(f"r{number}", think=600))
     driver.drain()
-    model = driver.scheduler.steering.model
-    shape = driver.scheduler.steering._shape._replace(decode_tokens=6)
+    model = driver.scheduler.step_limiter.model
+    shape = driver.scheduler.step_limiter._shape._replace(decode_tokens=6)
     assert is_accurate(model, shape)
     room = model.prefill_room(shape, 0.030, 0)
     in_time = (0.030 - STEP_S - driver.prefill_s) / TOKEN_S - shape.decode_tokens
@@ -114,17 +114,17 @@ def with_drafts(demo_model, number=3):
 def watch_plans(driver):
     """Decode tokens that each step was planned with, and those that it had."""
     scheduler, seen = driver.scheduler, []
-    noted = scheduler.steering.scheduled
+    noted = scheduler.step_limiter.scheduled
 
     def scheduled(inner, output):
         prefilling = {r.request_id for r in inner.running if r.num_output_tokens == 0}
         prefilling |= {new.req_id for new in output.scheduled_new_reqs}
         ran = [n for name, n in output.num_scheduled_tokens.items() if name not in prefilling]
         if ran and len(ran) == len(output.num_scheduled_tokens):
-            seen.append((inner.steering._shape.decode_tokens, sum(ran)))
+            seen.append((inner.step_limiter._shape.decode_tokens, sum(ran)))
         noted(inner, output)
 
-    scheduler.steering.scheduled = scheduled
+    scheduler.step_limiter.scheduled = scheduled
     return seen
 
 

@@ -198,7 +198,7 @@ def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(demo_mo
     scheduler.running.remove(request)
     # Its output on the way is delivered, as when upstream preempts.
     scheduler._preempt_request(request, 0.0, drop_stale_output=False)
-    scheduler.steering.waiting_order.put_behind(request, scheduler.waiting)
+    scheduler.step_limiter.waiting_order.put_behind(request, scheduler.waiting)
     scheduler.max_num_active_reqs = 1
     seen = []
     for _ in range(4):
@@ -236,7 +236,7 @@ def test_a_slow_plan_is_carried_out(demo_model):
     driver.add(Job("long", tuple(make_prompt(random.Random(3), 300, thinks=True)), 5, 5))
     tokens = max(driver.step().num_scheduled_tokens.values())
     assert driver.scheduler.phase_counters.totals["fallback:slow"]
-    assert tokens == driver.scheduler.steering._budget - 1
+    assert tokens == driver.scheduler.step_limiter._budget - 1
 
 
 def test_preempting_leaves_nothing_behind(demo_model, sharing):
@@ -248,5 +248,5 @@ def test_preempting_leaves_nothing_behind(demo_model, sharing):
     preempt(driver, "a")
     driver.abort("a")
     driver.drain()
-    order = driver.scheduler.steering.waiting_order
+    order = driver.scheduler.step_limiter.waiting_order
     assert not (order._places or order._displaced or order._with_priority)

@@ -23,11 +23,11 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from meridian_patch.engine.api import exit_summary
 from meridian_patch.engine.api.input_check import build_input_processor
 from meridian_patch.engine.api.request_state import build_request_state
-from meridian_patch.exit.actions import Close, Outcome, Told
+from meridian_patch.exit.actions import Close, ExitReport, Outcome
 from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.patching.candidate import MARK
 
-EAT = Told(Outcome(Reason.EAT, 800, None, 0), 812)
+EAT = ExitReport(Outcome(Reason.EAT, 800, None, 0), 812)
 SUMMARY = {"exit_reason": "eat", "think_tokens": 812}
 CONNECTOR = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
@@ -202,7 +202,7 @@ def test_the_last_thought_counts():
     """What was said of an earlier one is forgotten, all of it."""
     frontend = Frontend()
     due = Close(Reason.RPDI, 1, 2, "figures")
-    frontend.take(output(outcome=Told(Outcome(Reason.NATURAL, 9, due, 0), 9)))
+    frontend.take(output(outcome=ExitReport(Outcome(Reason.NATURAL, 9, due, 0), 9)))
     frontend.take(output(outcome=EAT))
     assert frontend.seen().outputs[0].meridian == SUMMARY
 
@@ -221,7 +221,7 @@ def test_what_a_connector_says_stays_as_it_is():
 def test_each_sample_has_its_own():
     """With n > 1 the samples end differently, and say so."""
     frontend = Frontend(RequestOutputKind.FINAL_ONLY, n=2)
-    natural = Told(Outcome(Reason.NATURAL, 3, None, 0), 3)
+    natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3)
     frontend.take(
         output("0_r", finished=True, outcome=EAT), output("1_r", finished=True, outcome=natural)
     )

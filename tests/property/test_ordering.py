@@ -6,7 +6,7 @@ from unittest.mock import patch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from spoken import SpokenRouter
+from spoken import SpokenTracker
 
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.phase.boundaries import Boundaries
@@ -37,10 +37,10 @@ class Upstream(RuleBasedStateMachine):
         # What is known to have changed must do without it.
         self.no_audit = patch("meridian_patch.engine.scheduler.running_order.AUDITED_PER_STEP", 0)
         self.no_audit.start()
-        self.router = SpokenRouter(BOUNDARIES, PROTECTED)
+        self.tracker = SpokenTracker(BOUNDARIES, PROTECTED)
         self.policy = LatencyPolicy(PROTECTED, max_preemptions=2, keeps_thinking=self.has_tier)
         self.order = RunningOrder(
-            self.policy, self.router, time_budget_us=10**9, kept_tokens=self._kept
+            self.policy, self.tracker, time_budget_us=10**9, kept_tokens=self._kept
         )
         self.running = []
         self.waiting = []
@@ -55,7 +55,7 @@ class Upstream(RuleBasedStateMachine):
     def admit(self, thinks, computed, prefilling):
         self.born += 1
         one = Request(request_id=f"r{self.born}", num_preemptions=0, priority=self.born % 3)
-        self.router.add(one.request_id, [START if thinks else WORD])
+        self.tracker.add(one.request_id, [START if thinks else WORD])
         self._admit(one, computed, prefilling)
 
     @precondition(lambda self: self.waiting)
@@ -71,7 +71,7 @@ class Upstream(RuleBasedStateMachine):
         for index, one in enumerate(self.running):
             one.num_computed_tokens += 1
             one.is_prefill_chunk = False
-            if self.router.say(one.request_id, [token if index == chosen else WORD]):
+            if self.tracker.say(one.request_id, [token if index == chosen else WORD]):
                 self.order.changed(one)
 
     @precondition(lambda self: self.running)
@@ -86,7 +86,7 @@ class Upstream(RuleBasedStateMachine):
                 self.running.remove(one)
         for one in done:
             self._gone(one, is_told=is_told)
-            self.router.remove(one.request_id)
+            self.tracker.remove(one.request_id)
 
     @precondition(lambda self: self.running)
     @rule(place=PLACE, is_last=st.booleans(), is_told=st.booleans())
@@ -134,7 +134,7 @@ class Upstream(RuleBasedStateMachine):
             self.order.forget(one)
 
     def _view(self, one):
-        state = self.router.get(one.request_id)
+        state = self.tracker.get(one.request_id)
         return RequestView(
             state.phase,
             state.tokens_in_phase,

@@ -1,8 +1,8 @@
-"""Properties of the phase router over random streams."""
+"""Properties of the phase tracker over random streams."""
 
 from hypothesis import given
 from hypothesis import strategies as st
-from spoken import SpokenRouter
+from spoken import SpokenTracker
 
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import Phase
@@ -29,13 +29,13 @@ def phase_by_search(prompt, tokens):
 @given(st.lists(TOKEN), st.lists(st.lists(TOKEN, max_size=4), min_size=1))
 def test_phase_equals_plain_search_however_steps_cut_the_stream(prompt, steps):
     """The automaton's phase is the one a search over the whole text gives."""
-    router = SpokenRouter(BOUNDARIES)
-    router.add("r", prompt)
+    tracker = SpokenTracker(BOUNDARIES)
+    tracker.add("r", prompt)
     for step in steps:
-        router.say("r", step)
+        tracker.say("r", step)
     tokens = [token for step in steps for token in step]
     expected = phase_by_search(prompt, tokens) if tokens else Phase.PREFILL
-    assert router.get("r").phase is expected
+    assert tracker.get("r").phase is expected
 
 
 OPERATION = st.tuples(st.sampled_from(["add", "remove", "observe"]), st.integers(0, 5))
@@ -44,19 +44,19 @@ OPERATION = st.tuples(st.sampled_from(["add", "remove", "observe"]), st.integers
 @given(st.lists(st.tuples(OPERATION, st.lists(TOKEN, max_size=5))))
 def test_counts_always_add_up_and_nothing_leaks(operations):
     """Counts by phase sum to the tracked requests, and removal leaves nothing."""
-    router = SpokenRouter(BOUNDARIES)
+    tracker = SpokenTracker(BOUNDARIES)
     for (operation, number), tokens in operations:
         request_id = f"r{number}"
         if operation == "add":
-            router.add(request_id, tokens)
+            tracker.add(request_id, tokens)
         elif operation == "remove":
-            router.remove(request_id)
+            tracker.remove(request_id)
         else:
-            router.say(request_id, tokens)
-        assert sum(router.counts.values()) == len(router)
-        assert min(router.counts.values()) >= 0
-        assert 0 <= router.num_reasoning <= len(router)
+            tracker.say(request_id, tokens)
+        assert sum(tracker.counts.values()) == len(tracker)
+        assert min(tracker.counts.values()) >= 0
+        assert 0 <= tracker.num_reasoning <= len(tracker)
     for number in range(6):
-        router.remove(f"r{number}")
-    assert len(router) == router.num_reasoning == 0
-    assert set(router.counts.values()) == {0}
+        tracker.remove(f"r{number}")
+    assert len(tracker) == tracker.num_reasoning == 0
+    assert set(tracker.counts.values()) == {0}

@@ -25,13 +25,13 @@ class Watched:
         max_step_tokens: the largest number of tokens scheduled in one step.
         drafted: speculative tokens scheduled.
         accepted: tokens produced beyond one per request and step.
-        routed: request name -> the phases that the product's router put it in, in order; empty
+        routed: request name -> the phases that the product's tracker put it in, in order; empty
             on a stock scheduler.
         passed_over: steps that the product neither planned nor ordered.
         planned: steps in which something was to be measured.
         probes: tokens computed by each probe, in each step it was part of.
         encoded: images that the encoder was run for, by request; those of probes under ``PROBE``.
-        misrouted: times the router disagreed with the phase read off the request's tokens.
+        misrouted: times the tracker disagreed with the phase read off the request's tokens.
     """
 
     steps: int = 0
@@ -115,13 +115,13 @@ class SchedulerWatch:
         for client in outputs.values():
             for output in client.outputs:
                 self.seen.accepted += max(0, len(output.new_token_ids) - 1)
-        router = getattr(self.scheduler, "phase_router", None)
-        if router is not None:
+        tracker = getattr(self.scheduler, "phase_tracker", None)
+        if tracker is not None:
             for request_id, request in self.scheduler.requests.items():
                 # One that has ended stays while a connector sends its blocks.
                 if type(request).__name__ == PROBE or request.is_finished():
                     continue
-                self._routed(request_id, str(router.get(request_id).phase), self._phase(request))
+                self._routed(request_id, str(tracker.get(request_id).phase), self._phase(request))
 
     def _routed(self, request_id: str, routed: str, expected: str) -> None:
         phases = self.seen.routed.setdefault(request_name(request_id), [])
@@ -145,7 +145,7 @@ class SchedulerWatch:
         self.seen.passed_over += 1
 
     def _is_probed(self, request_id: str) -> bool:
-        probes = getattr(getattr(self.scheduler, "exits", None), "probes", None)
+        probes = getattr(getattr(self.scheduler, "early_exit", None), "probes", None)
         return probes is not None and (request_id in probes._due or request_id in probes._live_of)
 
     def _phase(self, request) -> str:
@@ -168,7 +168,7 @@ def left_behind(scheduler) -> dict:
         "blocks_left": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         # Of an encoder-decoder model there is no such list.
         "encoded_left": len(getattr(scheduler.encoder_cache_manager, "request_cached_ids", ())),
-        **(_of_product(scheduler) if hasattr(scheduler, "phase_router") else {}),
+        **(_of_product(scheduler) if hasattr(scheduler, "phase_tracker") else {}),
     }
 
 
@@ -185,15 +185,15 @@ def _of_product(scheduler) -> dict:
     pool = scheduler.kv_cache_manager.block_pool
     is_tiered = isinstance(pool.free_block_queue, TieredFreeQueue)
     return {
-        "routed_left": len(scheduler.phase_router),
-        **(_of_exits(scheduler.exits) if scheduler.exits else {}),
+        "routed_left": len(scheduler.phase_tracker),
+        **(_of_exits(scheduler.early_exit) if scheduler.early_exit else {}),
         **({"kv_faults": find_faults(pool)} if is_tiered else {}),
     }
 
 
 def _of_exits(exits) -> dict:
     return {
-        "watched_left": exits.num_watched + len(exits.closings),
+        "watched_left": exits.num_watched + len(exits.forced_closes),
         "probes_left": len(exits.probes or ()),
         # What waits to be told with a step that never comes.
         "told_left": len(exits.drain_outcomes()),

@@ -63,9 +63,9 @@ def is_empty(driver):
     pool = scheduler.kv_cache_manager.block_pool
     return (
         not scheduler.requests
-        and not scheduler.exits.num_watched
-        and not len(scheduler.exits.probes or ())
-        and not len(scheduler.exits.closings)
+        and not scheduler.early_exit.num_watched
+        and not len(scheduler.early_exit.probes or ())
+        and not len(scheduler.early_exit.forced_closes)
         and not scheduler.phase_counters.totals.get("fallback:exception")
         and pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
     )

@@ -196,8 +196,8 @@ class Driver:
         scheduler.kv_event_publisher = driver = cls(
             scheduler, is_async, int(is_async), hash_block_size
         )
-        if hasattr(scheduler, "steering"):
-            scheduler.steering.clock = lambda: driver.now_s
+        if hasattr(scheduler, "step_limiter"):
+            scheduler.step_limiter.clock = lambda: driver.now_s
         return driver
 
     def add(

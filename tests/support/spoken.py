@@ -1,9 +1,9 @@
-"""A phase router with an engine around it that accepts whatever is said."""
+"""A phase tracker with an engine around it that accepts whatever is said."""
 
-from meridian_patch.phase.tracker import PhaseRouter
+from meridian_patch.phase.tracker import PhaseTracker
 
 
-class SpokenRouter(PhaseRouter):
+class SpokenTracker(PhaseTracker):
     """Keeps the known tokens of its requests itself."""
 
     def add(self, request_id, known):

@@ -46,8 +46,8 @@ def turn(driver, job):
 
 def step_until(driver, request_id, phase, tokens=1):
     """Step until the request has so many tokens in a phase."""
-    router = driver.scheduler.phase_router
-    while (state := router.get(request_id)).phase is not phase or state.tokens_in_phase < tokens:
+    tracker = driver.scheduler.phase_tracker
+    while (state := tracker.get(request_id)).phase is not phase or state.tokens_in_phase < tokens:
         driver.step()
 
 

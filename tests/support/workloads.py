@@ -81,6 +81,6 @@ def preempted_phases(run: dict) -> list[str]:
 
 
 def phases_after_prefill(run: dict, name: str) -> list[str]:
-    """The phases the router put a request in; prefill is seen only if it took several steps."""
+    """The phases the tracker put a request in; prefill is seen only if it took several steps."""
     phases = run["routed"][name]
     return phases[1:] if phases[0] == "prefill" else phases

@@ -1,4 +1,4 @@
-"""Forecasts of lengths and of the pool's peak."""
+"""KVDemand of lengths and of the pool's peak."""
 
 import numpy as np
 from hypothesis import given

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench.simulated import conversations as turns
 from meridian_patch.bench.simulated.conversation_arms import ARM_WORDS, turns_arm
 from meridian_patch.bench.simulated.conversation_figures import (
     SATURATED,
@@ -16,6 +15,8 @@ from meridian_patch.bench.simulated.conversation_figures import (
 )
 from meridian_patch.bench.simulated.conversation_run import TurnsRun
 from meridian_patch.bench.simulated.conversations import (
+    CONTEXT_TOKENS,
+    SYSTEM_PROMPTS,
     History,
     TurnsLoad,
     build_output,
@@ -65,11 +66,11 @@ def test_shape():
     conversations = draw(conversations=200)
     turn_counts = {c.exchanges[-1].turn + 1 for c in conversations}
     assert turn_counts == set(range(2, 9))
-    assert len({tuple(c.system) for c in conversations}) == turns.SYSTEM_PROMPTS
+    assert len({tuple(c.system) for c in conversations}) == SYSTEM_PROMPTS
     for conversation in conversations:
         longest = prompts(conversation, History.KEPT)[-1]
         output, _ = build_output(conversation.exchanges[-1], History.KEPT, MARKERS)
-        assert len(longest) + len(output) <= turns.CONTEXT_TOKENS
+        assert len(longest) + len(output) <= CONTEXT_TOKENS
     assert conversations[0].exchanges[0].pause_s == 0
     assert all(e.pause_s > 0 for c in conversations for e in c.exchanges[1:])
 

@@ -128,14 +128,14 @@ def test_rpdi_needs_measured_thoughts(tmp_path):
 def test_a_model_that_cannot_be_measured_is_refused(tmp_path, kind, what):
     """NaN logits, or a runner that the tap does not fit: no threshold would ever be reached."""
 
-    class Unmeasured(ToyEngine):
+    class UnsampledThoughts(ToyEngine):
         def run(self, asks):
             for key, reply in super().run(asks):
                 measured = reply.entropies and [float("nan")] * len(reply.entropies)
                 yield key, Reply(reply.ids, measured)
 
     with pytest.raises(CalibrationError, match=what):
-        observe(tmp_path / "j", Unmeasured(), thresholds={kind: kind.thresholds})
+        observe(tmp_path / "j", UnsampledThoughts(), thresholds={kind: kind.thresholds})
 
 
 def test_an_all_wrong_model_is_refused_before_anything_is_probed(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.replay import cpu_affinity as cores
+from meridian_patch.replay import cpu_affinity
 
 SLEEP = "import threading, time; [threading.Thread(target=time.sleep, args=(60,)).start()]"
 UP = "print('up', flush=True); time.sleep(60)"
@@ -44,7 +44,7 @@ def engine():
 
 @pytest.fixture
 def environment(engine):
-    return {cores.VARIABLE: str(engine)}
+    return {cpu_affinity.VARIABLE: str(engine)}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_engines_thread_has_its_core(group, engine, environment):
     """Not so its other threads, which talk to the API server, nor the API server."""
     server, core = group(), group(NAMED)
     mine = os.sched_getaffinity(0)
-    cores.separate(server.pid, environment)
+    cpu_affinity.separate(server.pid, environment)
     assert threads(server) == (mine - {engine}, mine - {engine})
     assert threads(core) == ({engine}, mine - {engine})
     assert os.sched_getaffinity(0) == mine
@@ -75,16 +75,18 @@ def test_the_engines_thread_has_its_core(group, engine, environment):
 def test_a_worker_that_vllm_has_bound_is_the_engine(group, engine, environment):
     """As with a worker process of its own: EngineCore leaves that core too."""
     server, core, worker = group(), group(NAMED), group(BOUND)
-    cores.separate(server.pid, environment)
+    cpu_affinity.separate(server.pid, environment)
     others = os.sched_getaffinity(0) - {engine}
     assert threads(server) == threads(core) == (others, others)
     assert threads(worker) == ({engine}, {engine})
 
 
-@pytest.mark.parametrize("environment", [{}, {cores.VARIABLE: "nobind"}, {cores.VARIABLE: "0-1"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {cpu_affinity.VARIABLE: "nobind"}, {cpu_affinity.VARIABLE: "0-1"}]
+)
 def test_nothing_happens_where_the_engine_has_no_core(group, environment):
     server = group(NAMED)
-    cores.separate(server.pid, environment)
+    cpu_affinity.separate(server.pid, environment)
     assert set(map(frozenset, threads(server))) == {frozenset(os.sched_getaffinity(0))}
 
 
@@ -92,4 +94,4 @@ def test_a_group_that_is_gone_is_no_error(group, environment):
     server = group()
     server.kill()
     server.wait()
-    cores.separate(server.pid, environment)
+    cpu_affinity.separate(server.pid, environment)

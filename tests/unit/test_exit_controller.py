@@ -11,7 +11,7 @@ from meridian_patch.exit.follow import follow
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.tracker import PhaseRouter
+from meridian_patch.phase.tracker import PhaseTracker
 
 END_PROBABILITY = {"end_probability": True, "end_probability_patience": 1}
 CALM, SURE = row(), row(end_prob=0.9)
@@ -220,18 +220,18 @@ def test_eat_waits_for_the_floor():
 def test_router_and_controller_together():
     """Prompt, spec-decoded boundary with answer tokens, and a second thought."""
     start, end = 101, 102
-    router = PhaseRouter(Boundaries("test", ((start,),), ((end,),), (end,)))
+    tracker = PhaseTracker(Boundaries("test", ((start,),), ((end,),), (end,)))
     known = [7, start]
-    router.add("r", known)
+    tracker.add("r", known)
     controller = ExitController(config_of(max_think_tokens=8), BREAKS)
 
     def step(*tokens):
         seen = len(known)
-        router.runs("r")
-        router.expects([tokens], {"r": 0})
+        tracker.runs("r")
+        tracker.expects([tokens], {"r": 0})
         known.extend(tokens)
-        router.observe("r", seen)
-        return follow(controller, router.get("r"), seen, rows_of([1.0] * len(tokens)))
+        tracker.observe("r", seen)
+        return follow(controller, tracker.get("r"), seen, rows_of([1.0] * len(tokens)))
 
     assert step(*[PLAIN] * 6) is None
     assert step(PLAIN, PLAIN, end, PLAIN) is None
@@ -241,7 +241,7 @@ def test_router_and_controller_together():
     assert step(*[PLAIN] * 6).close.close_at == 8
     assert step(end, start, *[PLAIN] * 8).close.close_at == 8
     assert controller.is_thinking
-    router.remove("r")
+    tracker.remove("r")
 
 
 @pytest.mark.parametrize(

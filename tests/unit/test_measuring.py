@@ -6,14 +6,14 @@ import torch
 
 from meridian_patch.engine.early_exit.signals import MeasurePlan
 from meridian_patch.engine.worker.logits_measurement import Meter, Spans
-from meridian_patch.engine.worker.row_signals_cpu import row_signals_on_host
+from meridian_patch.engine.worker.row_signals_cpu import row_signals_cpu
 from meridian_patch.kernels.row_signals import row_signals_ref, usable_backend
 
 INF = float("inf")
 
 
 def on_host(logits, rows, boundary_id):
-    return row_signals_on_host(logits, np.array(rows), boundary_id, logits.shape[1])
+    return row_signals_cpu(logits, np.array(rows), boundary_id, logits.shape[1])
 
 
 def test_spans_keep_the_order_of_the_batch():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meridian_patch.engine.scheduler import running_order as ordering
+from meridian_patch.engine.scheduler import running_order
 from meridian_patch.engine.scheduler.running_order import RankError, RunningOrder
 from meridian_patch.phase.tracker import Phase, RequestPhase
 from meridian_patch.policy.running_order import LatencyPolicy
@@ -83,7 +83,7 @@ def test_a_step_in_which_nothing_happens_ranks_a_few_whatever_runs(order, policy
         for one in running:
             one.num_computed_tokens += 1
         assert arrange(order, running) is running
-    assert policy.rankings == 10 * ordering.AUDITED_PER_STEP
+    assert policy.rankings == 10 * running_order.AUDITED_PER_STEP
 
 
 def test_equal_ranks_stand_as_they_were_admitted(order, phases):
@@ -127,7 +127,7 @@ def test_what_the_tier_gives_up_is_seen_within_a_round(policy, phases):
     running = arrange(order, [request(name, 100 - n) for n, name in enumerate(kept)])
     assert names(running) == "abcdefgh"
     kept["f"] = 0
-    for _ in range(len(kept) // ordering.AUDITED_PER_STEP):
+    for _ in range(len(kept) // running_order.AUDITED_PER_STEP):
         for one in running:
             one.num_computed_tokens += 1
         running = arrange(order, running)
@@ -136,7 +136,7 @@ def test_what_the_tier_gives_up_is_seen_within_a_round(policy, phases):
 
 def test_prefill_that_ends_is_seen_without_a_word(order, monkeypatch):
     """It is looked at in every step."""
-    monkeypatch.setattr(ordering, "AUDITED_PER_STEP", 0)
+    monkeypatch.setattr(running_order, "AUDITED_PER_STEP", 0)
     running = arrange(order, [request("a", prefilling=True), request("b")])
     assert names(running) == "ba"
     running[1].is_prefill_chunk = False
@@ -168,7 +168,7 @@ def test_ranking_stops_at_its_time_budget_and_goes_on_in_the_next_step(order, ph
     """What was ranked in time is not ranked again."""
     phases["a"] = Phase.THINK
     clock = iter([0, 0, 10**6])
-    monkeypatch.setattr(ordering.time, "perf_counter", lambda: next(clock, 0))
+    monkeypatch.setattr(running_order.time, "perf_counter", lambda: next(clock, 0))
     running = [request("a"), request("b")]
     assert order.arrange(running) == (running, False)
     assert names(arrange(order, running)) == "ba"

@@ -6,15 +6,17 @@ import pytest
 from rooflines import random_shape, roofline, trained
 
 from meridian_patch.config.schema import PolicyConfig
-from meridian_patch.policy.prefill_budget import CutSettings, StepCut
+from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 FULL = 8192
 SHAPE = StepShape(0, 30, 50_000)
 
 
-def cut(model: StepTimeModel | None = None, **config) -> StepCut:
-    return StepCut(CutSettings.of(PolicyConfig(**config), FULL), model or StepTimeModel())
+def cut(model: StepTimeModel | None = None, **config) -> PrefillBudget:
+    return PrefillBudget(
+        PrefillBudgetSettings.of(PolicyConfig(**config), FULL), model or StepTimeModel()
+    )
 
 
 def prefilling(tokens: int) -> StepShape:

@@ -1,7 +1,7 @@
 """Where the first thought of a request stands."""
 
 import pytest
-from spoken import SpokenRouter
+from spoken import SpokenTracker
 
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.thoughts import MAX_SHORT_TOKENS, find_first_thought, holds_any
@@ -85,11 +85,11 @@ def test_holds_any():
 
 
 def routed(boundaries, prompt, *steps):
-    router = SpokenRouter(boundaries)
-    router.add("r", prompt)
+    tracker = SpokenTracker(boundaries)
+    tracker.add("r", prompt)
     for step in steps:
-        router.say("r", step)
-    return router.get("r")
+        tracker.say("r", step)
+    return tracker.get("r")
 
 
 def first_thought(*args):

@@ -25,7 +25,7 @@ class ExitWatch:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        exits = getattr(scheduler, "exits", None)
+        exits = getattr(scheduler, "early_exit", None)
         if exits is None:
             raise BenchError(
                 f"{type(scheduler).__name__} ends no thoughts, expected the patched scheduler and "
@@ -38,8 +38,8 @@ class ExitWatch:
         self._forced: dict[str, list[int]] = {}
         self._wrap(scheduler, "schedule", self._scheduled)
         self._wrap(scheduler, "update_from_output", self._updated)
-        self._add_rows = exits.closings.add_rows
-        exits.closings.add_rows = self._mask
+        self._add_rows = exits.forced_closes.add_rows
+        exits.forced_closes.add_rows = self._mask
 
     def take_forced(self, key: str) -> list[int]:
         """Output indices of a finished request whose tokens were forced."""

@@ -54,18 +54,18 @@ class DeepQueue:
             (scheduler, "_is_quiet", "look whether to plan"),
             (scheduler, "_track", "follow a new request"),
             (scheduler, "_observe", "take tokens in"),
-            (scheduler.steering, "arrived", "place an arrival"),
-            (scheduler.steering, "scheduled", "note a step"),
-            (scheduler.steering, "ended", "learn from a step"),
-            (scheduler.steering, "left", "forget a request"),
-            (scheduler.steering, "preempted", "note a preemption"),
+            (scheduler.step_limiter, "arrived", "place an arrival"),
+            (scheduler.step_limiter, "scheduled", "note a step"),
+            (scheduler.step_limiter, "ended", "learn from a step"),
+            (scheduler.step_limiter, "left", "forget a request"),
+            (scheduler.step_limiter, "preempted", "note a preemption"),
         ):
             self._time(owner, name, shown)
 
     @property
     def num_displaced(self) -> int:
         """Requests that stand behind newcomers now."""
-        return len(self._engine.scheduler.steering.waiting_order._displaced)
+        return len(self._engine.scheduler.step_limiter.waiting_order._displaced)
 
     @property
     def num_waiting(self) -> int:
@@ -88,7 +88,7 @@ class DeepQueue:
         for request in scheduler.running[-count:]:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, 0.0, drop_stale_output=True)
-            scheduler.steering.waiting_order.put_behind(request, scheduler.waiting)
+            scheduler.step_limiter.waiting_order.put_behind(request, scheduler.waiting)
 
     def forget(self) -> None:
         """Drop what was measured so far."""

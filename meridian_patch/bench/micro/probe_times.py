@@ -66,7 +66,7 @@ class ProbeMicro:
             self._step()
         for _ in range(rounds):
             plain = self._step()
-            scheduler.exits.probes.ask(thinker, Probe(1, 1), thinker.num_tokens - 1)
+            scheduler.early_exit.probes.ask(thinker, Probe(1, 1), thinker.num_tokens - 1)
             yield plain, self._step()
         scheduler.finish_requests(thinker.request_id, RequestStatus.FINISHED_ABORTED)
         self._step()

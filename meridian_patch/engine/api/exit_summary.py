@@ -27,7 +27,7 @@ from meridian_patch.config.request_fields import (
     read_fields,
 )
 from meridian_patch.errors import ConfigError
-from meridian_patch.exit.actions import Told
+from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.summary import Summary, summarize
 from meridian_patch.patching.candidate import MARK
 
@@ -67,7 +67,7 @@ def check_fields(extra_args: Mapping[str, Any] | None) -> None:
         raise RequestRefused(str(error)) from error
 
 
-def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, Told]) -> None:
+def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, ExitReport]) -> None:
     """Send how requests' thoughts ended to their callers.
 
     To be called in every step that brings something new, not only in the last: a request that ends

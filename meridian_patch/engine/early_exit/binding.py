@@ -10,7 +10,7 @@ from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.engine import status
 from meridian_patch.engine.early_exit.close_checks import CloseChecks
 from meridian_patch.engine.early_exit.engine_lag import lag_of
-from meridian_patch.engine.early_exit.forced_close import Closings
+from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.manager import Exits
 from meridian_patch.engine.early_exit.obstacles import BY_SIGNALS, against_probes, against_signals
 from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
@@ -20,17 +20,17 @@ from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.exit.text_breaks import Breaks, find_breaks
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.tracker import PhaseRouter
+from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.telemetry.counters import PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
 
 
-def bind_exits(
+def build_early_exit(
     scheduler: Any,
     whole_config: Config,
     boundaries: Boundaries | None,
-    router: PhaseRouter,
+    tracker: PhaseTracker,
     phase_counters: PhaseCounters,
 ) -> Exits | None:
     """Early exit of a scheduler that is being built; None where nothing thinks.
@@ -55,7 +55,7 @@ def bind_exits(
             status.publish(exit_signals=f"none: {blind.why}")
         if unprobed is not None and config.eat:
             tell_not_probed(unprobed.why)
-    closings = Closings(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
+    closings = ForcedCloses(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
     checks = CloseChecks(scheduler, closings.sequence)
     if checks.has_processors and config.mode == "enforce":
         logger.warning(
@@ -66,7 +66,7 @@ def bind_exits(
         config,
         boundaries,
         load_breaks(model_config),
-        router,
+        tracker,
         closings,
         checks,
         None if Reason.EAT in unable else _probes(scheduler, boundaries, config),

@@ -37,7 +37,7 @@ class _Closing:
     has_drafts: bool = False
 
 
-class Closings:
+class ForcedCloses:
     """The requests whose thoughts are being closed.
 
     1. No token is forced while an earlier one is not known yet: it might be the boundary itself.

@@ -1,6 +1,6 @@
 """Carries out what the exit controllers decide: measures, probes, closes, and reports.
 
-Runs in the EngineCore process, behind the phase router.
+Runs in the EngineCore process, behind the phase tracker.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,14 +12,14 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
-from meridian_patch.engine.early_exit.forced_close import Closings
+from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.early_exit.step_signals import Kept, StepSignals, rows_of
 from meridian_patch.engine.early_exit.trace import ExitTrace
-from meridian_patch.engine.early_exit.unsampled import Unmeasured
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Told
+from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, ExitReport, Obstacles, Outcome
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.follow import follow
 from meridian_patch.exit.obstacles import Obstacle
@@ -28,7 +28,7 @@ from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.exit.wishes import apply_wishes
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT
-from meridian_patch.phase.tracker import Phase, PhaseRouter, RequestPhase
+from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -84,8 +84,8 @@ class Exits:
         config: ExitConfig,
         boundaries: Boundaries,
         breaks: Breaks,
-        router: PhaseRouter,
-        closings: Closings,
+        tracker: PhaseTracker,
+        closings: ForcedCloses,
         checks: CloseChecks,
         probes: Probes | None,
         phase_counters: PhaseCounters,
@@ -94,24 +94,24 @@ class Exits:
         *,
         is_blind: bool = False,
     ) -> None:
-        self.closings = closings
+        self.forced_closes = closings
         self.probes = probes
         self._checks = checks
         closings.accepts, closings.gave_up = checks.accepts, self._refused
         self._unable = unable
         # What is new since the last ``drain_outcomes``.
-        self._outcomes: dict[str, Told] = {}
+        self._outcomes: dict[str, ExitReport] = {}
         self._config = config
         self._boundary_id = boundaries.end[0][0]
         self._longest_marker = max(map(len, (*boundaries.start, *boundaries.end)))
         self._breaks = breaks
-        self._router = router
+        self._tracker = tracker
         self._counters = phase_counters
         self._trace = trace
         self._watched: dict[str, _Watched] = {}
         # Those that wait for their first step, and perhaps are not followed then.
         self._undecided: dict[str, tuple[Any, RequestPhase]] = {}
-        self._unmeasured = Unmeasured()
+        self._unsampled = UnsampledThoughts()
         # Those that are followed and do not answer.
         self._measured: dict[str, None] = {}
         self._signals = StepSignals()
@@ -129,7 +129,7 @@ class Exits:
     @property
     def num_watched(self) -> int:
         """Requests that are followed."""
-        return len(self._watched) + len(self._undecided) + len(self._unmeasured)
+        return len(self._watched) + len(self._undecided) + len(self._unsampled)
 
     @property
     def is_idle(self) -> bool:
@@ -142,7 +142,7 @@ class Exits:
         return len(self.probes.live) if self.probes is not None else 0
 
     def added(self, request: Any) -> None:
-        """A request came in, or went on as another; the router knows it.
+        """A request came in, or went on as another; the tracker knows it.
 
         Raises:
             ConfigError: it asks for something that does not exist; it is followed as configured.
@@ -152,7 +152,7 @@ class Exits:
         # A session's turn may have ended in the step that is being taken in; its caller is told.
         if not request.resumable:
             self._outcomes.pop(name, None)
-        state, sampling = self._router.get(name), request.sampling_params
+        state, sampling = self._tracker.get(name), request.sampling_params
         if state is None or sampling is None:
             return
         try:
@@ -165,7 +165,7 @@ class Exits:
         """A request is gone; its last tokens are taken in."""
         name = request.request_id
         self._undecided.pop(name, None)
-        self._unmeasured.remove(name)
+        self._unsampled.remove(name)
         watched = self._watched.get(name)
         if watched is None:
             return
@@ -192,7 +192,7 @@ class Exits:
             may_probe: whether probes may be part of it.
             token_budget: of the step, where it is lower than the engine's.
         """
-        self._is_closed_to_newcomers = self.closings.arrange(current_step)
+        self._is_closed_to_newcomers = self.forced_closes.arrange(current_step)
         if self.probes is not None:
             self.probes.share_seats(is_kept=self._keeps_seats)
             if may_probe:
@@ -239,9 +239,9 @@ class Exits:
             # Another thought of a request that answered: what it said between is nobody's concern.
             watched.seen = watched.state.tokens_before
             self._measured[name] = None
-        told = self._unmeasured.ended(name)
+        told = self._unsampled.ended(name)
         if told is not None:
-            self._outcomes[name] = Told(*told)
+            self._outcomes[name] = ExitReport(*told)
             self._count(told[0])
 
     def returned(self, model_output: Any) -> None:
@@ -249,7 +249,7 @@ class Exits:
         self._signals.arrived(getattr(model_output, SIGNALS_FIELD, None))
 
     def took_in(self, scheduled: Mapping[str, int]) -> None:
-        """The tokens of the requests of a step were taken in, by the router too.
+        """The tokens of the requests of a step were taken in, by the tracker too.
 
         Args:
             scheduled: the step's tokens by request.
@@ -319,7 +319,7 @@ class Exits:
         ended, self._ended = self._ended, set()
         return ended
 
-    def drain_outcomes(self) -> dict[str, Told]:
+    def drain_outcomes(self) -> dict[str, ExitReport]:
         """By request, what its caller is to be told that is new."""
         outcomes = self._outcomes
         if outcomes:
@@ -366,7 +366,7 @@ class Exits:
             if len(self._measured) < self._config.observed_at_a_time:
                 self._measure(request, state, self._config)
             else:
-                self._unmeasured.add(name, state, budget_tokens(request))
+                self._unsampled.add(name, state, budget_tokens(request))
 
     def _tell_kept(self, watched: _Watched) -> None:
         if watched.kept:
@@ -383,7 +383,7 @@ class Exits:
         if not num_new:
             return
         watched.seen += num_new
-        if self.closings.has_begun(watched.request.request_id):
+        if self.forced_closes.has_begun(watched.request.request_id):
             watched.controller.closing()
         rows = self._signals.rows(watched.request.request_id, num_new)
         before = watched.controller.outcome
@@ -413,7 +413,7 @@ class Exits:
     def _act(self, watched: _Watched, action: Action | None) -> None:
         self._do(watched, action)
         watched.quiet_until = watched.lines_from = watched.paragraphs_from = 0
-        if watched.due is None and watched.request.request_id not in self.closings:
+        if watched.due is None and watched.request.request_id not in self.forced_closes:
             seen, controller = watched.seen, watched.controller
             watched.quiet_until = seen + controller.quiet_tokens
             watched.lines_from = seen + controller.quiet_lines_tokens
@@ -433,9 +433,9 @@ class Exits:
             return
         reason, watched.due = watched.due.reason, None
         # vLLM closes at its own budget itself.
-        if reason is Reason.BUDGET or name in self.closings or not self._may_close(watched):
+        if reason is Reason.BUDGET or name in self.forced_closes or not self._may_close(watched):
             return
-        self.closings.begin(watched.request)
+        self.forced_closes.begin(watched.request)
         if self.probes is not None:
             self.probes.cancel(name)
 
@@ -480,12 +480,12 @@ class Exits:
         """Tell its caller what is new; tokens of the request are in the step that is taken in."""
         if not watched.is_told:
             watched.is_told = True
-            self._outcomes[watched.request.request_id] = Told(
+            self._outcomes[watched.request.request_id] = ExitReport(
                 watched.controller.outcome, watched.think_tokens, watched.not_enforced
             )
 
     def _end_thought(self, name: str) -> None:
-        self.closings.end(name)
+        self.forced_closes.end(name)
         if self.probes is not None:
             self.probes.cancel(name)
 

@@ -4,13 +4,13 @@ from typing import Any
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.api.exit_summary import attach_all
-from meridian_patch.exit.actions import Told
+from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.exit.wishes import apply_wishes
 
 
-class Unthinking:
+class UnavailableEarlyExit:
     """Tells each of them once, with its first tokens, that nothing can be closed.
 
     Args:
@@ -22,7 +22,7 @@ class Unthinking:
         self._config = config
         self._obstacle = obstacle
         # What is to be told, by request.
-        self._news: dict[str, Told] = {}
+        self._news: dict[str, ExitReport] = {}
         # Those of them that are gone; their last outputs may be in the step that is taken in.
         self._gone: set[str] = set()
 
@@ -40,7 +40,9 @@ class Unthinking:
             asked = [each for each in Reason if getattr(config, each, False)]
             if config.max_think_tokens is not None:
                 asked.append(Reason.HARD_CAP)
-            self._news[request.request_id] = Told(None, 0, dict.fromkeys(asked, self._obstacle))
+            self._news[request.request_id] = ExitReport(
+                None, 0, dict.fromkeys(asked, self._obstacle)
+            )
 
     def freed(self, request: Any) -> None:
         """A request is gone."""

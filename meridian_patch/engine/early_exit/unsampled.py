@@ -1,4 +1,4 @@
-"""Thoughts that are not measured: of these only the ends are known, from the phase router."""
+"""Thoughts that are not measured: of these only the ends are known, from the phase tracker."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class _Thinker:
     told_tokens: int = 0
 
 
-class Unmeasured:
+class UnsampledThoughts:
     """The requests whose thoughts are not measured; a step costs nothing but for ends."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Unmeasured:
 
         Args:
             request_id: a name of its own.
-            state: its phase, as the router keeps it.
+            state: its phase, as the tracker keeps it.
             budget_tokens: vLLM's ``thinking_token_budget``; None: none.
         """
         self._thinkers[request_id] = _Thinker(state, budget_tokens)

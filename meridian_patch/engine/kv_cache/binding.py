@@ -7,24 +7,24 @@ from vllm.logger import init_logger
 from meridian_patch.config.family import History
 from meridian_patch.config.schema import Config
 from meridian_patch.engine.kv_cache.manager import PhaseKVCaching
-from meridian_patch.engine.kv_cache.tiers import KVPhases
+from meridian_patch.engine.kv_cache.tiers import KVTiers
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.tracker import PhaseRouter
+from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.policy.retention import choose_history
 from meridian_patch.telemetry.counters import PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
 
 
-def bind_kv_phases(
+def build_kv_tiers(
     manager: Any,
     config: Config,
     boundaries: Boundaries | None,
-    router: PhaseRouter,
+    tracker: PhaseTracker,
     guard: StepGuard,
     phase_counters: PhaseCounters,
-) -> KVPhases | None:
+) -> KVTiers | None:
     """The scheduler's side of the KV tiers; None when the cache has none."""
     if not isinstance(manager, PhaseKVCaching):
         logger.warning(
@@ -38,9 +38,9 @@ def bind_kv_phases(
             "block can be hit. Leave out --no-enable-prefix-caching to have them"
         )
         return None
-    return KVPhases(
+    return KVTiers(
         manager,
-        router,
+        tracker,
         _history_rule(config, boundaries),
         boundaries.tool_call if boundaries else (),
         guard,

@@ -12,7 +12,7 @@ from meridian_patch.engine.kv_cache.shared_blocks import count_shared
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.phase.boundaries import TokenIds
 from meridian_patch.phase.thoughts import holds_any
-from meridian_patch.phase.tracker import Phase, PhaseRouter, RequestPhase
+from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
 from meridian_patch.policy.retention import (
     Retention,
     Tier,
@@ -26,12 +26,12 @@ from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 logger = init_logger("vllm.meridian_patch")
 
 
-class KVPhases:
+class KVTiers:
     """The scheduler's side of the KV tiers.
 
     Args:
         manager: the phase-aware cache manager; this binds itself to it.
-        router: phases of all requests.
+        tracker: phases of all requests.
         history: rule to go by; ``keep`` makes every decision stock's.
         tool_call: token sequences of which any one opens a tool call.
         check_interval_s: least time between two integrity checks.
@@ -40,7 +40,7 @@ class KVPhases:
     def __init__(
         self,
         manager: PhaseKVCaching,
-        router: PhaseRouter,
+        tracker: PhaseTracker,
         history: History,
         tool_call: tuple[TokenIds, ...],
         guard: StepGuard,
@@ -49,7 +49,7 @@ class KVPhases:
     ) -> None:
         self.history = history
         self._manager = manager
-        self._router = router
+        self._tracker = tracker
         self._tool_call = tool_call
         self._longest_tool_call = max(map(len, tool_call), default=0)
         self._guard = guard
@@ -63,7 +63,7 @@ class KVPhases:
     def finished(self, request: Any) -> None:
         """A request is done; its blocks are freed now or, by a connector, later."""
         with self._guard.protect("KV retention", request.request_id):
-            state = self._router.get(request.request_id)
+            state = self._tracker.get(request.request_id)
             if state is not None:
                 has_tool_call = self._has_tool_call(request, state)
                 retention = retain_finished(state, self.history, has_tool_call=has_tool_call)
@@ -78,7 +78,7 @@ class KVPhases:
     def begin_preemption(self, request: Any) -> None:
         """The blocks of a request that is being preempted are about to be freed."""
         with self._guard.protect("KV retention", request.request_id):
-            state = self._router.get(request.request_id)
+            state = self._tracker.get(request.request_id)
             if state is not None:
                 retention = retain_preempted(state, self.history)
                 self._manager.begin_free(request.request_id, retention)
@@ -89,7 +89,7 @@ class KVPhases:
 
     def skipped(self, request_id: str) -> Retention | None:
         """See ``Phases``."""
-        state = self._router.get(request_id)
+        state = self._tracker.get(request_id)
         return None if state is None else retain_skipped(state, self.history)
 
     def admitted(self, request: Any, num_hit_tokens: int) -> None:
@@ -101,7 +101,7 @@ class KVPhases:
             manager = self._manager.coordinator.single_type_managers[0]
             blocks = manager.req_to_blocks[request.request_id]
             in_use = min(count_shared(blocks) * manager.block_size, num_hit_tokens)
-            state = self._router.get(request.request_id)
+            state = self._tracker.get(request.request_id)
             first_thought = state.first_thought if state else None
             kept, tier = num_hit_tokens, Tier.OUTPUT_CRITICAL
             if first_thought is not None and first_thought < num_hit_tokens:

@@ -10,17 +10,17 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission_checks import (
-    ComingStep,
+    NextStep,
     freed_blocks,
     needed_blocks,
     next_in_line,
     num_seated,
     taken_blocks,
 )
-from meridian_patch.engine.scheduler.kv_demand import Forecasts
+from meridian_patch.engine.scheduler.kv_demand import KVDemand
 from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
-from meridian_patch.phase.tracker import Phase, PhaseRouter
+from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.admission import count_admissible
 from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 
@@ -30,8 +30,8 @@ _REFRESH_STEPS = 8
 _MOST_AGED = 8
 
 
-class Room:
-    """Room in the KV pool: gives it to newcomers and takes it from requests that thought for long.
+class Admission:
+    """Room in the KV pool: for newcomers, taken from requests that thought for long.
 
     Args:
         waiting_order: of the scheduler's queue.
@@ -45,20 +45,20 @@ class Room:
 
     def __init__(
         self,
-        forecasts: Forecasts,
+        kv_demand: KVDemand,
         waiting_order: WaitingOrder,
         sharing: TimeSharing | None,
-        router: PhaseRouter,
+        tracker: PhaseTracker,
         pool_tokens: float,
         aging_s: float,
         *,
         is_forecasting: bool,
         kept_tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self._forecasts = forecasts
+        self._kv_demand = kv_demand
         self._waiting_order = waiting_order
         self._sharing = sharing
-        self._router = router
+        self._tracker = tracker
         self._pool_tokens = pool_tokens
         self._aging_s = aging_s
         self._is_forecasting = is_forecasting
@@ -105,7 +105,7 @@ class Room:
             [request for request in aged if request in self._away], scheduler.waiting
         )
 
-    def max_active(self, scheduler: Any, now_s: float, step: ComingStep) -> int | None:
+    def max_active(self, scheduler: Any, now_s: float, step: NextStep) -> int | None:
         """How many requests may run after the next step, probes not counted; None: as in stock.
 
         May displace running requests.
@@ -141,7 +141,7 @@ class Room:
         return self._max_active
 
     def _count_admissible(self, scheduler: Any, running: list[Any]) -> int:
-        waiting = self._forecasts.of(first(scheduler.waiting, _MOST_ADMITTED))
+        waiting = self._kv_demand.of(first(scheduler.waiting, _MOST_ADMITTED))
         pool_tokens, holding = self._pool_tokens, []
         for request in scheduler.kv_holding_waiting:
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -149,9 +149,9 @@ class Room:
                 pool_tokens -= request.num_computed_tokens
             else:
                 holding.append(request)
-        return count_admissible(self._forecasts.of([*running, *holding]), waiting, pool_tokens)
+        return count_admissible(self._kv_demand.of([*running, *holding]), waiting, pool_tokens)
 
-    def _has_room(self, scheduler: Any, now_s: float, step: ComingStep) -> bool:
+    def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
         """The next in line fits in with what the running requests take, or is given room."""
         newcomer = next_in_line(scheduler, step)
         if newcomer is None:
@@ -192,7 +192,7 @@ class Room:
         return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
 
     def _displace(
-        self, scheduler: Any, newcomer: Any, missing: int, now_s: float, step: ComingStep
+        self, scheduler: Any, newcomer: Any, missing: int, now_s: float, step: NextStep
     ) -> bool:
         """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
 
@@ -269,7 +269,7 @@ class Room:
     def _thinkers(self, scheduler: Any, newcomer: Any) -> Iterator[Thinker]:
         kept = self._kept_tokens
         for request in scheduler.running:
-            state = self._router.get(request.request_id)
+            state = self._tracker.get(request.request_id)
             if (
                 state is not None
                 and state.phase is Phase.THINK

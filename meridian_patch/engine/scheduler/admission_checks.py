@@ -22,7 +22,7 @@ from meridian_patch.engine.scheduler.waiting_order import first
 _MOST_LOOKED_AT = 16
 
 
-class ComingStep(NamedTuple):
+class NextStep(NamedTuple):
     """What is known of a step before it is scheduled.
 
     Attributes:
@@ -38,7 +38,7 @@ class ComingStep(NamedTuple):
 
 
 def next_in_line(
-    scheduler: Any, step: ComingStep | None = None, without: Collection[str] = ()
+    scheduler: Any, step: NextStep | None = None, without: Collection[str] = ()
 ) -> Any | None:
     """The first waiting request that lacks nothing, or nothing but blocks.
 
@@ -66,7 +66,7 @@ def next_in_line(
     is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
     if scheduler._pause_state != PauseState.UNPAUSED or is_full:
         return None
-    step = step or ComingStep()
+    step = step or NextStep()
     left = _prefill_tokens(scheduler, step) - sum(_chunks(scheduler).values())
     if left <= 0 or any(
         _is_ready(scheduler, one) for one in first(scheduler.kv_holding_waiting, _MOST_LOOKED_AT)
@@ -118,7 +118,7 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     return int(whole + watermark - held)
 
 
-def taken_blocks(scheduler: Any, step: ComingStep) -> dict[str, int]:
+def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
     """Free KV blocks that each running request takes in a step, at most; without those taking none.
 
     Load-bearing: running requests get their blocks before a waiting request is looked at, and none
@@ -210,7 +210,7 @@ def _gated_tokens(scheduler: Any, request: Any) -> int:
     return int(min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
 
 
-def _prefill_tokens(scheduler: Any, step: ComingStep) -> int:
+def _prefill_tokens(scheduler: Any, step: NextStep) -> int:
     """Tokens of a step that requests which decode leave."""
     budget, decodes = scheduler.max_num_scheduled_tokens, step.decode_tokens
     if step.token_budget is not None:

@@ -1,11 +1,11 @@
 """Who reads an answer, and what inter-token latency each of them is to see."""
 
-from meridian_patch.phase.tracker import Phase, PhaseRouter
+from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.pacing import Reading, next_due_s
 from meridian_patch.policy.wishes import Wishes
 
 
-class Readers:
+class AnswerPacing:
     """The answers under way.
 
     A request's own target counts down to the default, which is what the policy keeps when nothing
@@ -15,8 +15,8 @@ class Readers:
         itl_s: the configured inter-token latency; None where it follows the step time.
     """
 
-    def __init__(self, router: PhaseRouter, itl_s: float | None) -> None:
-        self._router = router
+    def __init__(self, tracker: PhaseTracker, itl_s: float | None) -> None:
+        self._tracker = tracker
         self._itl_s = itl_s
         # When each answer began, by request id.
         self._since_s: dict[str, float] = {}
@@ -25,7 +25,7 @@ class Readers:
 
     def changed(self, request_id: str, wishes: Wishes, now_s: float) -> None:
         """The request's phase may have changed."""
-        state = self._router.get(request_id)
+        state = self._tracker.get(request_id)
         if state is None or state.phase is not Phase.ANSWER:
             self.left(request_id)
         elif request_id not in self._since_s:
@@ -61,5 +61,5 @@ class Readers:
         return next_due_s(readings, now_s) or default_s
 
     def _tokens(self, request_id: str) -> int:
-        state = self._router.get(request_id)
+        state = self._tracker.get(request_id)
         return state.tokens_in_phase if state else 0

@@ -22,7 +22,7 @@ _MOST_PATIENCE_STEPS = 512
 _MOST_LOOKED_AT = 16
 
 
-class WholePieces:
+class IndivisibleChunks:
     """The least prefill that a step must have room for.
 
     1. Chunked prefill off: the whole next prompt.

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.phase.tracker import Phase, PhaseRouter
+from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.output_lengths import LengthHistogram
 
 Tokens = NDArray[np.float64]
 _INFINITE = float("inf")
 
 
-class Forecasts:
+class KVDemand:
     """Forecasts from the lengths of the phases that ended so far.
 
     Args:
@@ -21,8 +21,10 @@ class Forecasts:
         fixed_tokens: what a request holds of the pool beside its tokens, however long it is.
     """
 
-    def __init__(self, router: PhaseRouter, reserve_tokens: int, fixed_tokens: float = 0.0) -> None:
-        self._router = router
+    def __init__(
+        self, tracker: PhaseTracker, reserve_tokens: int, fixed_tokens: float = 0.0
+    ) -> None:
+        self._tracker = tracker
         self._reserve_tokens = reserve_tokens
         self._fixed_tokens = fixed_tokens
         self._think = LengthHistogram()
@@ -40,7 +42,7 @@ class Forecasts:
     def left(self, request: Any, *, is_whole: bool) -> None:
         """A request is gone; what was aborted says nothing of lengths."""
         self._limits.pop(request.request_id, None)
-        state = self._router.get(request.request_id)
+        state = self._tracker.get(request.request_id)
         if state is None or not is_whole:
             return
         if state.think_tokens:
@@ -62,7 +64,7 @@ class Forecasts:
         # Load-bearing: the list behind the property of the same name, which is slower.
         known = len(request._all_token_ids)
         most = request.max_tokens - known + request.num_prompt_tokens
-        state = self._router.get(request.request_id)
+        state = self._tracker.get(request.request_id)
         if state is None:
             return known, most, 0, 0, 0
         phase = state.first_phase if state.phase is Phase.PREFILL else state.phase

@@ -11,7 +11,7 @@ logger = init_logger("vllm.meridian_patch")
 _CHUNKS_UNDER_WAY = 2
 
 
-class OffloadedTokens:
+class OffloadEstimate:
     """Tokens that a request would load again instead of computing them, O(1) per request.
 
     Nothing upstream is called that changes anything. A store that is under way counts: vLLM waits
@@ -62,7 +62,7 @@ class OffloadedTokens:
         return bool(result.name == "MISS")
 
 
-def find_offloaded(scheduler: Any, *, is_reasoning: bool) -> OffloadedTokens | None:
+def build_offload_estimate(scheduler: Any, *, is_reasoning: bool) -> OffloadEstimate | None:
     """What tells a preemption's loss on this scheduler; None: all that was computed.
 
     Only vLLM's OffloadingConnector by itself is known, with its CPU manager and one cache group
@@ -79,7 +79,7 @@ def find_offloaded(scheduler: Any, *, is_reasoning: bool) -> OffloadedTokens | N
     try:
         side = connector.connector_scheduler
         reason = reason_against(side, len(scheduler.kv_cache_config.kv_cache_groups))
-        found = None if reason else OffloadedTokens(side)
+        found = None if reason else OffloadEstimate(side)
     except Exception as error:
         reason, found = f"this vLLM's is not as expected: {error!r}", None
     if found is None:

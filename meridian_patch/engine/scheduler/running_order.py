@@ -8,7 +8,7 @@ from itertools import filterfalse
 from typing import Any
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.phase.tracker import Phase, PhaseRouter
+from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.order_policy import OrderPolicy, RequestView
 
 # Requests per step whose rank is looked at although nothing is known to have changed it.
@@ -56,13 +56,13 @@ class RunningOrder:
     def __init__(
         self,
         policy: OrderPolicy,
-        router: PhaseRouter,
+        tracker: PhaseTracker,
         time_budget_us: int,
         kept_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._policy = policy
         self._drift = policy.drift
-        self._router = router
+        self._tracker = tracker
         self._kept_tokens = kept_tokens
         self._time_budget_s = time_budget_us * 1e-6
         # The ranked requests in order, and their keys; an index means the same in both.
@@ -180,7 +180,7 @@ class RunningOrder:
     def _view(self, request: Any) -> RequestView:
         if isinstance(request, ProbeRequest):
             return _PROBE
-        state = self._router.get(request.request_id)
+        state = self._tracker.get(request.request_id)
         if state is None:
             phase, tokens_in_phase, is_handed_off = Phase.ANSWER, 0, False
         else:

@@ -17,23 +17,23 @@ from meridian_patch.config.load import load_config
 from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.api.exit_summary import attach_all
 from meridian_patch.engine.boundaries import resolve_boundaries
-from meridian_patch.engine.early_exit.binding import bind_exits
+from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.manager import Exits
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probes import strip
-from meridian_patch.engine.early_exit.unavailable import Unthinking
-from meridian_patch.engine.kv_cache.binding import bind_kv_phases
+from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
+from meridian_patch.engine.kv_cache.binding import build_kv_tiers
 from meridian_patch.engine.scheduler.allowed_fields import AllowedFields
 from meridian_patch.engine.scheduler.guard import StepGuard
-from meridian_patch.engine.scheduler.indivisible_chunks import WholePieces
+from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import kv_units
-from meridian_patch.engine.scheduler.offload_estimate import find_offloaded
+from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
 from meridian_patch.engine.scheduler.rank_agreement import decide_alike
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder, RunningOrder
-from meridian_patch.engine.scheduler.started_requests import begun_in
-from meridian_patch.engine.scheduler.step_limits import UNLIMITED, Limited, Steering, StepLimits
+from meridian_patch.engine.scheduler.started_requests import started_requests
+from meridian_patch.engine.scheduler.step_limits import UNLIMITED, Limited, StepLimiter, StepLimits
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.phase.tracker import Phase, PhaseRouter
+from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
 from meridian_patch.telemetry import counters
@@ -82,7 +82,7 @@ class PhaseScheduling(UpstreamScheduler):
                 "meridian_patch: the rule admission is off: no cache group of the model grows with "
                 "a request, so the KV pool's peak cannot be forecast"
             )
-        self.phase_router = PhaseRouter(boundaries, policy_config.protected_answer_tokens)
+        self.phase_tracker = PhaseTracker(boundaries, policy_config.protected_answer_tokens)
         self.phase_counters = PhaseCounters()
         self._phase_guard = StepGuard(self.phase_counters)
         self._allowed_fields = AllowedFields(config.requests, self.phase_counters)
@@ -90,7 +90,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._is_stock = rules.are_all_off
         self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
         self._time_budget_s = policy_config.time_budget_us * 1e-6
-        kept = find_offloaded(self, is_reasoning=boundaries is not None)
+        kept = build_offload_estimate(self, is_reasoning=boundaries is not None)
         order = LatencyPolicy(
             policy_config.protected_answer_tokens,
             policy_config.max_preemptions,
@@ -98,41 +98,41 @@ class PhaseScheduling(UpstreamScheduler):
             keeps_thinking=kept is not None and kept.has_thinking,
         )
         self._phase_order = RunningOrder(
-            order, self.phase_router, policy_config.time_budget_us, kept
+            order, self.phase_tracker, policy_config.time_budget_us, kept
         )
-        self._pieces = WholePieces(self)
+        self._chunks = IndivisibleChunks(self)
         # Whether the step that is being scheduled has less than the engine's own budget.
         self._is_cut = False
-        self.steering = Steering(
+        self.step_limiter = StepLimiter(
             rules,
             policy_config,
-            self.phase_router,
+            self.phase_tracker,
             units,
             self.max_num_scheduled_tokens,
-            self._pieces,
+            self._chunks,
             kept,
             self.parallel_config.pipeline_parallel_size,
         )
-        self._kv_phases = bind_kv_phases(
+        self._kv_tiers = build_kv_tiers(
             self.kv_cache_manager,
             config,
             boundaries,
-            self.phase_router,
+            self.phase_tracker,
             self._phase_guard,
             self.phase_counters,
         )
         obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
         if limited_by is not None:
             obstacle = Obstacle.EXTERNAL_LAUNCHER
-        self.exits = (
+        self.early_exit = (
             None
             if obstacle
-            else bind_exits(self, config, boundaries, self.phase_router, self.phase_counters)
+            else build_early_exit(self, config, boundaries, self.phase_tracker, self.phase_counters)
         )
-        self.steering.probes = self.exits.probes if self.exits else None
+        self.step_limiter.probes = self.early_exit.probes if self.early_exit else None
         # A request may ask for early exit by itself.
-        self._unthinking = Unthinking(config.exit, obstacle) if obstacle else None
-        # Known tokens, by request, of those whose next tokens the router wants to see.
+        self._unavailable_exit = UnavailableEarlyExit(config.exit, obstacle) if obstacle else None
+        # Known tokens, by request, of those whose next tokens the tracker wants to see.
         self._expected: dict[str, int] = {}
         # Of the step that is being scheduled, under vLLM's priority policy.
         self._arrivals: ArrivalOrder | None = None
@@ -150,8 +150,8 @@ class PhaseScheduling(UpstreamScheduler):
             "boundaries": {"start": boundaries.start, "end": boundaries.end}
             if boundaries
             else None,
-            "kv_tiers": self._kv_phases.history if self._kv_phases else "off",
-            "exit": self.exits.mode if self.exits else "off",
+            "kv_tiers": self._kv_tiers.history if self._kv_tiers else "off",
+            "exit": self.early_exit.mode if self.early_exit else "off",
             "limited_by": limited_by,
         }
         status.publish(role="engine_core", **facts)
@@ -162,12 +162,12 @@ class PhaseScheduling(UpstreamScheduler):
         with self._phase_guard.protect("reading vllm_xargs", request.request_id):
             self._allowed_fields.apply(request)
             if is_new:
-                self.steering.asks(request, self.policy)
+                self.step_limiter.asks(request, self.policy)
         super().add_request(request)
         if is_new:
             self._track(request)
             with self._phase_guard.protect("the policy", request.request_id):
-                self.steering.arrived(request, self.waiting)
+                self.step_limiter.arrived(request, self.waiting)
             self._watch(request)
             if request.resumable:
                 self._sessions[request.request_id] = request
@@ -179,73 +179,73 @@ class PhaseScheduling(UpstreamScheduler):
         super()._update_request_as_session(session, update)
         self._sessions[session.request_id] = session
         with self._phase_guard.protect("reading vllm_xargs", session.request_id):
-            self.steering.asks(session, self.policy)
+            self.step_limiter.asks(session, self.policy)
         self._track(session)
         self._watch(session)
 
     def _end_turn(self, session: Any) -> None:
         """A session made its last token before the next chunk, which may not be there yet."""
         self._observe(session.request_id)
-        if self.exits:
+        if self.early_exit:
             with self._phase_guard.protect("early exit", session.request_id):
-                self.exits.freed(session)
-        self.steering.pauses(session)
+                self.early_exit.freed(session)
+        self.step_limiter.pauses(session)
         self._phase_order.forget(session)
         self._waiting_answers.pop(session.request_id, None)
         self._sessions.pop(session.request_id, None)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.exits and isinstance(request, ProbeRequest):
+        if self.early_exit and isinstance(request, ProbeRequest):
             with self._phase_guard.protect("early exit", request.request_id):
                 is_aborted = request.status == RequestStatus.FINISHED_ABORTED
-                self.exits.probe_ended(request, is_aborted=is_aborted)
+                self.early_exit.probe_ended(request, is_aborted=is_aborted)
             self._phase_order.forget(request)
             return super()._free_request(request, *args, **kwargs)
         # A request ends before its last tokens were taken in.
         self._observe(request.request_id)
-        if self.exits:
+        if self.early_exit:
             with self._phase_guard.protect("early exit", request.request_id):
-                self.exits.freed(request)
-        if self._unthinking:
-            self._unthinking.freed(request)
+                self.early_exit.freed(request)
+        if self._unavailable_exit:
+            self._unavailable_exit.freed(request)
         with self._phase_guard.protect("the policy", request.request_id):
-            self.steering.left(request)
-        if self._kv_phases:
-            self._kv_phases.finished(request)
-        self.phase_router.remove(request.request_id)
+            self.step_limiter.left(request)
+        if self._kv_tiers:
+            self._kv_tiers.finished(request)
+        self.phase_tracker.remove(request.request_id)
         self._phase_order.forget(request)
         self._waiting_answers.pop(request.request_id, None)
         self._sessions.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _free_blocks(self, request: Any) -> None:
-        if self._kv_phases is None:
+        if self._kv_tiers is None:
             super()._free_blocks(request)
             return
-        self._kv_phases.begin_free(request)
+        self._kv_tiers.begin_free(request)
         try:
             super()._free_blocks(request)
         finally:
-            self._kv_phases.end_free()
+            self._kv_tiers.end_free()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_guard.new_step()
         limits = UNLIMITED
         if not self._is_stock:
             with self._phase_guard.protect("the policy"):
-                if not self.phase_router.num_reasoning:
-                    self.steering.decodes(self)
+                if not self.phase_tracker.num_reasoning:
+                    self.step_limiter.decodes(self)
                 elif self._is_quiet():
                     self._pass_over()
                 else:
                     limits = self._plan()
                     self._arrivals = self._arrange()
-        exits = self._busy_exits
+        exits = self._busy_early_exit
         if exits:
             with self._phase_guard.protect("early exit"):
                 exits.arrange(
                     self.current_step,
-                    may_probe=not self._waiting_answers and not self.steering.makes_room,
+                    may_probe=not self._waiting_answers and not self.step_limiter.makes_room,
                     token_budget=limits.token_budget,
                 )
                 limits = limits.with_probes(exits.num_probes)
@@ -262,33 +262,33 @@ class PhaseScheduling(UpstreamScheduler):
         if not self._is_stock:
             # Of every step: a step that is not noted takes the next one's time with it.
             with self._phase_guard.protect("the policy"):
-                self.steering.scheduled(self, output)
+                self.step_limiter.scheduled(self, output)
         if exits:
             with self._phase_guard.protect("early exit"):
                 exits.scheduled(output)
         # Load-bearing: nobody gets a first token who is in neither of the two.
-        for request_id in begun_in(output):
-            self.phase_router.runs(request_id)
+        for request_id in started_requests(output):
+            self.phase_tracker.runs(request_id)
             self._waiting_answers.pop(request_id, None)
         # Load-bearing: after the last request there is one more step, which tells the workers;
         # its tokens are on their way by then.
-        if self._kv_phases and not self.requests:
-            self._kv_phases.check()
+        if self._kv_tiers and not self.requests:
+            self._kv_tiers.check()
         return output
 
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         with self._phase_guard.protect("the policy"):
-            self.steering.ended(scheduler_output)
+            self.step_limiter.ended(scheduler_output)
         is_followed = False
-        with self._phase_guard.protect("the phase router"):
+        with self._phase_guard.protect("the phase tracker"):
             # Load-bearing: rows of token ids; a request accepts none that is not in its row.
-            self._expected = self.phase_router.expects(
+            self._expected = self.phase_tracker.expects(
                 model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             )
             is_followed = True
-        exits = self._busy_exits
+        exits = self._busy_early_exit
         if exits:
             with self._phase_guard.protect("early exit"):
                 exits.returned(model_runner_output)
@@ -311,9 +311,9 @@ class PhaseScheduling(UpstreamScheduler):
                     strip(result, ended)
             with self._phase_guard.protect("early exit"):
                 attach_all(result, exits.drain_outcomes())
-        if self._unthinking:
+        if self._unavailable_exit:
             with self._phase_guard.protect("early exit"):
-                self._unthinking.tell(result)
+                self._unavailable_exit.tell(result)
         return result
 
     def _try_schedule_encoder_inputs(
@@ -323,18 +323,18 @@ class PhaseScheduling(UpstreamScheduler):
         # the budget; what upstream makes of a chunk of no tokens is no chunk.
         if self._is_cut:
             with self._phase_guard.protect("the policy", request.request_id):
-                tokens = self._pieces.whole_media_tokens(request, computed, tokens)
+                tokens = self._chunks.whole_media_tokens(request, computed, tokens)
         return super()._try_schedule_encoder_inputs(request, computed, tokens, *args, **kwargs)
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         grammar = super().get_grammar_bitmask(scheduler_output)
-        if self.exits and self.exits.closings:
+        if self.early_exit and self.early_exit.forced_closes:
             with self._phase_guard.protect("early exit"):
-                return self.exits.closings.add_rows(scheduler_output, grammar)
+                return self.early_exit.forced_closes.add_rows(scheduler_output, grammar)
         return grammar
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        probes = self.exits.probes if self.exits else None
+        probes = self.early_exit.probes if self.early_exit else None
         if probes is not None:
             if request_ids is not None:
                 request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
@@ -350,43 +350,43 @@ class PhaseScheduling(UpstreamScheduler):
         self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> bool:
         # Before upstream preempts what runs: a preempted probe would compute its whole thought.
-        if reset_running_requests and self.exits and self.exits.probes:
+        if reset_running_requests and self.early_exit and self.early_exit.probes:
             with self._phase_guard.protect("early exit"):
-                self.exits.probes.recall()
+                self.early_exit.probes.recall()
         return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 
     @property
-    def _busy_exits(self) -> Exits | None:
-        return None if self.exits is None or self.exits.is_idle else self.exits
+    def _busy_early_exit(self) -> Exits | None:
+        return None if self.early_exit is None or self.early_exit.is_idle else self.early_exit
 
     def _observe(self, request_id: str) -> None:
         """Take in the tokens that a request was expected to accept, if it was."""
         seen = self._expected.pop(request_id, None)
         if seen is None:
             return
-        with self._phase_guard.protect("the phase router", request_id):
-            if self.phase_router.observe(request_id, seen):
+        with self._phase_guard.protect("the phase tracker", request_id):
+            if self.phase_tracker.observe(request_id, seen):
                 self._phase_changed(request_id)
             return
         self._resync(request_id)
 
     def _resync(self, request_id: str) -> None:
         """Following the request's tokens failed; a boundary may have been among them."""
-        with self._phase_guard.protect("the phase router", request_id):
-            if self.phase_router.resync(request_id):
+        with self._phase_guard.protect("the phase tracker", request_id):
+            if self.phase_tracker.resync(request_id):
                 self._phase_changed(request_id)
 
     def _phase_changed(self, request_id: str) -> None:
         request = self.requests[request_id]
         self._phase_order.changed(request)
-        if self.exits:
-            self.exits.changed(request_id)
-        state = self.phase_router.get(request_id)
+        if self.early_exit:
+            self.early_exit.changed(request_id)
+        state = self.phase_tracker.get(request_id)
         is_answer = state is not None and state.phase is Phase.ANSWER
         # Its boundary was on the way when it was preempted.
         if is_answer and request.status == RequestStatus.PREEMPTED:
             self._waiting_answers[request_id] = request
-        self.steering.changed(request)
+        self.step_limiter.changed(request)
 
     def _plan(self) -> StepLimits:
         """Limits of the next step; a plan that took too long counts all the same.
@@ -396,16 +396,16 @@ class PhaseScheduling(UpstreamScheduler):
         """
         started_s = time.perf_counter()
         answers = self._waiting_answers.values() if self._phase_rules.order else ()
-        limits = self.steering.plan(self, answers)
+        limits = self.step_limiter.plan(self, answers)
         if time.perf_counter() - started_s > self._time_budget_s:
             self.phase_counters.count(counters.FALLBACK, Fallback.SLOW)
         return limits
 
     def _is_quiet(self) -> bool:
         """The next step has a token for everybody, and nobody to make room: any order will do."""
-        if self.steering.has_prefill(self) or self._phase_order.has_prefilling:
+        if self.step_limiter.has_prefill(self) or self._phase_order.has_prefilling:
             return False
-        if self.exits and self.exits.probes and self.exits.probes.are_next:
+        if self.early_exit and self.early_exit.probes and self.early_exit.probes.are_next:
             return False
         # Load-bearing: a decode takes its drafts' tokens too, and no more blocks than these.
         rows, drafts = len(self.running), self.num_spec_tokens
@@ -414,7 +414,7 @@ class PhaseScheduling(UpstreamScheduler):
         return is_roomy and rows * (1 + drafts) <= self.max_num_scheduled_tokens
 
     def _pass_over(self) -> None:
-        self.steering.decodes(self)
+        self.step_limiter.decodes(self)
         self._phase_order.pass_over()
 
     def _arrange(self) -> ArrivalOrder | None:
@@ -433,55 +433,55 @@ class PhaseScheduling(UpstreamScheduler):
         if self._arrivals is not None:
             # Upstream puts it into a heap by arrival time next.
             self._arrivals.restore_one(request)
-        if self.exits and isinstance(request, ProbeRequest):
+        if self.early_exit and isinstance(request, ProbeRequest):
             super()._preempt_request(request, *args, **kwargs)
-            self.exits.probe_displaced(request)
+            self.early_exit.probe_displaced(request)
             self._phase_order.forget(request)
             return
-        if self._kv_phases:
-            self._kv_phases.begin_preemption(request)
+        if self._kv_tiers:
+            self._kv_tiers.begin_preemption(request)
         try:
             super()._preempt_request(request, *args, **kwargs)
         finally:
-            if self._kv_phases:
-                self._kv_phases.end_free()
-        state = self.phase_router.get(request.request_id)
+            if self._kv_tiers:
+                self._kv_tiers.end_free()
+        state = self.phase_tracker.get(request.request_id)
         phase = state.phase if state else Phase.ANSWER
         self.phase_counters.count(counters.PREEMPTION, phase)
         if phase is Phase.ANSWER:
             self._waiting_answers[request.request_id] = request
-        self.steering.preempted(request, is_answer=phase is Phase.ANSWER)
+        self.step_limiter.preempted(request, is_answer=phase is Phase.ANSWER)
         self._phase_order.forget(request)
 
     def get_request_counts(self) -> tuple[int, int]:
         # Load-bearing: data-parallel load, idleness and statistics are told from these two.
         counts = super().get_request_counts()
-        return self.exits.without_probes(counts) if self.exits else counts
+        return self.early_exit.without_probes(counts) if self.early_exit else counts
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            if self._kv_phases:
-                self._kv_phases.count_evictions()
-            self.steering.tell_steps(self.phase_counters)
-            entered, counts = self.phase_router.drain_entered(), self.phase_router.counts
+            if self._kv_tiers:
+                self._kv_tiers.count_evictions()
+            self.step_limiter.tell_steps(self.phase_counters)
+            entered, counts = self.phase_tracker.drain_entered(), self.phase_tracker.counts
             payload = self.phase_counters.drain_with(entered.items(), counts.items())
             setattr(stats, stats_field.FIELD, payload or None)
         return stats
 
     def _watch(self, request: Any) -> None:
-        if self.exits:
+        if self.early_exit:
             with self._phase_guard.protect("early exit", request.request_id):
-                self.exits.added(request)
-        if self._unthinking:
+                self.early_exit.added(request)
+        if self._unavailable_exit:
             with self._phase_guard.protect("early exit", request.request_id):
-                self._unthinking.added(request)
+                self._unavailable_exit.added(request)
 
     def _track(self, request: Any) -> None:
-        with self._phase_guard.protect("the phase router", request.request_id):
+        with self._phase_guard.protect("the phase tracker", request.request_id):
             # Load-bearing: all known tokens of a request, prompt first; accepted ones are appended
             # to this very list.
-            self.phase_router.add(request.request_id, request._all_token_ids)
+            self.phase_tracker.add(request.request_id, request._all_token_ids)
 
 
 def build_phase_scheduler(original: type) -> type:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def begun_in(output: Any) -> Sequence[str]:
+def started_requests(output: Any) -> Sequence[str]:
     """Ids of the requests that a ``SchedulerOutput`` begins or resumes, probes included.
 
     Load-bearing: a request that was preempted and resumes is in ``resumed_req_ids`` under model

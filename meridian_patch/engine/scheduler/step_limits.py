@@ -9,17 +9,17 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler.admission import Room
-from meridian_patch.engine.scheduler.admission_checks import ComingStep
-from meridian_patch.engine.scheduler.answer_pacing import Readers
-from meridian_patch.engine.scheduler.indivisible_chunks import WholePieces, first_prompt
-from meridian_patch.engine.scheduler.kv_demand import Forecasts
+from meridian_patch.engine.scheduler.admission import Admission
+from meridian_patch.engine.scheduler.admission_checks import NextStep
+from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
+from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
+from meridian_patch.engine.scheduler.kv_demand import KVDemand
 from meridian_patch.engine.scheduler.kv_units import KVUnits
-from meridian_patch.engine.scheduler.started_requests import begun_in
+from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
-from meridian_patch.phase.tracker import PhaseRouter
-from meridian_patch.policy.prefill_budget import CutSettings, StepCut
+from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings
 from meridian_patch.policy.profiles import Rules
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
@@ -57,7 +57,7 @@ class StepLimits(NamedTuple):
 UNLIMITED = StepLimits()
 
 
-class Steering:
+class StepLimiter:
     """Works out and applies the limits of each step.
 
     Args:
@@ -80,41 +80,41 @@ class Steering:
         self,
         rules: Rules,
         config: PolicyConfig,
-        router: PhaseRouter,
+        tracker: PhaseTracker,
         units: KVUnits,
         full_tokens: int,
-        pieces: WholePieces,
+        pieces: IndivisibleChunks,
         kept_tokens: Callable[[Any], int] | None = None,
         stages: int = 1,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.model = StepTimeModel()
-        self.forecasts = Forecasts(router, config.admission_reserve_tokens, units.fixed_tokens)
+        self.kv_demand = KVDemand(tracker, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
         self.makes_room = False
         self.ran_steps = self.learnt_steps = 0
         self._told_steps = 0, 0
         self._pool_tokens = units.pool_tokens
-        self._pieces = pieces
+        self._chunks = pieces
         self._stages = stages
         self._timer = StepTimer()
-        self._cut = StepCut(CutSettings.of(config, full_tokens), self.model)
+        self._cut = PrefillBudget(PrefillBudgetSettings.of(config, full_tokens), self.model)
         self._rules = rules
         itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
-        self._readers = Readers(router, itl_s)
+        self._answer_pacing = AnswerPacing(tracker, itl_s)
         # Of live requests that ask for something.
         self._wishes: dict[str, Wishes] = {}
         self._sharing = None
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
-        self._room = None
+        self._admission = None
         if rules.admission or rules.time_sharing:
-            self._room = Room(
-                self.forecasts,
+            self._admission = Admission(
+                self.kv_demand,
                 self.waiting_order,
                 self._sharing,
-                router,
+                tracker,
                 units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
                 is_forecasting=rules.admission,
@@ -142,7 +142,7 @@ class Steering:
         if self._rules.order and queue != SchedulingPolicy.PRIORITY:
             request.priority = 0
         sampling = request.sampling_params
-        self._pieces.waits(request)
+        self._chunks.waits(request)
         wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
         self._wishes.pop(request.request_id, None)  # of a session's earlier chunk
         if wishes != NO_WISHES:
@@ -151,7 +151,7 @@ class Steering:
             request.priority = wishes.priority
         bounds = (wishes.max_think_tokens, getattr(sampling, "thinking_token_budget", None))
         known = [bound for bound in bounds if bound is not None]
-        self.forecasts.limit(request.request_id, min(known, default=None))
+        self.kv_demand.limit(request.request_id, min(known, default=None))
 
     def arrived(self, request: Any, waiting: Any) -> None:
         """A request came in, and is in ``waiting`` unless upstream holds it back."""
@@ -164,32 +164,32 @@ class Steering:
     def changed(self, request: Any) -> None:
         """The request's phase may have changed."""
         name = request.request_id
-        self._readers.changed(name, self._wishes.get(name, NO_WISHES), self.clock())
+        self._answer_pacing.changed(name, self._wishes.get(name, NO_WISHES), self.clock())
 
     def pauses(self, session: Any) -> None:
         """A session waits for its next chunk; its answer so far is over."""
-        self._readers.left(session.request_id)
+        self._answer_pacing.left(session.request_id)
 
     def left(self, request: Any) -> None:
         """A request is gone, finished or aborted."""
-        self.forecasts.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
-        self._readers.left(request.request_id)
+        self.kv_demand.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
+        self._answer_pacing.left(request.request_id)
         self._wishes.pop(request.request_id, None)
-        self._pieces.left(request)
+        self._chunks.left(request)
         self._stops_prefilling(request)
         self.waiting_order.left(request)
-        if self._room:
-            self._room.left(request)
+        if self._admission:
+            self._admission.left(request)
 
     def preempted(self, request: Any, *, is_answer: bool) -> None:
         """A request was preempted, and waits."""
-        self._pieces.waits(request)
+        self._chunks.waits(request)
         self._stops_prefilling(request)
         if is_answer:
             return
         self.waiting_order.preempted(request)
-        if self._room:
-            self._room.preempted(request, self.clock())
+        if self._admission:
+            self._admission.preempted(request, self.clock())
 
     def _stops_prefilling(self, request: Any) -> None:
         """The request is in no step from now on; few requests prefill at a time."""
@@ -204,8 +204,8 @@ class Steering:
             answers: those of them that are preempted go before all other waiting requests.
         """
         now_s = self.clock()
-        if self._room:
-            self._room.bring_aged(scheduler, now_s)
+        if self._admission:
+            self._admission.bring_aged(scheduler, now_s)
         # Before room is made, which is for the request that goes first.
         if answers:
             self.waiting_order.bring_forward(
@@ -221,10 +221,10 @@ class Steering:
                 self._budget = budget
                 return StepLimits(budget, max_active=0)
             budget = None
-        if self._room:
+        if self._admission:
             rows = len(scheduler.running)
-            step = ComingStep(budget, self._shape.decode_tokens, self._pieces.least)
-            max_active = self._room.max_active(scheduler, now_s, step)
+            step = NextStep(budget, self._shape.decode_tokens, self._chunks.least)
+            max_active = self._admission.max_active(scheduler, now_s, step)
             if len(scheduler.running) < rows:
                 self.decodes(scheduler)
                 self.makes_room = True
@@ -233,9 +233,9 @@ class Steering:
 
     def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
         """Tokens that the next step may have; None: as many as in stock."""
-        if not self._rules.step_cut or not self._readers:
+        if not self._rules.step_cut or not self._answer_pacing:
             return None
-        least = self._pieces.least_prefill(scheduler, self._prefilling)
+        least = self._chunks.least_prefill(scheduler, self._prefilling)
         if least is None:
             return None
         self._least = least
@@ -250,7 +250,7 @@ class Steering:
         """
         return (
             bool(scheduler.lora_config)
-            and self._pieces.may_pass_over
+            and self._chunks.may_pass_over
             and any(request.lora_request for request in self._prefilling)
         )
 
@@ -303,11 +303,11 @@ class Steering:
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """The step is on its way; to be called for each step, or its time is not learnt from."""
         total = output.total_num_scheduled_tokens
-        for name in begun_in(output):
+        for name in started_requests(output):
             request = scheduler.requests[name]
             if not isinstance(request, ProbeRequest):
                 self._prefilling.append(request)
-                self._pieces.begins(request)
+                self._chunks.begins(request)
         if not total:
             return
         tokens_of = output.num_scheduled_tokens
@@ -327,7 +327,7 @@ class Steering:
         is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
         self._cut.ran(is_used_up=is_used_up, now_s=now_s)
         if prefill or (budget is not None and budget > self._shape.decode_tokens):
-            self._pieces.ran(has_prefill=prefill > 0, is_waited=is_waited)
+            self._chunks.ran(has_prefill=prefill > 0, is_waited=is_waited)
         decodes, held = total - prefill - probed, self._shape.context_tokens
         self._timer.scheduled(output, StepShape(prefill, decodes, held, attended, probed), now_s)
 
@@ -365,8 +365,8 @@ class Steering:
         # A request gets a token in one of as many steps as there are stages.
         default_s *= self._stages
         if self._rules.pacing:
-            return self._readers.due_s(default_s, now_s) / self._stages
-        return self._readers.target_s(default_s) / self._stages
+            return self._answer_pacing.due_s(default_s, now_s) / self._stages
+        return self._answer_pacing.target_s(default_s) / self._stages
 
 
 def _attended(request: Any, tokens: int) -> int:

@@ -130,9 +130,9 @@ class Meter:
         if usable_backend(device) != "triton":
             if device.type == "cpu":
                 # Compiles, which nobody else needs.
-                from meridian_patch.engine.worker.row_signals_cpu import row_signals_on_host
+                from meridian_patch.engine.worker.row_signals_cpu import row_signals_cpu
 
-                self._on_host = row_signals_on_host
+                self._on_host = row_signals_cpu
             return
         if device.type == "cpu":
             return

@@ -14,7 +14,7 @@ from llvmlite.binding import ffi
 ffi.lib._fntab["__dict__"] = {}
 
 
-def row_signals_on_host(
+def row_signals_cpu(
     logits: torch.Tensor, rows: np.ndarray, boundary_id: int, n_cols: int
 ) -> np.ndarray:
     """As ``row_signals``, in one call.

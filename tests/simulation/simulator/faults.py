@@ -12,7 +12,7 @@ from simulator.engine import Arm
 # Methods of ours that are made to fail; each must exist.
 HOOKS = (
     "steering.plan", "steering.scheduled", "steering.ended", "steering.changed",
-    "steering.arrived", "steering.left", "_phase_order.arrange", "phase_router.observe",
+    "steering.arrived", "steering.left", "_phase_order.arrange", "phase_tracker.observe",
     "exits.arrange", "exits.scheduled", "exits.returned", "exits.took_in", "exits.changed",
     "exits.freed",
 )  # fmt: skip

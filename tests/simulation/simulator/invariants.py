@@ -93,11 +93,11 @@ def _held(arm: Arm) -> Iterator[Any]:
 
 def check_phases(arm: Arm) -> None:
     """Invariant 3: phases and their lengths follow from the tokens."""
-    router = arm.scheduler.phase_router
+    tracker = arm.scheduler.phase_tracker
     for request in (*arm.scheduler.running, *arm.scheduler.waiting):
         name = request.request_id
         record = arm.ledger.records.get(name)
-        state = router.get(name)
+        state = tracker.get(name)
         if record is None or state is None or record.is_over:
             continue
         speaker = record.speaker
@@ -126,7 +126,7 @@ def check_tables(arm: Arm) -> None:
             raise Failure(
                 "tables", f"{name} is taken for a preempted answer, and is {request.status!s}"
             )
-    exits = scheduler.exits
+    exits = scheduler.early_exit
     probes = exits.probes if exits else None
     if probes is not None:
         lost = [name for name in probes.live if name not in scheduler.requests]
@@ -137,7 +137,7 @@ def check_tables(arm: Arm) -> None:
         queue.retention is not None for queue in getattr(scheduler.kv_cache_manager, "queues", ())
     ):
         raise Failure("tables", "the next blocks to be freed count as those of a request before")
-    known = scheduler.steering._readers._since_s
+    known = scheduler.step_limiter._answer_pacing._since_s
     for name in known:
         request = scheduler.requests.get(name)
         if request is not None and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:

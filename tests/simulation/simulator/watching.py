@@ -120,7 +120,7 @@ class Checker(Recorder):
 
     def schedule(self, arm: Arm) -> Any:
         scheduler = arm.scheduler
-        is_reasoning = bool(scheduler.phase_router.num_reasoning)
+        is_reasoning = bool(scheduler.phase_tracker.num_reasoning)
         self.num_reasoning += is_reasoning
         is_steered = is_reasoning and not scheduler._is_stock
         answers = self._waiting_answers()
@@ -181,7 +181,7 @@ class Checker(Recorder):
                 self.note(Failure("prediction", message))
 
     def _wrap(self, scheduler: Any) -> None:
-        observe, preempt = scheduler.steering.model.observe, scheduler._preempt_request
+        observe, preempt = scheduler.step_limiter.model.observe, scheduler._preempt_request
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             self.num_learnt += 1
@@ -192,23 +192,23 @@ class Checker(Recorder):
                 self._soft(self._check_preemption, request)
             return preempt(request, *args, **kwargs)
 
-        scheduler.steering.model.observe = observed
+        scheduler.step_limiter.model.observe = observed
         scheduler._preempt_request = preempted
 
     def _check_preemption(self, request: Any) -> None:
         """Invariant 5: no answer makes room while a thinker or a prompt holds blocks."""
         scheduler = self._arm.scheduler
-        state = scheduler.phase_router.get(request.request_id)
+        state = scheduler.phase_tracker.get(request.request_id)
         is_ours = scheduler.max_num_scheduled_tokens and self._is_before_upstream()
         if is_ours and not isinstance(request, ProbeRequest):
             self._displaced.append(request)
             self.num_displaced += 1
         if not self._is_answers_first or state is None or state.phase is not Phase.ANSWER:
             return
-        if not scheduler.phase_router.num_reasoning:
+        if not scheduler.phase_tracker.num_reasoning:
             return
         for other in scheduler.running:
-            phase = scheduler.phase_router.get(other.request_id)
+            phase = scheduler.phase_tracker.get(other.request_id)
             is_lesser = phase is not None and phase.phase is not Phase.ANSWER
             if is_lesser and other is not request:
                 raise Failure(
@@ -226,7 +226,7 @@ class Checker(Recorder):
         scheduler = self._arm.scheduler
         answers = []
         for request in scheduler.waiting:
-            state = scheduler.phase_router.get(request.request_id)
+            state = scheduler.phase_tracker.get(request.request_id)
             is_answer = state is not None and state.phase is Phase.ANSWER
             if is_answer and request.status == RequestStatus.PREEMPTED:
                 answers.append(request)
@@ -269,7 +269,7 @@ class Checker(Recorder):
         names = [new.req_id for new in output.scheduled_new_reqs]
         names += list(output.scheduled_cached_reqs.resumed_req_ids)
         for name in names:
-            state = scheduler.phase_router.get(name)
+            state = scheduler.phase_tracker.get(name)
             if name not in holding and state is not None and state.phase is not Phase.ANSWER:
                 raise Failure(
                     "answers",
@@ -313,7 +313,7 @@ class Checker(Recorder):
         is cached twice may be found where no request holds it, and costs free blocks then.
         """
         scheduler = self._arm.scheduler
-        probes = scheduler.exits.probes if scheduler.exits else None
+        probes = scheduler.early_exit.probes if scheduler.early_exit else None
         if probes is None:
             return
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -369,7 +369,7 @@ class Checker(Recorder):
             if name in names or tokens > 1 + len(drafts.get(name, ()))
         )
         is_little = arm.seconds(total) < LEAST_STRETCH * arm.seconds(total - prefill)
-        drain_s = scheduler.steering._cut._settings.drain_s
+        drain_s = scheduler.step_limiter._cut._settings.drain_s
         if is_little and waited_s > PATIENCE_DRAINS * drain_s:
             raise Failure(
                 "throttle",
@@ -382,9 +382,12 @@ class Checker(Recorder):
         most = 1 + self._arm.case.drafts
         if new or not output.num_scheduled_tokens:
             return
-        if max(output.num_scheduled_tokens.values()) > most or scheduler.steering.num_prefilling():
+        if (
+            max(output.num_scheduled_tokens.values()) > most
+            or scheduler.step_limiter.num_prefilling()
+        ):
             return
-        guess = scheduler.steering.model.decode_seconds(scheduler.steering._shape)
+        guess = scheduler.step_limiter.model.decode_seconds(scheduler.step_limiter._shape)
         if guess is not None:
             truth = self._arm.seconds(output.total_num_scheduled_tokens)
             self._predictions.append((guess, truth))
