@@ -58,6 +58,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "current_step",
         "deferred_waiting",
         "ec_connector",
+        "finished_req_ids_dict",
         "kv_cache_config",
         "kv_cache_manager",
         "kv_holding_waiting",

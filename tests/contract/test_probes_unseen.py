@@ -1,5 +1,7 @@
 """Nobody who counts requests counts probes: data-parallel load, idleness, statistics."""
 
+from collections import defaultdict
+
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
 from vllm.v1.request import RequestStatus
@@ -93,3 +95,20 @@ def test_counts_hold_with_more_steps_in_flight(monkeypatch, demo_model, depth):
     assert num_between_queues
     driver.drain()
     assert is_empty(driver)
+
+
+def test_no_client_is_told_that_a_probe_is_over(driver):
+    """With several engines clients are told which requests ended, whenever they did."""
+    scheduler = driver.scheduler
+    scheduler.finished_req_ids_dict = defaultdict(set)
+    update, told = scheduler.update_from_output, set()
+
+    def watched(*args):
+        outputs = update(*args)
+        told.update(*(each.finished_requests or () for each in outputs.values()))
+        return outputs
+
+    scheduler.update_from_output = watched
+    driver.drain()
+    assert scheduler.early_exit.probes.num_probes > 5
+    assert told <= set(NAMES)

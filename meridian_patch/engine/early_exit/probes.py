@@ -399,11 +399,22 @@ def _is_behind(image: Any, num_tokens: int) -> bool:
     return not is_shared and image.mm_position.offset + image.mm_position.length <= num_tokens
 
 
+def keep_end_untold(scheduler: Any, request: ProbeRequest) -> None:
+    """A probe was freed: no client is to be told so, in this step or the next."""
+    # Load-bearing: ids of requests that ended, by client, until the next outputs; None where no
+    # client wants them.
+    ended = scheduler.finished_req_ids_dict
+    if ended is None:
+        return
+    names = ended[request.client_index]
+    names.discard(request.request_id)
+    if not names:
+        del ended[request.client_index]
+
+
 def strip(outputs: dict[int, Any], names: AbstractSet[str]) -> None:
     """Take probes out of a step's ``EngineCoreOutputs``, by client, in place."""
     for client, batch in list(outputs.items()):
         batch.outputs = [each for each in batch.outputs if each.request_id not in names]
-        if batch.finished_requests:
-            batch.finished_requests = batch.finished_requests - names
         if not (batch.outputs or batch.finished_requests or batch.scheduler_stats):
             del outputs[client]

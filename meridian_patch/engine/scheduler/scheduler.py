@@ -20,7 +20,7 @@ from meridian_patch.engine.boundaries import resolve_boundaries
 from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.manager import Exits
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.early_exit.probes import strip
+from meridian_patch.engine.early_exit.probes import keep_end_untold, strip
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.kv_cache.binding import build_kv_tiers
 from meridian_patch.engine.scheduler.allowed_fields import AllowedFields
@@ -200,7 +200,9 @@ class PhaseScheduling(UpstreamScheduler):
                 is_aborted = request.status == RequestStatus.FINISHED_ABORTED
                 self.early_exit.probe_ended(request, is_aborted=is_aborted)
             self._phase_order.forget(request)
-            return super()._free_request(request, *args, **kwargs)
+            freed = super()._free_request(request, *args, **kwargs)
+            keep_end_untold(self, request)
+            return freed
         # A request ends before its last tokens were taken in.
         self._observe(request.request_id)
         if self.early_exit:
