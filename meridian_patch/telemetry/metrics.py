@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from meridian_patch.config.request_fields import RequestFields
+from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.exit.obstacles import TO_CLOSES
 from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.phase.tracker import Phase
@@ -217,7 +217,7 @@ METRICS: Final = (
         event=counters.IGNORED_FIELD,
         name="meridian_ignored_fields",
         label="field",
-        values=_texts(RequestFields.model_fields),
+        values=_texts(RequestOptions.model_fields),
         unit="fields",
         help="Fields of requests ignored, because requests.allowed_fields does not name them.",
         operator=(

@@ -188,6 +188,6 @@ def left_behind(scheduler):
         "attentive": tracker._attentive,
         "counts": [number for number in tracker.counts.values() if number],
         "ordered": scheduler._phase_order._key_of,
-        "wishes": scheduler.step_limiter._wishes,
+        "options": scheduler.step_limiter._options,
     }
     return {name: each for name, each in kept.items() if each}

@@ -6,6 +6,7 @@ import pytest
 from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, step_until
 
+from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
@@ -137,14 +138,10 @@ def test_a_field_that_is_not_allowed_is_ignored_and_counted(demo_model, settings
     }
     driver.add(job("urgent", 2), extra_args=asked)
     assert names(driver.scheduler.waiting) == ["first", "urgent"]
-    assert driver.scheduler.requests["urgent"].sampling_params.extra_args == {
-        "meridian_max_think_tokens": 30,
-        "someone_elses": 1,
-    }
     # The caller's own dict is left alone.
     assert len(asked) == 4
-    wishes = driver.scheduler.step_limiter._wishes["urgent"]
-    assert (wishes.itl_s, wishes.priority, wishes.max_think_tokens) == (None, 0, 30)
+    options = driver.scheduler.step_limiter._options["urgent"]
+    assert options == RequestOptions(meridian_max_think_tokens=30)
     totals = driver.scheduler.phase_counters.totals
     ignored = {name: number for name, number in totals.items() if name.startswith("ignored")}
     assert ignored == {"ignored_field:meridian_priority": 1, "ignored_field:meridian_itl_ms": 1}

@@ -120,18 +120,18 @@ def test_a_session_that_is_preempted_and_ends_its_turn_waits_for_no_answer(monke
     assert not scheduler._waiting_answers
 
 
-def test_a_chunk_brings_its_own_wishes(driver):
+def test_a_chunk_brings_its_own_options(driver):
     """Each chunk has parameters of its own, and vLLM goes by the newest."""
     scheduler = driver.scheduler
     send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 500.0})
     session = scheduler.requests["s"]
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert scheduler.step_limiter._wishes["s"].itl_s == 0.5
+    assert scheduler.step_limiter._options["s"].itl_s == 0.5
     send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 250.0})
-    assert scheduler.step_limiter._wishes["s"].itl_s == 0.25
+    assert scheduler.step_limiter._options["s"].itl_s == 0.25
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     send(driver, Job("s", PROMPT, 5, 5), 50)
-    assert "s" not in scheduler.step_limiter._wishes
+    assert "s" not in scheduler.step_limiter._options
 
 
 def test_a_chunk_does_not_ask_for_what_the_one_before_asked_for(driver):

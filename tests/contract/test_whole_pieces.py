@@ -28,7 +28,7 @@ def job(name, prompt=60, think=5, answer=5):
 
 
 def read(driver, readers=1):
-    """AnswerPacing are under way, and the model has learnt what steps take."""
+    """Readers are under way, and the model has learnt what steps take."""
     for number in range(12):
         driver.add(job(f"lesson{number}", prompt=50 + 40 * number))
         driver.drain()

@@ -15,7 +15,7 @@ TIGHT = {
 
 
 def run_with(model, folder, **params):
-    """AnswerPacing whose answers go on, and a long prompt that comes while they do."""
+    """Readers whose answers go on, and a long prompt that comes while they do."""
     readers = [
         ask(f"r{i}", problem, max_tokens=900, ignore_eos=True) for i, problem in enumerate(AMPLE)
     ]

@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant("readers stay when they leave", "engine.scheduler.step_limits",
            "        self._answer_pacing.left(request.request_id)\n", "        pass\n", fixed=TIGHT),
     Mutant("what was asked for is kept", "engine.scheduler.step_limits",
-           "        self._wishes.pop(request.request_id, None)\n", "        pass\n",
+           "        self._options.pop(request.request_id, None)\n", "        pass\n",
            fixed={"traffic": "hostile"}),
     Mutant("prefill is served before answers", "policy.running_order",
            "    HANDOFF = 0\n", "    HANDOFF = 9\n", fixed=TIGHT, seeds=40),

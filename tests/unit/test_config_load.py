@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from meridian_patch.config.load import load_config
-from meridian_patch.config.request_fields import RequestFields, allowed_names
+from meridian_patch.config.request_options import RequestOptions, allowed_names
 from meridian_patch.config.schema import Config, RequestField
 from meridian_patch.errors import ConfigError
 
@@ -193,7 +193,7 @@ def test_relative_families_dir_counts_from_the_file(config_file, tmp_path):
 @pytest.mark.parametrize(
     ("value", "allowed"),
     [
-        ("all", set(RequestFields.model_fields)),
+        ("all", set(RequestOptions.model_fields)),
         ("[]", set()),
         ("[meridian_exit, meridian_itl_ms]", {"meridian_exit", "meridian_itl_ms"}),
     ],
@@ -206,4 +206,4 @@ def test_allowed_fields(value, allowed):
 
 def test_every_request_field_can_be_allowed():
     """The names in the configuration's schema are those of the fields themselves."""
-    assert list(get_args(RequestField)) == list(RequestFields.model_fields)
+    assert list(get_args(RequestField)) == list(RequestOptions.model_fields)

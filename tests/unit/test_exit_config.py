@@ -5,13 +5,11 @@ import pytest
 from meridian_patch.config.families import load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.matching import ModelIdentity, match_family
-from meridian_patch.config.request_fields import RequestFields, read_fields
+from meridian_patch.config.request_options import RequestOptions, parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.text_breaks import find_breaks
-from meridian_patch.exit.wishes import apply_wishes
-from meridian_patch.policy.wishes import read_wishes
 
 SET = "MERIDIAN_PATCH_SET_EXIT__"
 
@@ -103,12 +101,13 @@ def test_a_maximum_alone_is_no_clash():
 
 
 def test_a_request_has_its_own():
-    """Its fields stand in for the configuration; nothing asked, nothing copied."""
+    """Its fields stand in for the configuration; nothing asked, nothing changed."""
     config = ExitConfig(eat=False, rpdi=False)
-    assert apply_wishes(config, None) is config
-    assert apply_wishes(config, {"other": 1}) is config
-    mine = apply_wishes(
-        config,
+    for extra_args in (None, {"other": 1}, {"meridian_itl_ms": 40.0}):
+        options = parse_options(extra_args)
+        assert not options.has_exit_options
+        assert options.exit_config(config) == config
+    options = parse_options(
         {
             "meridian_exit": "enforce",
             "meridian_max_think_tokens": 4000,
@@ -116,21 +115,18 @@ def test_a_request_has_its_own():
             "meridian_eat_delta": 0.01,
             "meridian_rpdi_lambda": 3,
             "meridian_itl_ms": 40.0,
-        },
+        }
     )
+    assert options.has_exit_options
+    mine = options.exit_config(config)
     assert (mine.mode, mine.min_think_tokens, mine.max_think_tokens) == ("enforce", 100, 4000)
     assert (mine.eat, mine.eat_delta, mine.rpdi, mine.rpdi_lambda) == (True, 0.01, True, 3.0)
-    assert apply_wishes(config, {"meridian_exit": "off"}) == config.model_copy(
-        update={"mode": "off"}
-    )
+    off = parse_options({"meridian_exit": "off"}).exit_config(config)
+    assert off == config.model_copy(update={"mode": "off"})
 
 
-def test_one_reader_for_all_fields():
-    """Policy and exit take theirs from the same reading, so both know each other's."""
-    mine = {"meridian_exit": "off", "meridian_max_think_tokens": 9, "meridian_priority": 2}
-    assert read_wishes(mine).max_think_tokens == 9
-    assert apply_wishes(ExitConfig(), mine).max_think_tokens == 9
-    assert all(name.startswith("meridian_") for name in RequestFields.model_fields)
+def test_all_fields_have_the_prefix():
+    assert all(name.startswith("meridian_") for name in RequestOptions.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +144,16 @@ def test_one_reader_for_all_fields():
     ],
 )
 def test_a_wrong_field_is_one_sentence(name, value, expected):
-    """It names the field, what came and what was expected, whoever reads."""
-    for read in (read_fields, read_wishes, lambda extra: apply_wishes(ExitConfig(), extra)):
-        with pytest.raises(ConfigError) as error:
-            read({name: value})
-        assert str(error.value).startswith(f"vllm_xargs field {name} is {value!r}, {expected}")
+    """It names the field, what came and what was expected."""
+    with pytest.raises(ConfigError) as error:
+        parse_options({name: value})
+    assert str(error.value).startswith(f"vllm_xargs field {name} is {value!r}, {expected}")
 
 
 def test_bounds_of_a_request_that_clash():
     """Both are named."""
     with pytest.raises(ConfigError, match=r"min_think_tokens is 9, expected at most .*which is 5"):
-        read_fields({"meridian_min_think_tokens": 9, "meridian_max_think_tokens": 5})
+        parse_options({"meridian_min_think_tokens": 9, "meridian_max_think_tokens": 5})
 
 
 def test_probe_texts_end_the_thought():

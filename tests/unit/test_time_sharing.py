@@ -2,11 +2,11 @@
 
 import pytest
 
+from meridian_patch.config.request_options import NO_OPTIONS, parse_options
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.policy.pacing import MOST_TARGETS, Reading, next_due_s
 from meridian_patch.policy.time_sharing import SharingSettings, Thinker, TimeSharing
-from meridian_patch.policy.wishes import Wishes, read_wishes
 
 
 class PricedModel:
@@ -77,12 +77,12 @@ def test_a_reader_with_tokens_in_hand_can_wait():
     assert next_due_s([], 0.0) is None
 
 
-def test_wishes_are_read_and_those_of_others_left_alone():
-    assert read_wishes(None) == Wishes()
-    assert read_wishes({"other": object()}) == Wishes()
-    mine = {"meridian_itl_ms": 40.0, "meridian_max_think_tokens": 512, "other": 1}
-    assert read_wishes(mine) == Wishes(0.04, 512)
-    assert read_wishes({"meridian_priority": -1}) == Wishes(priority=-1)
+def test_options_are_read_and_the_fields_of_others_left_alone():
+    assert parse_options(None) is NO_OPTIONS
+    assert parse_options({"other": object()}) is NO_OPTIONS
+    options = parse_options({"meridian_itl_ms": 40.0, "meridian_max_think_tokens": 512, "other": 1})
+    assert (options.itl_s, options.meridian_max_think_tokens) == (0.04, 512)
+    assert parse_options({"meridian_priority": -1}).meridian_priority == -1
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_wishes_are_read_and_those_of_others_left_alone():
         ("meridian_patience", 1),
     ],
 )
-def test_a_wrong_wish_is_one_sentence_with_the_field(name, value):
+def test_a_wrong_option_is_one_sentence_with_the_field(name, value):
     with pytest.raises(ConfigError, match=f"vllm_xargs field {name} is .*known fields: meridian_"):
-        read_wishes({name: value})
+        parse_options({name: value})

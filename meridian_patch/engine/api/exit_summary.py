@@ -20,11 +20,11 @@ from vllm.v1.engine import output_processor
 
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
-from meridian_patch.config.request_fields import (
-    NO_FIELDS,
+from meridian_patch.config.request_options import (
+    NO_OPTIONS,
     allowed_names,
     check_allowed,
-    read_fields,
+    parse_options,
 )
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.actions import ExitReport
@@ -61,7 +61,7 @@ def check_fields(extra_args: Mapping[str, Any] | None) -> None:
         RequestRefused: it names the field, what came and what was expected.
     """
     try:
-        if read_fields(extra_args) is not NO_FIELDS:
+        if parse_options(extra_args) is not NO_OPTIONS:
             check_allowed(extra_args, allowed_fields())
     except ConfigError as error:
         raise RequestRefused(str(error)) from error

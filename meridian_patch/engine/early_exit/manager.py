@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
@@ -25,7 +26,6 @@ from meridian_patch.exit.follow import follow
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
 from meridian_patch.exit.text_breaks import Breaks
-from meridian_patch.exit.wishes import apply_wishes
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT
 from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
@@ -42,6 +42,8 @@ class _Watched:
     controller: ExitController
     state: RequestPhase
     config: ExitConfig
+    # Whether the request asks for something of early exit by itself.
+    has_options: bool
     # Known tokens that the controller has been told of, and the signals of think tokens behind
     # them that it has not: nearly every token is only kept.
     seen: int
@@ -141,11 +143,12 @@ class Exits:
         """Probes under way: those that run, and those that the next step is offered."""
         return len(self.probes.live) if self.probes is not None else 0
 
-    def added(self, request: Any) -> None:
+    def added(self, request: Any, options: RequestOptions) -> None:
         """A request came in, or went on as another; the tracker knows it.
 
-        Raises:
-            ConfigError: it asks for something that does not exist; it is followed as configured.
+        Args:
+            request: what came in.
+            options: what it asks for.
         """
         name = request.request_id
         self.freed(request)
@@ -155,11 +158,13 @@ class Exits:
         state, sampling = self._tracker.get(name), request.sampling_params
         if state is None or sampling is None:
             return
-        try:
-            self._watch(request, state, apply_wishes(self._config, sampling.extra_args))
-        except Exception:
-            self._watch(request, state, self._config)
-            raise
+        config = options.exit_config(self._config)
+        if config.mode == "off":
+            return
+        if config.mode == "observe" and not options.has_exit_options:
+            self._undecided[name] = request, state
+        else:
+            self._measure(request, state, config, has_options=options.has_exit_options)
 
     def freed(self, request: Any) -> None:
         """A request is gone; its last tokens are taken in."""
@@ -336,17 +341,11 @@ class Exits:
             self.probes.cancel_all()
             self.probes = None
 
-    def _watch(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
-        if config.mode == "off":
-            return
-        if config is self._config and config.mode == "observe":
-            self._undecided[request.request_id] = request, state
-        else:
-            self._measure(request, state, config)
-
-    def _measure(self, request: Any, state: RequestPhase, config: ExitConfig) -> None:
+    def _measure(
+        self, request: Any, state: RequestPhase, config: ExitConfig, *, has_options: bool = False
+    ) -> None:
         controller = ExitController(config, self._breaks, budget_tokens(request))
-        watched = _Watched(request, controller, state, config, len(state.known))
+        watched = _Watched(request, controller, state, config, has_options, len(state.known))
         self._cannot(watched, self._unable_of(config))
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
@@ -393,7 +392,7 @@ class Exits:
             watched.think_tokens += outcome.think_tokens
             self._count(outcome)
             self._counters.count(counters.MEASURED, watched.config.mode)
-            if watched.config is not self._config:
+            if watched.has_options:
                 self._cannot(watched, outcome.too_soon)
             watched.is_told = False
             if self._trace is not None:
@@ -461,7 +460,7 @@ class Exits:
 
     def _cut_short(self, watched: _Watched) -> None:
         """A request is gone; its caller is told why a thought under way was not closed."""
-        if watched.config is not self._config and watched.controller.verdict is None:
+        if watched.has_options and watched.controller.verdict is None:
             self._cannot(watched, watched.controller.too_soon)
         self._tell(watched)
 

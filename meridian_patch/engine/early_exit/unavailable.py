@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.api.exit_summary import attach_all
 from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import Reason
-from meridian_patch.exit.wishes import apply_wishes
 
 
 class UnavailableEarlyExit:
@@ -26,17 +26,10 @@ class UnavailableEarlyExit:
         # Those of them that are gone; their last outputs may be in the step that is taken in.
         self._gone: set[str] = set()
 
-    def added(self, request: Any) -> None:
-        """A request came in.
-
-        Raises:
-            ConfigError: it asks for something that does not exist; it is told nothing.
-        """
-        sampling = request.sampling_params
-        if sampling is None:
-            return
-        config = apply_wishes(self._config, sampling.extra_args)
-        if config is not self._config and config.mode == "enforce":
+    def added(self, request: Any, options: RequestOptions) -> None:
+        """A request came in, with what it asks for."""
+        config = options.exit_config(self._config)
+        if options.has_exit_options and config.mode == "enforce":
             asked = [each for each in Reason if getattr(config, each, False)]
             if config.max_think_tokens is not None:
                 asked.append(Reason.HARD_CAP)

@@ -1,8 +1,8 @@
 """Who reads an answer, and what inter-token latency each of them is to see."""
 
+from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.pacing import Reading, next_due_s
-from meridian_patch.policy.wishes import Wishes
 
 
 class AnswerPacing:
@@ -21,22 +21,22 @@ class AnswerPacing:
         # When each answer began, by request id.
         self._since_s: dict[str, float] = {}
         # Requests with a target of their own are few: the tightest is sought among them alone.
-        self._wished_s: dict[str, float] = {}
+        self._own_itl_s: dict[str, float] = {}
 
-    def changed(self, request_id: str, wishes: Wishes, now_s: float) -> None:
+    def changed(self, request_id: str, options: RequestOptions, now_s: float) -> None:
         """The request's phase may have changed."""
         state = self._tracker.get(request_id)
         if state is None or state.phase is not Phase.ANSWER:
             self.left(request_id)
         elif request_id not in self._since_s:
             self._since_s[request_id] = now_s
-            if wishes.itl_s is not None:
-                self._wished_s[request_id] = wishes.itl_s
+            if options.itl_s is not None:
+                self._own_itl_s[request_id] = options.itl_s
 
     def left(self, request_id: str) -> None:
         """The request is gone; unknown ones are fine."""
         self._since_s.pop(request_id, None)
-        self._wished_s.pop(request_id, None)
+        self._own_itl_s.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -44,18 +44,18 @@ class AnswerPacing:
     def target_s(self, default_s: float) -> float:
         """The tightest inter-token latency asked for; ``default_s`` where nothing is configured."""
         common_s = self._itl_s or default_s
-        if not self._wished_s:
+        if not self._own_itl_s:
             return common_s
-        everybody_wishes = len(self._wished_s) == len(self._since_s)
-        tightest_s = max(min(self._wished_s.values()), default_s)
-        return tightest_s if everybody_wishes else min(common_s, tightest_s)
+        have_all = len(self._own_itl_s) == len(self._since_s)
+        tightest_s = max(min(self._own_itl_s.values()), default_s)
+        return tightest_s if have_all else min(common_s, tightest_s)
 
     def due_s(self, default_s: float, now_s: float) -> float:
         """Seconds until somebody has read all there is; not below ``target_s``'s value."""
         common_s = self._itl_s or default_s
-        wished_s = {name: max(wish_s, default_s) for name, wish_s in self._wished_s.items()}
+        own_s = {name: max(itl_s, default_s) for name, itl_s in self._own_itl_s.items()}
         readings = (
-            Reading(since_s, self._tokens(request_id), wished_s.get(request_id, common_s))
+            Reading(since_s, self._tokens(request_id), own_s.get(request_id, common_s))
             for request_id, since_s in self._since_s.items()
         )
         return next_due_s(readings, now_s) or default_s

@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
+from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.api.exit_summary import attach_all
 from meridian_patch.engine.boundaries import resolve_boundaries
@@ -23,11 +24,11 @@ from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probes import keep_end_untold, strip
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.kv_cache.binding import build_kv_tiers
-from meridian_patch.engine.scheduler.allowed_fields import AllowedFields
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import kv_units
 from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
+from meridian_patch.engine.scheduler.options_parser import OptionsParser
 from meridian_patch.engine.scheduler.rank_agreement import decide_alike
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder, RunningOrder
 from meridian_patch.engine.scheduler.started_requests import started_requests
@@ -58,7 +59,7 @@ class PhaseScheduling(UpstreamScheduler):
     5. Preempted answers resume before anything else that waits.
     6. Thoughts are followed by their signals, probed and, where that is asked for, closed.
     7. Without reasoning requests, or with noop and no early exit, every decision is stock.
-    8. What fails or takes too long here is counted, and the step runs as stock.
+    8. What fails or takes too long is counted, and the step runs as stock.
 
     Invariant: requests change queues only as ``super()`` itself moves them.
     """
@@ -85,7 +86,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_tracker = PhaseTracker(boundaries, policy_config.protected_answer_tokens)
         self.phase_counters = PhaseCounters()
         self._phase_guard = StepGuard(self.phase_counters)
-        self._allowed_fields = AllowedFields(config.requests, self.phase_counters)
+        self._options_parser = OptionsParser(config.requests, self.phase_counters)
         self._phase_rules = rules
         self._is_stock = rules.are_all_off
         self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
@@ -122,8 +123,7 @@ class PhaseScheduling(UpstreamScheduler):
             self.phase_counters,
         )
         obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
-        if limited_by is not None:
-            obstacle = Obstacle.EXTERNAL_LAUNCHER
+        obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle
         self.early_exit = (
             None
             if obstacle
@@ -147,9 +147,7 @@ class PhaseScheduling(UpstreamScheduler):
             "rules": [name for name, is_on in asdict(rules).items() if is_on],
             "config_digest": loaded.digest,
             "family": boundaries.family if boundaries else None,
-            "boundaries": {"start": boundaries.start, "end": boundaries.end}
-            if boundaries
-            else None,
+            "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
             "kv_tiers": self._kv_tiers.history if self._kv_tiers else "off",
             "exit": self.early_exit.mode if self.early_exit else "off",
             "limited_by": limited_by,
@@ -158,17 +156,15 @@ class PhaseScheduling(UpstreamScheduler):
         logger.info("meridian_patch live in EngineCore: %s", facts)
 
     def add_request(self, request: Any) -> None:
+        # A session's next chunk is looked at when the session takes it up.
         is_new = request.request_id not in self.requests
-        with self._phase_guard.protect("reading vllm_xargs", request.request_id):
-            self._allowed_fields.apply(request)
-            if is_new:
-                self.step_limiter.asks(request, self.policy)
+        options = self._accept(request) if is_new else NO_OPTIONS
         super().add_request(request)
         if is_new:
             self._track(request)
             with self._phase_guard.protect("the policy", request.request_id):
                 self.step_limiter.arrived(request, self.waiting)
-            self._watch(request)
+            self._watch(request, options)
             if request.resumable:
                 self._sessions[request.request_id] = request
 
@@ -178,10 +174,18 @@ class PhaseScheduling(UpstreamScheduler):
         self._end_turn(session)
         super()._update_request_as_session(session, update)
         self._sessions[session.request_id] = session
-        with self._phase_guard.protect("reading vllm_xargs", session.request_id):
-            self.step_limiter.asks(session, self.policy)
+        options = self._accept(session)
         self._track(session)
-        self._watch(session)
+        self._watch(session, options)
+
+    def _accept(self, request: Any) -> RequestOptions:
+        """Parse what a request asks for; none of it counts where a part of it is wrong."""
+        options = NO_OPTIONS
+        with self._phase_guard.protect("reading vllm_xargs", request.request_id):
+            options = self._options_parser.parse(request)
+        with self._phase_guard.protect("the policy", request.request_id):
+            self.step_limiter.before_added(request, options, self.policy)
+        return options
 
     def _end_turn(self, session: Any) -> None:
         """A session made its last token before the next chunk, which may not be there yet."""
@@ -238,7 +242,8 @@ class PhaseScheduling(UpstreamScheduler):
                 if not self.phase_tracker.num_reasoning:
                     self.step_limiter.decodes(self)
                 elif self._is_quiet():
-                    self._pass_over()
+                    self.step_limiter.decodes(self)
+                    self._phase_order.pass_over()
                 else:
                     limits = self._plan()
                     self._arrivals = self._arrange()
@@ -415,10 +420,6 @@ class PhaseScheduling(UpstreamScheduler):
         is_roomy = blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
         return is_roomy and rows * (1 + drafts) <= self.max_num_scheduled_tokens
 
-    def _pass_over(self) -> None:
-        self.step_limiter.decodes(self)
-        self._phase_order.pass_over()
-
     def _arrange(self) -> ArrivalOrder | None:
         if not self._phase_rules.order:
             return None
@@ -471,13 +472,13 @@ class PhaseScheduling(UpstreamScheduler):
             setattr(stats, stats_field.FIELD, payload or None)
         return stats
 
-    def _watch(self, request: Any) -> None:
+    def _watch(self, request: Any, options: RequestOptions) -> None:
         if self.early_exit:
             with self._phase_guard.protect("early exit", request.request_id):
-                self.early_exit.added(request)
+                self.early_exit.added(request, options)
         if self._unavailable_exit:
             with self._phase_guard.protect("early exit", request.request_id):
-                self._unavailable_exit.added(request)
+                self._unavailable_exit.added(request, options)
 
     def _track(self, request: Any) -> None:
         with self._phase_guard.protect("the phase tracker", request.request_id):

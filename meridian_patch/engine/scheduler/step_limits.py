@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission import Admission
@@ -23,7 +24,6 @@ from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSet
 from meridian_patch.policy.profiles import Rules
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
-from meridian_patch.policy.wishes import NO_WISHES, Wishes, read_wishes
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -104,7 +104,7 @@ class StepLimiter:
         itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
         self._answer_pacing = AnswerPacing(tracker, itl_s)
         # Of live requests that ask for something.
-        self._wishes: dict[str, Wishes] = {}
+        self._options: dict[str, RequestOptions] = {}
         self._sharing = None
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
@@ -127,15 +127,13 @@ class StepLimiter:
         # The least prefill that the budget has room for.
         self._least = 1
 
-    def asks(self, request: Any, queue: SchedulingPolicy) -> None:
-        """A request is about to come in, or a session goes on with what its next chunk asks for.
+    def before_added(self, request: Any, options: RequestOptions, queue: SchedulingPolicy) -> None:
+        """A request is about to come in, or a session goes on with its next chunk.
 
         Args:
             request: a new one, or the session.
+            options: what it asks for.
             queue: how upstream orders what waits.
-
-        Raises:
-            ConfigError: it asks for something that does not exist; it is served all the same.
         """
         # Load-bearing: upstream looks at priorities where it schedules by them, and only there.
         # Elsewhere ours alone count, which operators may allow or not.
@@ -143,13 +141,15 @@ class StepLimiter:
             request.priority = 0
         sampling = request.sampling_params
         self._chunks.waits(request)
-        wishes = read_wishes(sampling.extra_args) if sampling else NO_WISHES
-        self._wishes.pop(request.request_id, None)  # of a session's earlier chunk
-        if wishes != NO_WISHES:
-            self._wishes[request.request_id] = wishes
-        if wishes.priority and self._rules.order:
-            request.priority = wishes.priority
-        bounds = (wishes.max_think_tokens, getattr(sampling, "thinking_token_budget", None))
+        self._options.pop(request.request_id, None)  # of a session's earlier chunk
+        if options is not NO_OPTIONS:
+            self._options[request.request_id] = options
+        if options.meridian_priority and self._rules.order:
+            request.priority = options.meridian_priority
+        bounds = (
+            options.meridian_max_think_tokens,
+            getattr(sampling, "thinking_token_budget", None),
+        )
         known = [bound for bound in bounds if bound is not None]
         self.kv_demand.limit(request.request_id, min(known, default=None))
 
@@ -157,14 +157,14 @@ class StepLimiter:
         """A request came in, and is in ``waiting`` unless upstream holds it back."""
         if self._rules.are_all_off:
             return
-        wishes = self._wishes.get(request.request_id, NO_WISHES)
-        priority = wishes.priority if self._rules.order else 0
+        options = self._options.get(request.request_id, NO_OPTIONS)
+        priority = options.meridian_priority if self._rules.order else 0
         self.waiting_order.arrived(request, waiting, priority, self.clock())
 
     def changed(self, request: Any) -> None:
         """The request's phase may have changed."""
         name = request.request_id
-        self._answer_pacing.changed(name, self._wishes.get(name, NO_WISHES), self.clock())
+        self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS), self.clock())
 
     def pauses(self, session: Any) -> None:
         """A session waits for its next chunk; its answer so far is over."""
@@ -174,7 +174,7 @@ class StepLimiter:
         """A request is gone, finished or aborted."""
         self.kv_demand.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
         self._answer_pacing.left(request.request_id)
-        self._wishes.pop(request.request_id, None)
+        self._options.pop(request.request_id, None)
         self._chunks.left(request)
         self._stops_prefilling(request)
         self.waiting_order.left(request)

@@ -1,4 +1,4 @@
-"""What a request may ask for by itself, in ``vllm_xargs``: every field of ours, checked once."""
+"""What a request may ask for by itself, in ``vllm_xargs``: every field of ours, parsed once."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from meridian_patch.config.schema import StrictModel
+from meridian_patch.config.schema import ExitConfig, StrictModel
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
@@ -15,8 +15,18 @@ PREFIX = "meridian_"
 _MOST = 2**53
 
 
-class RequestFields(StrictModel):
-    """None leaves a field to the configuration."""
+class RequestOptions(StrictModel):
+    """The options of one request; None leaves one to the configuration.
+
+    Attributes:
+        meridian_itl_ms: inter-token latency that the answer is to keep, in milliseconds.
+        meridian_priority: as vLLM's own, lower goes first; 0 where nothing is asked for.
+        meridian_max_think_tokens: an upper bound on the request's thinking.
+        meridian_min_think_tokens: think tokens before which no strategy closes the thought.
+        meridian_exit: the mode of early exit.
+        meridian_eat_delta: threshold of EAT, in nats squared; switches it on.
+        meridian_rpdi_lambda: threshold of RPDI, a quotient; switches it on.
+    """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     meridian_priority: int = Field(default=0, ge=-_MOST, le=_MOST)
@@ -36,13 +46,44 @@ class RequestFields(StrictModel):
             )
         return self
 
+    @property
+    def itl_s(self) -> float | None:
+        """``meridian_itl_ms`` in seconds."""
+        return None if self.meridian_itl_ms is None else self.meridian_itl_ms / 1000
 
-NO_FIELDS: Final = RequestFields()
+    @property
+    def has_exit_options(self) -> bool:
+        """Whether the request asks for anything of early exit."""
+        return bool(self._exit_settings())
+
+    def exit_config(self, config: ExitConfig) -> ExitConfig:
+        """The configuration of early exit as this request has it.
+
+        Where only one bound is the request's and the floor comes out above the maximum, the maximum
+        counts.
+        """
+        settings = self._exit_settings()
+        return config.model_copy(update=settings) if settings else config
+
+    def _exit_settings(self) -> dict[str, Any]:
+        settings = {
+            "mode": self.meridian_exit,
+            "max_think_tokens": self.meridian_max_think_tokens,
+            "min_think_tokens": self.meridian_min_think_tokens,
+            "eat_delta": self.meridian_eat_delta,
+            "eat": None if self.meridian_eat_delta is None else True,
+            "rpdi_lambda": self.meridian_rpdi_lambda,
+            "rpdi": None if self.meridian_rpdi_lambda is None else True,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+NO_OPTIONS: Final = RequestOptions()
 
 
 def allowed_names(allowed: Sequence[str] | Literal["all"]) -> frozenset[str]:
     """The names of the fields that ``requests.allowed_fields`` lets through."""
-    return frozenset(RequestFields.model_fields if allowed == "all" else allowed)
+    return frozenset(RequestOptions.model_fields if allowed == "all" else allowed)
 
 
 def check_allowed(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str]) -> None:
@@ -61,14 +102,14 @@ def check_allowed(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str
 
 def refused_names(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str]) -> list[str]:
     """Our fields among a request's extra arguments that exist and are not allowed."""
-    known = RequestFields.model_fields
+    known = RequestOptions.model_fields
     if len(allowed) == len(known):
         return []
     return [name for name in extra_args or () if name in known and name not in allowed]
 
 
-def read_fields(extra_args: Mapping[str, Any] | None) -> RequestFields:
-    """Our fields among a request's extra arguments; those of others are left alone.
+def parse_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    """The options among a request's extra arguments; the fields of others are left alone.
 
     Raises:
         ConfigError: an unknown name of ours, or a value out of its range; it names the field,
@@ -76,9 +117,9 @@ def read_fields(extra_args: Mapping[str, Any] | None) -> RequestFields:
     """
     ours = {name: value for name, value in (extra_args or {}).items() if name.startswith(PREFIX)}
     if not ours:
-        return NO_FIELDS
+        return NO_OPTIONS
     try:
-        return RequestFields(**ours)
+        return RequestOptions(**ours)
     except ValidationError as error:
         raise ConfigError(_describe(error)) from error
 
@@ -92,5 +133,5 @@ def _describe(error: ValidationError) -> str:
         expected = "a field that exists"
     return (
         f"vllm_xargs field {first['loc'][0]} is {first['input']!r}, expected {expected}; "
-        f"known fields: {', '.join(RequestFields.model_fields)}"
+        f"known fields: {', '.join(RequestOptions.model_fields)}"
     )

@@ -1,0 +1,40 @@
+"""Parses what a request asks for, where it enters the scheduler."""
+
+from typing import Any
+
+from meridian_patch.config.request_options import (
+    NO_OPTIONS,
+    RequestOptions,
+    allowed_names,
+    parse_options,
+    refused_names,
+)
+from meridian_patch.config.schema import RequestsConfig
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
+
+
+class OptionsParser:
+    """The scheduler's side of ``requests.allowed_fields``.
+
+    The API server refuses a field that is not allowed. Some requests come past it, for example
+    where only the scheduler is ours (``--scheduler-cls``): they are served without the field.
+    """
+
+    def __init__(self, config: RequestsConfig, phase_counters: PhaseCounters) -> None:
+        self._allowed = allowed_names(config.allowed_fields)
+        self._counters = phase_counters
+
+    def parse(self, request: Any) -> RequestOptions:
+        """The options of a new request, or of a session's next chunk.
+
+        Raises:
+            ConfigError: one of our fields is wrong; it names the field.
+        """
+        extra_args = getattr(request.sampling_params, "extra_args", None)
+        if not extra_args:
+            return NO_OPTIONS
+        refused = refused_names(extra_args, self._allowed)
+        for name in refused:
+            self._counters.count(counters.IGNORED_FIELD, name)
+        return parse_options({k: v for k, v in extra_args.items() if k not in refused})
