@@ -36,6 +36,15 @@ def test_readme_is_short():
     assert len(README.splitlines()) < MOST_README_LINES
 
 
+def test_readme_has_one_picture_at_the_top():
+    """It stands before the first heading, and its caption says how it was obtained."""
+    top, _, rest = README.partition("\n## ")
+    assert top.count("![") == 1
+    assert "![" not in rest
+    assert "`simulated`" in top
+    assert "by seed](docs/benchmarks/" in top
+
+
 def test_demo_table_is_filled_in():
     """The README shows what the demo prints, and how it was obtained."""
     table = README.partition("<!-- demo-table -->")[2].partition("<!-- /demo-table -->")[0]
