@@ -88,12 +88,12 @@ HEAD = """# Compatibility
 
 Which features of vLLM were seen to work together with `meridian_patch`. For each row a test starts
 real engines of vLLM {release}, without the package (stock) and with it, and gives both the same
-crowd: requests that think, requests that answer at once, some with wishes of their own, and clients
-that leave, in a KV pool too small for all of them. The package runs with its defaults (policy
+requests: some think, some answer at once, some have options of their own, and some clients
+disconnect. The KV pool is too small for all of them. The package runs with its defaults (policy
 `latency`, KV tiers, early exit observing), but it probes after every few tokens, and its policy has
-no time limit, so that a busy machine drops no decision. Step times are learnt while it runs: who is
-preempted, and how many probes find a place, differ a little from run to run. The words are those
-of the [glossary](glossary.md).
+no time limit, so that a busy machine drops no decision. Step times are learnt while it runs, so
+which requests are preempted and how many probes are made differ a little from run to run. The
+[glossary](glossary.md) has the words.
 
 - **works**: the package's classes took part, and under greedy decoding the outputs of all requests
   equal stock's, token by token (of one that was aborted, as far as both got). Where a row compares
@@ -103,7 +103,7 @@ of the [glossary](glossary.md).
   there were none. "Off, with a notice" means that the server's log says so when it starts.
 - *At once stock is not equal to itself*: in stock too, a request's tokens there depend on what runs
   beside it. Outputs were compared with one request at a time, and with all at once only that every
-  request ends and nothing is left behind.
+  request ends and no state is left.
 - *preempted 10, of these 0 answers (stock preempted 9, of these 3 answers)*: how often a request
   lost its KV blocks to another, and how often that request was answering.
 
