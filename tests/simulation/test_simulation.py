@@ -44,6 +44,22 @@ def test_the_same_seed_gives_the_same_bytes_whatever_ran_before():
     assert all(steps and digest for steps, digest, _ in first)
 
 
+EVERY_HOOK = """
+import json
+from simulator.axes import AXES, Case, repair
+from simulator.run import run_case
+plain = {name: axis.plain for name, axis in AXES.items()}
+result = run_case(Case(1, 20, repair({**plain, "exit": "observe", "fault_raises": True})))
+print(json.dumps([result.steps, result.failures]))
+"""
+
+
+def test_every_hook_that_is_made_to_fail_exists():
+    steps, failures = in_child(EVERY_HOOK)
+    assert steps
+    assert failures == {}
+
+
 ASKS_ITSELF = """
 import json
 from simulator.axes import draw

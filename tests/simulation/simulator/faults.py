@@ -11,10 +11,10 @@ from simulator.engine import Arm
 
 # Methods of ours that are made to fail; each must exist.
 HOOKS = (
-    "steering.plan", "steering.scheduled", "steering.ended", "steering.changed",
-    "steering.arrived", "steering.left", "_phase_order.arrange", "phase_tracker.observe",
-    "exits.arrange", "exits.scheduled", "exits.returned", "exits.took_in", "exits.changed",
-    "exits.freed",
+    "step_limiter.plan", "step_limiter.scheduled", "step_limiter.ended", "step_limiter.changed",
+    "step_limiter.arrived", "step_limiter.left", "_phase_order.arrange", "phase_tracker.observe",
+    "early_exit.arrange", "early_exit.scheduled", "early_exit.returned", "early_exit.took_in",
+    "early_exit.changed", "early_exit.freed",
 )  # fmt: skip
 
 
