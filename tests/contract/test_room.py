@@ -222,6 +222,32 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     assert refusals._last is None
 
 
+class Loading(Undecided):
+    """A KV connector that loads most of one prompt, and never ends."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        is_there = request.request_id == "new"
+        return 16 * BLOCK_SIZE * is_there, is_there
+
+    def get_loaded_kv_cache_group_ids(self, request):
+        return (0,)
+
+
+@pytest.mark.parametrize("reserved", [0, 30])
+def test_room_for_a_load_leaves_what_prompts_under_way_will_take(demo_model, reserved):
+    """vLLM admits a request that loads only beside what these still need."""
+    driver = full_pool(demo_model)
+    driver.scheduler.connector = Loading()
+    driver.scheduler._inflight_prefill_reserved_blocks = lambda: reserved
+    driver.add(newcomer(BLOCKS - 22))
+    for _ in range(20):
+        if not displaced(driver):
+            driver.step()
+    is_loading = driver.scheduler.requests["new"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert is_loading is (reserved == 0)
+    assert displaced(driver) == is_loading
+
+
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
     """All thinkers together hold too little: they go on, and the newcomer waits as in stock."""
     driver = full_pool(demo_model)

@@ -181,7 +181,8 @@ class Admission:
     def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
         """Blocks that it lacks before the running requests take theirs."""
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return int(needed_blocks(scheduler, newcomer) - free)
+        reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
+        return int(needed_blocks(scheduler, newcomer) + reserved - free)
 
     def _may_displace_for(self, newcomer: Any, now_s: float) -> bool:
         if self._sharing is None:

@@ -22,12 +22,17 @@ class Refusals:
         self._allocate = manager.allocate_slots
         # The request that waits for what it was refused last.
         self._last: Any | None = None
+        self._reserved_blocks = 0
         # Load-bearing: the scheduler reads the attribute anew in each call.
         manager.allocate_slots = self._ask
 
     def is_last(self, request: Any) -> bool:
         """Whether it was refused, no other since, and it was not admitted since."""
         return self._last is request
+
+    def reserved_blocks(self, request: Any) -> int:
+        """Free blocks that its admission must leave to others, when it was refused last."""
+        return self._reserved_blocks if self._last is request else 0
 
     def left(self, request: Any) -> None:
         """The request is gone."""
@@ -38,6 +43,8 @@ class Refusals:
         blocks = self._allocate(request, *args, **kwargs)
         if blocks is None and request.status in _WAITING:
             self._last = request
+            # Load-bearing: an asynchronous load leaves those that prompts under way will take.
+            self._reserved_blocks = kwargs.get("reserved_blocks", 0)
         elif self._last is request:
             self._last = None
         return blocks
