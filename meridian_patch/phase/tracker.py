@@ -93,6 +93,11 @@ class PhaseTracker:
         # Number of tracked requests with is_reasoning.
         self.num_reasoning = 0
 
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether the served model thinks at all."""
+        return self._boundaries is not None
+
     def __len__(self) -> int:
         return len(self._states)
 

@@ -66,7 +66,7 @@ class ReplayEngine:
         if hasattr(self.scheduler, "step_limiter"):
             self.scheduler.step_limiter.clock = lambda: self.now
         if arm.knows_the_end:
-            drop_ended(self.scheduler._kv_tiers, lambda name: self._live[name][1].request)
+            drop_ended(self.scheduler.kv_tiers, lambda name: self._live[name][1].request)
         self._offload = None
         if arm.offload_gb_per_s is not None:
             self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, kv_bytes_per_token)

@@ -8,20 +8,20 @@ from meridian_patch.policy.retention import Retention, Tier
 from meridian_patch.replay.types import ReplayRequest
 
 
-def drop_ended(phases: KVTiers, request_of: Callable[[str], ReplayRequest]) -> None:
+def drop_ended(tiers: KVTiers, request_of: Callable[[str], ReplayRequest]) -> None:
     """Let all of a last request but the shared system prompt be evicted first.
 
     Args:
-        phases: of the scheduler under test; its ``finished`` is wrapped.
+        tiers: of the scheduler under test; its ``begin_free`` is wrapped.
         request_of: the replayed request of a request id.
     """
-    finished = phases.finished
+    begin_free = tiers.begin_free
 
-    def finished_knowing(request: Any) -> None:
-        finished(request)
+    def begin_free_knowing(request: Any) -> None:
         replayed = request_of(request.request_id)
         if replayed.is_last:
             ended = Retention(replayed.shared_tokens, Tier.THINK_COMPLETE)
-            phases._finished[request.request_id] = ended
+            tiers._finished[request.request_id] = ended
+        begin_free(request)
 
-    phases.finished = finished_knowing  # type: ignore[method-assign]
+    tiers.begin_free = begin_free_knowing  # type: ignore[method-assign]

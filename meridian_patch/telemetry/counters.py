@@ -60,6 +60,7 @@ class PhaseCounters:
 # Events, by the names they are counted under. ``metrics.METRICS`` says what each is.
 PREEMPTION = "preemption"
 FALLBACK = "fallback"
+PART_OFF = "part_off"
 PHASE_CHANGE = "phase_change"
 EVICTION = "kv_eviction"
 HIT_TOKENS = "kv_hit_tokens"
@@ -74,6 +75,14 @@ IGNORED_FIELD = "ignored_field"
 STEP = "step"
 # A gauge: how many requests are in each phase now.
 REQUESTS = "requests"
+
+# Parts of the scheduler, as labels.
+PHASE_TRACKER, POLICY, KV_TIERS, EARLY_EXIT = PARTS = (
+    "the phase tracker",
+    "the policy",
+    "the KV tiers",
+    "early exit",
+)
 
 # Label of hit tokens whose blocks other requests were using; the others are tiers.
 IN_USE = "in_use"

@@ -91,6 +91,18 @@ METRICS: Final = (
         ),
     ),
     Metric(
+        event=counters.PART_OFF,
+        name="meridian_parts_off",
+        label="part",
+        values=counters.PARTS,
+        unit="parts",
+        help="Parts that the circuit breaker switched off until the next start, by name.",
+        operator=(
+            "Should stay 0. A part that failed in 10 of 100 steps is off, and requests go on as in "
+            "stock; the log has the traceback of its first failure, please report it"
+        ),
+    ),
+    Metric(
         event=counters.PHASE_CHANGE,
         name="meridian_phase_changes",
         label="phase",

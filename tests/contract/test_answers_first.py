@@ -73,7 +73,7 @@ def test_thinkers_make_room_and_answers_stay(demo_model, is_async, queue_policy,
     assert totals.get("preemption:answer", 0) == 0
     assert longest_answer_gap(driver) <= 2
     assert len(driver.scheduler.phase_tracker) == 0
-    assert not driver.scheduler._waiting_answers
+    assert not driver.scheduler.policy_part.waiting_answers
     assert all(
         len(driver.deliveries[job.request_id]) == job.think_tokens + job.answer_tokens + 2
         for job in driver.jobs.values()
@@ -128,16 +128,16 @@ def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_as
     # Its cuts depend on what steps take here.
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "false")
     busy = driver_for(demo_model, is_async=is_async)
-    busy.scheduler._is_quiet = lambda: False
+    busy.scheduler.policy_part.is_uncontended = lambda: False
     totals = load(busy, seed)
     driver = driver_for(demo_model, is_async=is_async)
-    scheduler, pass_over, quiet = driver.scheduler, driver.scheduler._pass_over, []
+    scheduler, pass_over, quiet = driver.scheduler, driver.scheduler.policy_part.order.pass_over, []
 
     def note():
         quiet.append(len(scheduler.running))
         pass_over()
 
-    scheduler._pass_over = note
+    scheduler.policy_part.order.pass_over = note
     assert load(driver, seed) == totals
     assert driver.deliveries == busy.deliveries
     assert totals["preemption:think"] > 5
@@ -221,7 +221,7 @@ class BrokenPolicy:
 def test_a_failing_policy_costs_a_count_and_nothing_else(demo_model, caplog):
     """An exception in the policy is counted per step, logged with the request, run as stock."""
     driver = driver_for(demo_model)
-    driver.scheduler._phase_order._policy = BrokenPolicy()
+    driver.scheduler.policy_part.order._policy = BrokenPolicy()
     logging.getLogger("vllm").addHandler(caplog.handler)
     try:
         totals = load(driver, seed=1, requests=8)
@@ -272,7 +272,7 @@ def test_aborts_in_every_phase_leave_nothing_behind(demo_model):
     tracker = driver.scheduler.phase_tracker
     assert len(tracker) == tracker.num_reasoning == 0
     assert set(tracker.counts.values()) == {0}
-    assert not driver.scheduler._waiting_answers
+    assert not driver.scheduler.policy_part.waiting_answers
 
 
 def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model):
@@ -280,7 +280,7 @@ def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model
     driver = driver_for(demo_model, is_async=True, blocks=30)
     scheduler = driver.scheduler
     places = []
-    arranged = scheduler._arrange
+    arranged = scheduler.policy_part.order_running
 
     def arrange():
         arrivals = arranged()
@@ -291,7 +291,7 @@ def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model
                 places.append(waiting.index(name))
         return arrivals
 
-    scheduler._arrange = arrange
+    scheduler.policy_part.order_running = arrange
     load(driver, 5)
     assert places
     assert set(places) == {0}

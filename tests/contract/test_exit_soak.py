@@ -173,8 +173,8 @@ def left_behind(scheduler):
         "running": scheduler.running,
         "waiting": list(scheduler.waiting),
         "deferred": list(scheduler.deferred_waiting),
-        "waiting answers": scheduler._waiting_answers,
-        "expected": scheduler._expected,
+        "waiting answers": scheduler.policy_part.waiting_answers,
+        "expected": scheduler.phase_part._expected,
         "watched": exits._watched,
         "outcomes": exits._outcomes,
         "ended probes": exits._ended,
@@ -187,7 +187,7 @@ def left_behind(scheduler):
         "phases": tracker._states,
         "attentive": tracker._attentive,
         "counts": [number for number in tracker.counts.values() if number],
-        "ordered": scheduler._phase_order._key_of,
+        "ordered": scheduler.policy_part.order._key_of,
         "options": scheduler.step_limiter._options,
     }
     return {name: each for name, each in kept.items() if each}

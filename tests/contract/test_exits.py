@@ -262,11 +262,11 @@ def test_no_probe_is_made_while_an_answer_waits(driver_for):
     scheduler = driver.scheduler
     made = scheduler.early_exit.probes.num_probes
     assert made > 3
-    scheduler._waiting_answers["a"] = SimpleNamespace(status=RequestStatus.RUNNING)
+    scheduler.policy_part.waiting_answers["a"] = SimpleNamespace(status=RequestStatus.RUNNING)
     for _ in range(100):
         driver.step()
     assert scheduler.early_exit.probes.num_probes <= made + 1
-    scheduler._waiting_answers.clear()
+    scheduler.policy_part.waiting_answers.clear()
     driver.drain()
     assert scheduler.early_exit.probes.num_probes > made + 3
     assert is_empty(driver)

@@ -8,7 +8,7 @@ from scheduler_driver import THINK_END, WORD, Driver, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from meridian_patch.engine.early_exit import close_checks, unavailable
-from meridian_patch.engine.scheduler import scheduler as scheduler_module
+from meridian_patch.engine.scheduler import assembly
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import Reason
@@ -185,7 +185,7 @@ def test_probes_that_get_no_place(driver_for):
 
 def test_a_model_without_boundaries(monkeypatch, demo_model):
     """Nothing of it thinks, as far as is known; told once, and nothing is kept."""
-    monkeypatch.setattr(scheduler_module, "resolve_boundaries", lambda *_: None)
+    monkeypatch.setattr(assembly, "resolve_boundaries", lambda *_: None)
     said = []
     monkeypatch.setattr(
         unavailable, "attach_all", lambda _, told: said.append(told) if told else None
@@ -202,7 +202,7 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     told = {name: each.not_enforced for news in said for name, each in news.items()}
     assert told == {"asks": off, "ends at once": off | {"hard_cap": "no_boundary"}}
     assert sum(len(news) for news in said) == 2
-    assert not driver.scheduler._unavailable_exit._news
+    assert not driver.scheduler._parts._parts[-1]._unavailable._news
 
 
 def test_what_did_not_ask_is_not_told(driver_for):

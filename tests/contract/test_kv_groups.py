@@ -107,7 +107,7 @@ def test_damage_is_found_when_nobody_is_there_and_turns_tiers_off(
         driver.scheduler.schedule()
     assert caplog.text.count("KV tiers are off from now on") == 1
     assert counted(driver, "fallback") == {"kv_integrity": 1}
-    assert driver.scheduler._kv_tiers.history == "keep"
+    assert driver.scheduler.kv_tiers.history == "keep"
 
 
 HYBRID = (full_attention(BLOCK_SIZE), sliding_window(48, BLOCK_SIZE // 2))

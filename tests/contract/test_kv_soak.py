@@ -144,7 +144,7 @@ def test_nothing_leaks_and_nothing_is_miscounted(
     assert set(scheduler.phase_tracker.counts.values()) == {0}
     assert queue.assigned == {}
     assert queue.retention is None
-    assert scheduler._kv_tiers._finished == {}
+    assert scheduler.kv_tiers._finished == {}
     assert len(queue._entries) <= blocks
 
     totals = scheduler.phase_counters.totals

@@ -59,7 +59,7 @@ class Engine(ReplayEngine):
         step_seconds = load_cost(DEFAULT_COST).step_seconds
         super().__init__(arm, POOL_BLOCKS, step_seconds, read_markers(), is_async=is_async)
         self.requests = {}
-        self.kept_tokens = self.scheduler._phase_order._kept_tokens
+        self.kept_tokens = self.scheduler.policy_part.order._kept_tokens
 
     def think(self, name, prompt, think, params=None):
         """Add a request with ``kv_transfer_params``."""

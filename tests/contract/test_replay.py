@@ -143,7 +143,7 @@ def test_saturation_offers_everything_at_once():
 )
 def test_tiers_know_the_history_and_run_on_the_virtual_clock(history, rule):
     engine, _ = play_all("tiers", history)
-    assert engine.scheduler._kv_tiers.history == rule
+    assert engine.scheduler.kv_tiers.history == rule
     assert engine.scheduler.kv_cache_manager.clock() == engine.now > 0
 
 

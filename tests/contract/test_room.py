@@ -308,7 +308,7 @@ def test_time_sharing_counts_the_blocks_of_all_groups(demo_model, is_async, grou
     specs = HYBRIDS[groups]
     driver = full_pool(demo_model, is_async=is_async, blocks=60, groups=specs)
     scheduler = driver.scheduler
-    assert "time_sharing" in [n for n, on in vars(scheduler._phase_rules).items() if on]
+    assert "time_sharing" in [n for n, on in vars(scheduler.policy_part.rules).items() if on]
     pool = scheduler.kv_cache_manager.block_pool
     # Nearly all that is left belongs to a request of another engine.
     pool.get_new_blocks(pool.get_num_free_blocks() - 8)

@@ -115,9 +115,9 @@ def test_a_session_that_is_preempted_and_ends_its_turn_waits_for_no_answer(monke
     assert session.num_in_flight_tokens
     scheduler.running.remove(session)
     scheduler._preempt_request(session, 0.0)
-    assert scheduler._waiting_answers
+    assert scheduler.policy_part.waiting_answers
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert not scheduler._waiting_answers
+    assert not scheduler.policy_part.waiting_answers
 
 
 def test_a_chunk_brings_its_own_options(driver):

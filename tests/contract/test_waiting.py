@@ -230,7 +230,7 @@ def test_the_heap_is_in_order_after_preemptions(demo_model, sharing, monkeypatch
 def test_a_slow_plan_is_carried_out(demo_model):
     """It counts as slow, and its cut holds all the same; before, the step went uncut."""
     driver = driver_for(demo_model)
-    driver.scheduler._time_budget_s = 0.0
+    driver.scheduler.policy_part.time_budget_s = 0.0
     driver.add(job("reader", 1, think=5))
     step_until(driver, "reader", Phase.ANSWER)
     driver.add(Job("long", tuple(make_prompt(random.Random(3), 300, thinks=True)), 5, 5))

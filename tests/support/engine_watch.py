@@ -65,8 +65,9 @@ class SchedulerWatch:
         self._wrap("schedule", after=self._scheduled)
         self._wrap("update_from_output", after=self._updated)
         self._wrap("_preempt_request", before=self._preempting)
-        if hasattr(scheduler, "_pass_over"):
-            self._wrap("_pass_over", before=self._passing_over)
+        if hasattr(scheduler, "policy_part"):
+            order = scheduler.policy_part.order
+            self._wrap("pass_over", before=self._passing_over, owner=order)
 
     def restart(self) -> Watched:
         self.seen = Watched()
@@ -77,8 +78,9 @@ class SchedulerWatch:
         assert what == "probe", what
         return any(type(r).__name__ == PROBE for r in self.scheduler.requests.values())
 
-    def _wrap(self, name: str, before=None, after=None) -> None:
-        inner = getattr(self.scheduler, name)
+    def _wrap(self, name: str, before=None, after=None, owner=None) -> None:
+        owner = owner or self.scheduler
+        inner = getattr(owner, name)
 
         def wrapper(*args, **kwargs):
             if before is not None:
@@ -88,7 +90,7 @@ class SchedulerWatch:
                 after(result)
             return result
 
-        setattr(self.scheduler, name, wrapper)
+        setattr(owner, name, wrapper)
 
     def _scheduled(self, output) -> None:
         seen = self.seen

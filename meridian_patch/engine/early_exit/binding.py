@@ -11,7 +11,7 @@ from meridian_patch.engine import status
 from meridian_patch.engine.early_exit.close_checks import CloseChecks
 from meridian_patch.engine.early_exit.engine_lag import lag_of
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
-from meridian_patch.engine.early_exit.manager import Exits
+from meridian_patch.engine.early_exit.manager import EarlyExit
 from meridian_patch.engine.early_exit.obstacles import BY_SIGNALS, against_probes, against_signals
 from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
 from meridian_patch.engine.early_exit.signal_health import tell_not_probed
@@ -32,7 +32,7 @@ def build_early_exit(
     boundaries: Boundaries | None,
     tracker: PhaseTracker,
     phase_counters: PhaseCounters,
-) -> Exits | None:
+) -> EarlyExit | None:
     """Early exit of a scheduler that is being built; None where nothing thinks.
 
     Raises:
@@ -62,7 +62,7 @@ def build_early_exit(
             "meridian_patch: no thought is closed: this server has custom logits processors, "
             "which may undo a forced close"
         )
-    return Exits(
+    return EarlyExit(
         config,
         boundaries,
         load_breaks(model_config),

@@ -63,7 +63,7 @@ class _Watched:
     is_told: bool = True
 
 
-class Exits:
+class EarlyExit:
     """Follows the requests that may think, by their tokens and their signals.
 
     In mode ``observe`` at most ``observed_at_a_time`` of those that ask for nothing: which, turns

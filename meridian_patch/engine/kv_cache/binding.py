@@ -1,5 +1,6 @@
 """Ties the scheduler's phases to its KV cache manager, or says once why not."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -24,6 +25,7 @@ def build_kv_tiers(
     tracker: PhaseTracker,
     guard: StepGuard,
     phase_counters: PhaseCounters,
+    requests: Mapping[str, Any],
 ) -> KVTiers | None:
     """The scheduler's side of the KV tiers; None when the cache has none."""
     if not isinstance(manager, PhaseKVCaching):
@@ -46,6 +48,7 @@ def build_kv_tiers(
         guard,
         phase_counters,
         config.kv.check_interval_s,
+        requests,
     )
 
 

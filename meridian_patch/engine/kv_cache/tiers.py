@@ -1,6 +1,7 @@
 """What phases mean for KV blocks: tells the cache manager what to keep, and counts."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,6 +11,7 @@ from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.engine.kv_cache.manager import PhaseKVCaching
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared
 from meridian_patch.engine.scheduler.guard import StepGuard
+from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.phase.boundaries import TokenIds
 from meridian_patch.phase.thoughts import holds_any
 from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
@@ -26,7 +28,7 @@ from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 logger = init_logger("vllm.meridian_patch")
 
 
-class KVTiers:
+class KVTiers(SchedulerPart):
     """The scheduler's side of the KV tiers.
 
     Args:
@@ -35,7 +37,10 @@ class KVTiers:
         history: rule to go by; ``keep`` makes every decision stock's.
         tool_call: token sequences of which any one opens a tool call.
         check_interval_s: least time between two integrity checks.
+        requests: those in the scheduler, by id.
     """
+
+    name = counters.KV_TIERS
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class KVTiers:
         guard: StepGuard,
         phase_counters: PhaseCounters,
         check_interval_s: float,
+        requests: Mapping[str, Any],
     ) -> None:
         self.history = history
         self._manager = manager
@@ -56,28 +62,49 @@ class KVTiers:
         self._counters = phase_counters
         self._check_interval_s = check_interval_s
         self._last_check_s = manager.clock()
+        self._requests = requests
+        self._is_off = False
         # Retention of finished requests whose blocks are not freed yet.
         self._finished: dict[str, Retention | None] = {}
         manager.phases = self
 
-    def finished(self, request: Any) -> None:
-        """A request is done; its blocks are freed now or, by a connector, later."""
-        with self._guard.protect("KV retention", request.request_id):
-            state = self._tracker.get(request.request_id)
-            if state is not None:
-                has_tool_call = self._has_tool_call(request, state)
-                retention = retain_finished(state, self.history, has_tool_call=has_tool_call)
-                self._finished[request.request_id] = retention
+    def on_freed(self, request: Any) -> None:
+        # Its blocks are freed now or, by a connector, later.
+        state = self._tracker.get(request.request_id)
+        if state is not None:
+            has_tool_call = self._has_tool_call(request, state)
+            retention = retain_finished(state, self.history, has_tool_call=has_tool_call)
+            self._finished[request.request_id] = retention
+
+    def after_schedule(self, output: Any) -> None:
+        # Load-bearing: after the last request there is one more step, which tells the workers;
+        # its tokens are on their way by then.
+        if not self._requests:
+            self.check()
+
+    def before_stats(self) -> None:
+        self.count_evictions()
+
+    def on_switched_off(self) -> None:
+        self._is_off = True
+        self.history = "keep"
+        self._finished.clear()
+        self._manager.phases = None
+        self.end_free()
 
     def begin_free(self, request: Any) -> None:
         """The blocks of a finished request are about to be freed."""
-        with self._guard.protect("KV retention", request.request_id):
+        if self._is_off:
+            return
+        with self._guard.protect(self.name, request.request_id):
             retention = self._finished.pop(request.request_id, None)
             self._manager.begin_free(request.request_id, retention)
 
     def begin_preemption(self, request: Any) -> None:
         """The blocks of a request that is being preempted are about to be freed."""
-        with self._guard.protect("KV retention", request.request_id):
+        if self._is_off:
+            return
+        with self._guard.protect(self.name, request.request_id):
             state = self._tracker.get(request.request_id)
             if state is not None:
                 retention = retain_preempted(state, self.history)
@@ -97,7 +124,7 @@ class KVTiers:
 
         With several cache groups the first one is looked at.
         """
-        with self._guard.protect("KV counters", request.request_id):
+        with self._guard.protect(self.name, request.request_id):
             manager = self._manager.coordinator.single_type_managers[0]
             blocks = manager.req_to_blocks[request.request_id]
             in_use = min(count_shared(blocks) * manager.block_size, num_hit_tokens)

@@ -1,40 +1,84 @@
 """Keeps the engine alive when our own code fails: the step then runs as stock."""
 
+from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
 
 from vllm.logger import init_logger
 
-from meridian_patch.telemetry.counters import FALLBACK, Fallback, PhaseCounters
+from meridian_patch.telemetry.counters import FALLBACK, PART_OFF, Fallback, PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
 
+# A part that fails in so many of so many steps is switched off until the next start.
+MOST_FAILED_STEPS = 10
+WATCHED_STEPS = 100
+
 
 class StepGuard:
-    """Catches what our code raises, counts each step it happens in, and logs it once per step."""
+    """Catches what our code raises, and counts each step it happens in.
+
+    A circuit breaker: a part that fails again and again is switched off. Its first failure within
+    ``WATCHED_STEPS`` steps is logged with its traceback, the others are counted only.
+    """
 
     def __init__(self, counters: PhaseCounters) -> None:
         self._counters = counters
-        self._is_reported = False
+        self._step = 0
+        self._is_counted = False
+        # By part, the numbers of the last steps in which it failed.
+        self._failed_steps: dict[str, deque[int]] = {}
+        self._logged: dict[str, int] = {}
+        self._tripped: list[str] = []
 
-    def new_step(self) -> None:
-        self._is_reported = False
+    def watch(self, names: Iterable[str]) -> None:
+        """Parts that are switched off when they fail too often."""
+        for name in names:
+            self._failed_steps[name] = deque(maxlen=MOST_FAILED_STEPS)
+
+    def new_step(self) -> list[str]:
+        """A step begins; the parts that are to be switched off before it."""
+        self._step += 1
+        self._is_counted = False
+        tripped, self._tripped = self._tripped, []
+        return tripped
 
     def protect(self, what: str, request_id: str | None = None) -> "_Protection":
         """Run a block of ours; an exception ends the block and nothing else."""
         return _Protection(self, what, request_id)
 
     def failed(self, what: str, error: Exception, request_id: str | None = None) -> None:
-        """Count and log an exception."""
-        if self._is_reported:
+        """Count an exception, and log it unless the same part's last one is near."""
+        if not self._is_counted:
+            self._is_counted = True
+            self._counters.count(FALLBACK, Fallback.EXCEPTION)
+        last = self._logged.get(what)
+        if last is None or self._step - last >= WATCHED_STEPS:
+            self._logged[what] = self._step
+            logger.error(
+                "meridian_patch: %s failed for request %s; this step runs as stock",
+                what,
+                getattr(error, "request_id", request_id),
+                exc_info=error,
+            )
+        self._break_circuit(what)
+
+    def _break_circuit(self, what: str) -> None:
+        steps = self._failed_steps.get(what)
+        if steps is None or (steps and steps[-1] == self._step):
             return
-        self._is_reported = True
-        self._counters.count(FALLBACK, Fallback.EXCEPTION)
-        logger.error(
-            "meridian_patch: %s failed for request %s; this step runs as stock",
-            what,
-            getattr(error, "request_id", request_id),
-            exc_info=error,
-        )
+        steps.append(self._step)
+        if len(steps) == MOST_FAILED_STEPS and self._step - steps[0] < WATCHED_STEPS:
+            del self._failed_steps[what]
+            self._tripped.append(what)
+            self._counters.count(PART_OFF, what)
+            logger.error(
+                "meridian_patch: %s failed in %d of the last %d steps and is off until the next "
+                "start; requests go on as in stock",
+                what,
+                MOST_FAILED_STEPS,
+                self._step - steps[0] + 1,
+            )
 
 
 class _Protection:

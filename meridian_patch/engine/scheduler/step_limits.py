@@ -40,22 +40,6 @@ class StepLimits(NamedTuple):
     token_budget: int | None = None
     max_active: int | None = None
 
-    def with_seats(self, seats: int | None) -> "StepLimits":
-        """The same, and no more than so many requests running; None: as many as ever."""
-        if seats is None:
-            return self
-        active = seats if self.max_active is None else min(seats, self.max_active)
-        return self._replace(max_active=active)
-
-    def with_probes(self, count: int) -> "StepLimits":
-        """The same, and a place more for each of ``count`` probes; admission counts users alone."""
-        if self.max_active is None:
-            return self
-        return self._replace(max_active=self.max_active + count)
-
-
-UNLIMITED = StepLimits()
-
 
 class StepLimiter:
     """Works out and applies the limits of each step.
@@ -388,31 +372,3 @@ def _due_of(scheduler: Any) -> list[int]:
         and request.num_tokens_with_spec + request.num_output_placeholders
         > request.num_computed_tokens
     ]
-
-
-class Limited:
-    """Applies limits to a scheduler for the length of one step.
-
-    Args:
-        scheduler: upstream's.
-        limits: of the step.
-    """
-
-    __slots__ = ("_before", "_limits", "_scheduler")
-
-    def __init__(self, scheduler: Any, limits: StepLimits) -> None:
-        self._scheduler = scheduler
-        self._limits = limits
-        self._before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
-
-    def __enter__(self) -> None:
-        scheduler, (budget, active) = self._scheduler, self._before
-        if self._limits.token_budget is not None:
-            scheduler.max_num_scheduled_tokens = min(budget, self._limits.token_budget)
-        if self._limits.max_active is not None:
-            scheduler.max_num_active_reqs = min(active, self._limits.max_active)
-
-    def __exit__(self, *_error: object) -> None:
-        scheduler, (budget, active) = self._scheduler, self._before
-        scheduler.max_num_scheduled_tokens = budget
-        scheduler.max_num_active_reqs = active

@@ -35,6 +35,7 @@ from meridian_patch.config import families
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
+from meridian_patch.engine.scheduler import assembly
 from meridian_patch.engine.scheduler import scheduler as ours
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.policy.profiles import choose_rules
@@ -131,8 +132,8 @@ def build(case: Case, *, is_stock: bool) -> Built:
         chosen, manager = build_class(stock), build_phase_kv_cache_manager(KVCacheManager)
     with (
         patch.object(scheduler_module, "KVCacheManager", manager),
-        patch.object(ours, "resolve_boundaries", lambda *_: boundaries),
-        patch.object(ours.status, "publish", lambda *_, **__: None),
+        patch.object(assembly, "resolve_boundaries", lambda *_: boundaries),
+        patch.object(assembly.status, "publish", lambda *_, **__: None),
         patch.object(families, "load_families", _read_families),
         patch.object(exit_binding, "load_breaks", _load_breaks),
     ):

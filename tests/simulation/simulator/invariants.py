@@ -118,7 +118,7 @@ def check_phases(arm: Arm) -> None:
 def check_tables(arm: Arm) -> None:
     """Invariant 1, of our own tables: what they say of a request is so."""
     scheduler = arm.scheduler
-    for name, request in scheduler._waiting_answers.items():
+    for name, request in scheduler.policy_part.waiting_answers.items():
         if request.status not in {
             RequestStatus.PREEMPTED,
             RequestStatus.WAITING_FOR_REMOTE_KVS,

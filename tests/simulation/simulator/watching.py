@@ -80,7 +80,7 @@ class Checker(Recorder):
         self._is_scheduling = False
         self._expects_health = not arm.case.has_fault("raises")
         scheduler = arm.scheduler
-        rules = scheduler._phase_rules
+        rules = scheduler.policy_part.rules
         self._is_answers_first = (
             rules.order and arm.case.queue == "fcfs" and not arm.case.has_fault("raises")
         )
@@ -122,7 +122,7 @@ class Checker(Recorder):
         scheduler = arm.scheduler
         is_reasoning = bool(scheduler.phase_tracker.num_reasoning)
         self.num_reasoning += is_reasoning
-        is_steered = is_reasoning and not scheduler._is_stock
+        is_steered = is_reasoning and not scheduler.policy_part.rules.are_all_off
         answers = self._waiting_answers()
         # Load-bearing: requests that wait with blocks of their own come in before all others.
         holding = {request.request_id for request in scheduler.kv_holding_waiting}
@@ -170,7 +170,7 @@ class Checker(Recorder):
         """The arm is drained."""
         if self.num_steered >= _FEWEST_STEPS and self._expects_health:
             share = self.num_learnt / self.num_steered
-            if share < LEAST_LEARNT and self._arm.scheduler._phase_rules.step_cut:
+            if share < LEAST_LEARNT and self._arm.scheduler.policy_part.rules.step_cut:
                 message = f"{self.num_learnt} of {self.num_steered} steps"
                 self.note(Failure("learning", f"the step-time model learnt from {message}"))
         late = self._predictions[len(self._predictions) // 2 :]

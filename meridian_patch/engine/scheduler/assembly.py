@@ -1,0 +1,180 @@
+"""Builds the parts of a phase-aware scheduler from its configuration, and says what is live."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+from meridian_patch import envs
+from meridian_patch.config.load import load_config
+from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.engine import status
+from meridian_patch.engine.boundaries import resolve_boundaries
+from meridian_patch.engine.early_exit.binding import build_early_exit
+from meridian_patch.engine.early_exit.manager import EarlyExit
+from meridian_patch.engine.early_exit.part import EarlyExitPart, UnavailablePart
+from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
+from meridian_patch.engine.kv_cache.binding import build_kv_tiers
+from meridian_patch.engine.kv_cache.tiers import KVTiers
+from meridian_patch.engine.scheduler.guard import StepGuard
+from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
+from meridian_patch.engine.scheduler.kv_units import KVUnits, kv_units
+from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
+from meridian_patch.engine.scheduler.options_parser import OptionsParser
+from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
+from meridian_patch.engine.scheduler.phase_part import PhasePart
+from meridian_patch.engine.scheduler.policy_part import PolicyPart
+from meridian_patch.engine.scheduler.rank_agreement import decide_alike
+from meridian_patch.engine.scheduler.running_order import RunningOrder
+from meridian_patch.engine.scheduler.step_limits import StepLimiter
+from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.policy.profiles import Rules, choose_rules
+from meridian_patch.policy.running_order import LatencyPolicy
+from meridian_patch.telemetry.counters import PhaseCounters
+
+logger = init_logger("vllm.meridian_patch")
+
+
+class Assembly(NamedTuple):
+    """What a phase-aware scheduler consists of.
+
+    Attributes:
+        parts: all of them, to be called hook by hook.
+        tracker: phases of all requests.
+        phase_part: keeps the tracker up to date.
+        policy_part: arranges the queues before each step.
+        chunks: which pieces of prompts a cut step must not divide.
+        kv_tiers: None: the cache has none.
+        early_exit: None: the engine has none.
+        options_parser: of requests.
+    """
+
+    parts: Parts
+    tracker: PhaseTracker
+    phase_part: PhasePart
+    policy_part: PolicyPart
+    chunks: IndivisibleChunks
+    kv_tiers: KVTiers | None
+    early_exit: EarlyExit | None
+    options_parser: OptionsParser
+
+
+def assemble(
+    scheduler: Any,
+    guard: StepGuard,
+    counters: PhaseCounters,
+    on_phase_changed: Callable[[str], None],
+    end_turn: Callable[[Any], None],
+) -> Assembly:
+    """Build the parts of a scheduler that upstream has just initialized.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the served model.
+    """
+    loaded = load_config(envs.environment())
+    config, limited_by = decide_alike(loaded.config, scheduler.vllm_config)
+    boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
+    tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
+    chunks = IndivisibleChunks(scheduler)
+    policy_part = _build_policy(scheduler, config.policy, tracker, chunks, counters)
+    kv_tiers = build_kv_tiers(
+        scheduler.kv_cache_manager,
+        config,
+        boundaries,
+        tracker,
+        guard,
+        counters,
+        scheduler.requests,
+    )
+    obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
+    obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle
+    early_exit: EarlyExit | None = None
+    exit_part: SchedulerPart | None = None
+    if obstacle:
+        # A request may ask for early exit by itself.
+        exit_part = UnavailablePart(UnavailableEarlyExit(config.exit, obstacle))
+    else:
+        early_exit = build_early_exit(scheduler, config, boundaries, tracker, counters)
+    if early_exit:
+        policy_part.limiter.probes = early_exit.probes
+        exit_part = EarlyExitPart(scheduler, early_exit)
+    phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
+    parts: list[SchedulerPart | None] = [phase_part, policy_part, kv_tiers, exit_part]
+    facts = {
+        "scheduler": type(scheduler).__name__,
+        "scheduler_base": type(scheduler).__mro__[2].__name__,
+        "policy": config.policy.name,
+        "rules": [name for name, is_on in asdict(policy_part.rules).items() if is_on],
+        "config_digest": loaded.digest,
+        "family": boundaries.family if boundaries else None,
+        "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
+        "kv_tiers": kv_tiers.history if kv_tiers else "off",
+        "exit": early_exit.mode if early_exit else "off",
+        "limited_by": limited_by,
+    }
+    status.publish(role="engine_core", **facts)
+    logger.info("meridian_patch live in EngineCore: %s", facts)
+    return Assembly(
+        Parts([part for part in parts if part is not None], guard),
+        tracker,
+        phase_part,
+        policy_part,
+        chunks,
+        kv_tiers,
+        early_exit,
+        OptionsParser(config.requests, counters),
+    )
+
+
+def _build_policy(
+    scheduler: Any,
+    config: PolicyConfig,
+    tracker: PhaseTracker,
+    chunks: IndivisibleChunks,
+    counters: PhaseCounters,
+) -> PolicyPart:
+    units = kv_units(scheduler)
+    rules = _rules_of(scheduler, config, units)
+    kept = build_offload_estimate(scheduler, is_reasoning=tracker.has_boundaries)
+    order = LatencyPolicy(
+        config.protected_answer_tokens,
+        config.max_preemptions,
+        by_work=rules.victims,
+        keeps_thinking=kept is not None and kept.has_thinking,
+    )
+    limiter = StepLimiter(
+        rules,
+        config,
+        tracker,
+        units,
+        scheduler.max_num_scheduled_tokens,
+        chunks,
+        kept,
+        scheduler.parallel_config.pipeline_parallel_size,
+    )
+    return PolicyPart(
+        scheduler,
+        rules,
+        limiter,
+        RunningOrder(order, tracker, config.time_budget_us, kept),
+        tracker,
+        counters,
+        config.time_budget_us,
+    )
+
+
+def _rules_of(scheduler: Any, config: PolicyConfig, units: KVUnits) -> Rules:
+    rules = choose_rules(config)
+    if scheduler.policy == SchedulingPolicy.PRIORITY:
+        # Who makes room for whom is the operator's to say then.
+        rules = replace(rules, time_sharing=False)
+    if rules.admission and not units.is_growing:
+        rules = replace(rules, admission=False)
+        logger.warning(
+            "meridian_patch: the rule admission is off: no cache group of the model grows with "
+            "a request, so the KV pool's peak cannot be forecast"
+        )
+    return rules

@@ -1,0 +1,189 @@
+"""The parts that a phase-aware scheduler consists of, and how it calls them.
+
+Each hook stands for one moment of upstream's scheduler. The order of parts is the order in which
+they are called, and it matters:
+
+1. the phase tracker: the others ask it which phase a request is in;
+2. the policy: limits of the step, and the order of the running requests;
+3. the KV tiers: what freed blocks are worth;
+4. early exit: probes take what the policy left.
+
+A request leaves in the opposite order, so that each part still finds what it relies on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine.scheduler.guard import StepGuard
+from meridian_patch.engine.scheduler.running_order import ArrivalOrder
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the next step may do; None leaves it to stock.
+
+    Attributes:
+        token_budget: tokens of all requests together.
+        max_active: requests that may run.
+        may_probe: whether probes may be part of it.
+        arrivals: arrival times to be restored behind the step, under vLLM's priority policy.
+    """
+
+    token_budget: int | None = None
+    max_active: int | None = None
+    may_probe: bool = True
+    arrivals: ArrivalOrder | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the step has fewer tokens than the engine's own budget."""
+        return self.token_budget is not None
+
+    def limit_active(self, most: int) -> None:
+        """Let no more than so many requests run."""
+        self.max_active = most if self.max_active is None else min(most, self.max_active)
+
+
+class Applied:
+    """Applies a plan to a scheduler for the length of one step, and restores the scheduler.
+
+    Args:
+        scheduler: upstream's.
+        plan: of the step.
+    """
+
+    __slots__ = ("_before", "_plan", "_scheduler")
+
+    def __init__(self, scheduler: Any, plan: StepPlan) -> None:
+        self._scheduler = scheduler
+        self._plan = plan
+        self._before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+
+    def __enter__(self) -> None:
+        scheduler, (budget, active) = self._scheduler, self._before
+        if self._plan.token_budget is not None:
+            scheduler.max_num_scheduled_tokens = min(budget, self._plan.token_budget)
+        if self._plan.max_active is not None:
+            scheduler.max_num_active_reqs = min(active, self._plan.max_active)
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        scheduler, (budget, active) = self._scheduler, self._before
+        scheduler.max_num_scheduled_tokens = budget
+        scheduler.max_num_active_reqs = active
+        if self._plan.arrivals is not None:
+            self._plan.arrivals.restore()
+
+
+class SchedulerPart:
+    """One concern of the scheduler. Every hook is empty here; a part fills those that it needs.
+
+    Attributes:
+        name: in the log, in the status and as a metric's label.
+    """
+
+    name: str
+
+    def on_added(self, request: Any, options: RequestOptions) -> None:
+        """A new request is in the scheduler."""
+
+    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+        """A streaming session took up its next chunk."""
+
+    def on_turn_ended(self, session: Any) -> None:
+        """A session made its last token before the next chunk, which may not be there yet."""
+
+    def before_schedule(self, plan: StepPlan) -> None:
+        """A step is about to be scheduled; the part may change its plan."""
+
+    def after_schedule(self, output: Any) -> None:
+        """A step was scheduled: upstream's ``SchedulerOutput``."""
+
+    def before_update(self, scheduler_output: Any, model_output: Any) -> None:
+        """A step's output is back; its tokens are not taken in yet."""
+
+    def after_update(self, scheduler_output: Any, results: Any) -> None:
+        """The tokens were taken in; ``results`` are ``EngineCoreOutputs`` by client."""
+
+    def on_phase_changed(self, request: Any) -> None:
+        """A request's phase changed, or its hand-off is over."""
+
+    def on_preempted(self, request: Any) -> None:
+        """A request was preempted, and waits."""
+
+    def on_freed(self, request: Any) -> None:
+        """A request is about to leave the scheduler; its last tokens were taken in."""
+
+    def on_probe_preempted(self, probe: Any) -> None:
+        """A probe was preempted."""
+
+    def on_probe_freed(self, probe: Any) -> None:
+        """A probe is about to leave the scheduler."""
+
+    def before_finish(self, request_ids: list[str] | None) -> None:
+        """These requests are about to be ended from outside; None: all of them."""
+
+    def before_cache_reset(self) -> None:
+        """All requests that run are about to be preempted, and the KV cache emptied."""
+
+    def before_stats(self) -> None:
+        """The counters are about to be read."""
+
+    def on_switched_off(self) -> None:
+        """The circuit breaker switched this part off; no hook is called from now on."""
+
+
+_HOOKS = [name for name in vars(SchedulerPart) if name.startswith(("on_", "before_", "after_"))]
+
+
+class Parts:
+    """Calls hooks of parts under the guard: what a part raises ends its own call alone.
+
+    Args:
+        parts: in the order in which they are called.
+        guard: of the scheduler.
+    """
+
+    def __init__(self, parts: Sequence[SchedulerPart], guard: StepGuard) -> None:
+        self._parts = tuple(parts)
+        self._guard = guard
+        # Names of parts that were switched off.
+        self.off: list[str] = []
+        self._hooks: dict[str, list[tuple[str, Callable[..., None]]]] = {}
+        self._find_hooks()
+        guard.watch(part.name for part in parts)
+
+    def call(self, hook: str, *args: Any, request_id: str | None = None) -> None:
+        """Call a hook of every part that has it."""
+        for name, method in self._hooks[hook]:
+            with self._guard.protect(name, request_id):
+                method(*args)
+
+    def switch_off(self, names: Sequence[str]) -> None:
+        """Call no hook of these parts any more; without the first part, of none."""
+        stopped = [part for part in self._parts if part.name in names]
+        if self._parts[0] in stopped:
+            stopped = list(self._parts)
+        self._parts = tuple(part for part in self._parts if part not in stopped)
+        self._find_hooks()
+        for part in stopped:
+            self.off.append(part.name)
+            with self._guard.protect(part.name):
+                part.on_switched_off()
+
+    def _find_hooks(self) -> None:
+        for hook in _HOOKS:
+            empty = getattr(SchedulerPart, hook)
+            filled = [
+                (part.name, getattr(part, hook))
+                for part in self._parts
+                if getattr(type(part), hook) is not empty
+            ]
+            self._hooks[hook] = filled[::-1] if hook == "on_freed" else filled

@@ -1,0 +1,106 @@
+"""Keeps the phase tracker up to date with a scheduler's requests."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine.scheduler.guard import StepGuard
+from meridian_patch.engine.scheduler.parts import SchedulerPart
+from meridian_patch.engine.scheduler.started_requests import started_requests
+from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.telemetry import counters
+
+
+class PhasePart(SchedulerPart):
+    """Tells the tracker which tokens each request accepted.
+
+    Args:
+        tracker: phases of all requests.
+        guard: each request's tokens are taken in by themselves.
+        on_changed: to be called with the id of a request whose phase changed.
+        end_turn: to be called with a session that made the last token of its turn.
+    """
+
+    name = counters.PHASE_TRACKER
+
+    def __init__(
+        self,
+        tracker: PhaseTracker,
+        guard: StepGuard,
+        on_changed: Callable[[str], None],
+        end_turn: Callable[[Any], None],
+    ) -> None:
+        self._tracker = tracker
+        self._guard = guard
+        self._on_changed = on_changed
+        self._end_turn = end_turn
+        # Known tokens, by request, of those whose next tokens the tracker wants to see.
+        self._expected: dict[str, int] = {}
+        # Requests of a step whose tokens could not be looked at: all are judged anew behind it.
+        self._lost: list[str] = []
+        # Streaming sessions within a turn, by id.
+        self._sessions: dict[str, Any] = {}
+
+    def on_added(self, request: Any, options: RequestOptions) -> None:
+        if request.resumable:
+            self._sessions[request.request_id] = request
+        self._track(request)
+
+    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+        self._sessions[session.request_id] = session
+        self._track(session)
+
+    def on_turn_ended(self, session: Any) -> None:
+        self._sessions.pop(session.request_id, None)
+
+    def on_freed(self, request: Any) -> None:
+        self._sessions.pop(request.request_id, None)
+        self._tracker.remove(request.request_id)
+
+    def after_schedule(self, output: Any) -> None:
+        # Load-bearing: first tokens come only from requests that a step begins or resumes.
+        for request_id in started_requests(output):
+            self._tracker.runs(request_id)
+
+    def before_update(self, scheduler_output: Any, model_output: Any) -> None:
+        self._lost = list(model_output.req_id_to_index)
+        # Load-bearing: rows of token ids; a request accepts none that is not in its row.
+        self._expected = self._tracker.expects(
+            model_output.sampled_token_ids, model_output.req_id_to_index
+        )
+        self._lost = []
+
+    def after_update(self, scheduler_output: Any, results: Any) -> None:
+        while self._expected:
+            self.take_in(next(iter(self._expected)))
+        lost, self._lost = self._lost, []
+        for request_id in lost:
+            self._resync(request_id)
+        # Load-bearing: the status of a session that waits for its next chunk.
+        for session in list(self._sessions.values()):
+            if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self._end_turn(session)
+
+    def take_in(self, request_id: str) -> None:
+        """Take in the tokens that a request was expected to accept, if it was."""
+        seen = self._expected.pop(request_id, None)
+        if seen is None:
+            return
+        with self._guard.protect(self.name, request_id):
+            if self._tracker.observe(request_id, seen):
+                self._on_changed(request_id)
+            return
+        self._resync(request_id)
+
+    def _resync(self, request_id: str) -> None:
+        """Following the request's tokens failed; a boundary may have been among them."""
+        with self._guard.protect(self.name, request_id):
+            if self._tracker.resync(request_id):
+                self._on_changed(request_id)
+
+    def _track(self, request: Any) -> None:
+        # Load-bearing: all known tokens of a request, prompt first; accepted ones are appended to
+        # this very list.
+        self._tracker.add(request.request_id, request._all_token_ids)

@@ -1,0 +1,162 @@
+"""The policy at work: which limits a step has, who goes first in it, and who makes room."""
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
+from meridian_patch.engine.scheduler.running_order import ArrivalOrder, RunningOrder
+from meridian_patch.engine.scheduler.started_requests import started_requests
+from meridian_patch.engine.scheduler.step_limits import StepLimiter, StepLimits
+from meridian_patch.phase.tracker import Phase, PhaseTracker
+from meridian_patch.policy.profiles import Rules
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+
+
+class PolicyPart(SchedulerPart):
+    """Arranges the scheduler's queues before each step.
+
+    Args:
+        scheduler: the phase-aware scheduler.
+        rules: those that are on.
+        limiter: of steps.
+        order: of the running requests.
+        tracker: phases of all requests.
+        time_budget_us: a plan that takes longer is counted.
+    """
+
+    name = counters.POLICY
+
+    def __init__(
+        self,
+        scheduler: Any,
+        rules: Rules,
+        limiter: StepLimiter,
+        order: RunningOrder,
+        tracker: PhaseTracker,
+        phase_counters: PhaseCounters,
+        time_budget_us: int,
+    ) -> None:
+        self.rules = rules
+        self.limiter = limiter
+        self.order = order
+        # Preempted answers that have not resumed yet.
+        self.waiting_answers: dict[str, Any] = {}
+        self.time_budget_s = time_budget_us * 1e-6
+        self._scheduler = scheduler
+        self._tracker = tracker
+        self._counters = phase_counters
+        self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
+
+    def on_added(self, request: Any, options: RequestOptions) -> None:
+        self.limiter.arrived(request, self._scheduler.waiting)
+
+    def on_turn_ended(self, session: Any) -> None:
+        self.limiter.pauses(session)
+        self.order.forget(session)
+        self.waiting_answers.pop(session.request_id, None)
+
+    def on_freed(self, request: Any) -> None:
+        self.order.forget(request)
+        self.waiting_answers.pop(request.request_id, None)
+        self.limiter.left(request)
+
+    def on_probe_freed(self, probe: Any) -> None:
+        self.order.forget(probe)
+
+    def on_probe_preempted(self, probe: Any) -> None:
+        self.order.forget(probe)
+
+    def on_phase_changed(self, request: Any) -> None:
+        self.order.changed(request)
+        # Its boundary was on the way when it was preempted.
+        if request.status == RequestStatus.PREEMPTED and self._phase(request) is Phase.ANSWER:
+            self.waiting_answers[request.request_id] = request
+        self.limiter.changed(request)
+
+    def on_preempted(self, request: Any) -> None:
+        phase = self._phase(request)
+        self._counters.count(counters.PREEMPTION, phase)
+        self.order.forget(request)
+        is_answer = phase is Phase.ANSWER
+        if is_answer:
+            self.waiting_answers[request.request_id] = request
+        self.limiter.preempted(request, is_answer=is_answer)
+
+    def before_schedule(self, plan: StepPlan) -> None:
+        try:
+            if not self.rules.are_all_off:
+                self._arrange(plan)
+        finally:
+            plan.may_probe = not self.waiting_answers and not self.limiter.makes_room
+
+    def after_schedule(self, output: Any) -> None:
+        for request_id in started_requests(output):
+            self.waiting_answers.pop(request_id, None)
+        if not self.rules.are_all_off:
+            # Of every step: a step that is not noted takes the next one's time with it.
+            self.limiter.scheduled(self._scheduler, output)
+
+    def before_update(self, scheduler_output: Any, model_output: Any) -> None:
+        self.limiter.ended(scheduler_output)
+
+    def before_stats(self) -> None:
+        self.limiter.tell_steps(self._counters)
+
+    def is_uncontended(self) -> bool:
+        """True if every running request fits without preemption; order is then irrelevant."""
+        scheduler = self._scheduler
+        if self.limiter.has_prefill(scheduler) or self.order.has_prefilling:
+            return False
+        probes = self.limiter.probes
+        if probes and probes.are_next:
+            return False
+        # Load-bearing: a decode takes its drafts' tokens too, and no more blocks than these.
+        rows, drafts = len(scheduler.running), scheduler.num_spec_tokens
+        blocks = rows * self._num_kv_groups * (2 + 2 * drafts // scheduler.block_size)
+        is_roomy = blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return is_roomy and rows * (1 + drafts) <= scheduler.max_num_scheduled_tokens
+
+    def _arrange(self, plan: StepPlan) -> None:
+        if not self._tracker.num_reasoning:
+            self.limiter.decodes(self._scheduler)
+        elif self.is_uncontended():
+            self.limiter.decodes(self._scheduler)
+            self.order.pass_over()
+        else:
+            plan.token_budget, plan.max_active = self._limits()
+            if self.rules.order:
+                plan.arrivals = self.order_running()
+
+    def _limits(self) -> StepLimits:
+        """Limits of the next step; a plan that took too long counts all the same.
+
+        Its time is spent by then, and steps are long when the machine is busy: without the cut they
+        would be longer still.
+        """
+        started_s = time.perf_counter()
+        answers = self.waiting_answers.values() if self.rules.order else ()
+        limits = self.limiter.plan(self._scheduler, answers)
+        if time.perf_counter() - started_s > self.time_budget_s:
+            self._counters.count(counters.FALLBACK, Fallback.SLOW)
+        return limits
+
+    def order_running(self) -> ArrivalOrder | None:
+        """Put the running requests in the policy's order."""
+        scheduler = self._scheduler
+        # Load-bearing: nothing in scheduler or model runner depends on the order of `running`
+        # but who gets the token budget first and who is preempted (the last, under FCFS).
+        scheduler.running, is_in_time = self.order.arrange(scheduler.running)
+        if not is_in_time:
+            self._counters.count(counters.FALLBACK, Fallback.SLOW)
+        if scheduler.policy == SchedulingPolicy.PRIORITY:
+            return ArrivalOrder(scheduler.running)
+        return None
+
+    def _phase(self, request: Any) -> Phase:
+        state = self._tracker.get(request.request_id)
+        return state.phase if state else Phase.ANSWER
