@@ -49,11 +49,11 @@ class DeepQueue:
             self._add()
         scheduler = self._engine.scheduler
         for owner, name, shown in (
-            (scheduler, "_plan", "plan"),
-            (scheduler, "_arrange", "order"),
-            (scheduler, "_is_quiet", "look whether to plan"),
-            (scheduler, "_track", "follow a new request"),
-            (scheduler, "_observe", "take tokens in"),
+            (scheduler.policy_part, "_limits", "plan"),
+            (scheduler.policy_part, "order_running", "order"),
+            (scheduler.policy_part, "is_uncontended", "look whether to plan"),
+            (scheduler.phase_part, "_track", "follow a new request"),
+            (scheduler.phase_part, "take_in", "take tokens in"),
             (scheduler.step_limiter, "arrived", "place an arrival"),
             (scheduler.step_limiter, "scheduled", "note a step"),
             (scheduler.step_limiter, "ended", "learn from a step"),
