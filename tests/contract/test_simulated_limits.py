@@ -69,6 +69,24 @@ def test_a_request_that_waits_with_blocks_comes_in_before_all_others(demo_model)
     assert list(driver.step().num_scheduled_tokens) == ["session", "first"]
 
 
+def test_a_session_whose_turn_ends_while_it_is_preempted_stands_in_no_queue(demo_model):
+    """Its next chunk was there. Once mended upstream, the simulated engine need not put it back."""
+    driver = stock(demo_model, is_async=True)
+    scheduler = driver.scheduler
+    session = chunk_of(driver, "session", 40)
+    scheduler.add_request(session)
+    scheduler.add_request(chunk_of(driver, "session", 20))
+    step = scheduler.schedule()
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, time.monotonic())
+    deliver(driver, step, {"session": [WORD]})
+    assert session.status == RequestStatus.WAITING
+    assert scheduler.requests["session"] is session
+    assert not scheduler.waiting
+    assert not scheduler.kv_holding_waiting
+    assert not scheduler.running
+
+
 def test_drafts_for_a_preempted_request_are_computed_before_their_token(demo_model):
     """Once mended upstream, the simulated engine may hand drafts to preempted requests."""
     driver = stock(demo_model, is_async=False, speculative_config=DRAFTS)

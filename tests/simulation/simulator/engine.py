@@ -195,7 +195,14 @@ class Arm:
 
     def _deliver(self, step: Step) -> None:
         self.clock.now = max(self.clock.now, self._done_s.pop(id(step.output)))
+        waiting = self.scheduler.waiting
+        away = [r for r in waiting if r.resumable and r.status == RequestStatus.PREEMPTED]
         outputs = self.watch.update(self, step)
+        for session in away:
+            # Load-bearing: vLLM 0.32 takes a session whose turn ends while it is preempted out of
+            # its queue again, also where the next chunk was there: it never goes on, in stock too.
+            if session.status == RequestStatus.WAITING and session not in waiting:
+                waiting.add_request(session)
         self.ledger.take(outputs, self.tick)
         for record in self.ledger.take_ended():
             self.workload.next_turn(record.ask, record.speaker.said, self.tick)
