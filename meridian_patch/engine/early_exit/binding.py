@@ -12,12 +12,12 @@ from meridian_patch.engine.early_exit.close_checks import CloseChecks
 from meridian_patch.engine.early_exit.engine_lag import lag_of
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.manager import EarlyExit
-from meridian_patch.engine.early_exit.obstacles import BY_SIGNALS, against_probes, against_signals
+from meridian_patch.engine.early_exit.obstacles import against_probes, against_signals
 from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
 from meridian_patch.engine.early_exit.signal_health import tell_not_probed
 from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
-from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
 from meridian_patch.exit.text_breaks import Breaks, find_breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker

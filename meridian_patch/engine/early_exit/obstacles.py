@@ -1,18 +1,14 @@
 """What of early exit cannot work in an engine, where that is known before its first step."""
 
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import worker_base
 
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
-
-# Strategies that go by signals.
-BY_SIGNALS: Final = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
 
 
 class Finding(NamedTuple):

@@ -3,10 +3,9 @@
 from vllm.logger import init_logger
 
 from meridian_patch.engine import status
-from meridian_patch.engine.early_exit.obstacles import BY_SIGNALS
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
 
 logger = init_logger("vllm.meridian_patch")
 

@@ -48,6 +48,9 @@ class Reason(StrEnum):
 BOUNDS: Final = frozenset({Reason.HARD_CAP, Reason.BUDGET})
 """Reasons that are bounds of a thought's length, and judge nothing."""
 
+BY_SIGNALS: Final = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
+"""Strategies that need signals or probes: callers are told where an engine has none."""
+
 
 def own_end(think_tokens: int, budget_tokens: int | None) -> Reason:
     """What ended a thought that nobody here closed.
