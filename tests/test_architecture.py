@@ -116,6 +116,22 @@ def test_decisions_do_without_vllm() -> None:
     assert {room_of(module).partition(".")[0] for module in users} <= USES_VLLM, sorted(users)
 
 
+@pytest.mark.slow
+def test_unit_and_property_tests_need_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/test --pure` can import them where there is no vLLM."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", "-p", "without_vllm"]
+    run = subprocess.run(
+        [*command, "tests/unit", "tests/property"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
 def test_only_envs_touches_the_environment() -> None:
     """The environment is read and written in envs.py alone."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

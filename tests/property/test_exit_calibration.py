@@ -62,6 +62,7 @@ def simulated(rng, count, loss_shares):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_shares",
     [
