@@ -6,10 +6,9 @@ from typing import NamedTuple
 from meridian_patch.calibrate.observe import EarlyAnswer, Natural
 from meridian_patch.calibrate.thresholds import Kind
 from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.bands import Bands, bootstrap_bands
-from meridian_patch.exit.bounds import trials_needed
 from meridian_patch.exit.calibration import Calibration, Point, calibrate
 from meridian_patch.exit.records import Record, endings
+from meridian_patch.exit.statistics import Bands, bootstrap_bands, trials_needed
 
 
 class Goal(NamedTuple):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.bounds import clopper_pearson, conformal_risk, hoeffding, trials_needed
 from meridian_patch.exit.records import Record, endings
+from meridian_patch.exit.statistics import clopper_pearson, conformal_risk, hoeffding, trials_needed
 
 
 class Point(NamedTuple):

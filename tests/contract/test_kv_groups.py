@@ -36,7 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.kv_cache.fences import unlink
+from meridian_patch.engine.kv_cache.free_queue import unlink
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.retention import Tier

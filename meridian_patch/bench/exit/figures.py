@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from meridian_patch.bench.exit.arms import NATURAL
 from meridian_patch.bench.exit.run import ArmRun, Result
-from meridian_patch.exit.bounds import clopper_pearson
+from meridian_patch.exit.statistics import clopper_pearson
 
 # Most that accuracy may fall for a fixed budget to be taken for as good, in percentage points.
 TOLERANCE_PP = 0.5

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from meridian_patch.engine.kv_cache.fences import link_before, make_fence, move_before, unlink
 from meridian_patch.policy.retention import Retention, Tier
 
 # OUTPUT_CRITICAL is split by age into this many parts: decay is late by at most one part.
 AGE_PARTS = 8
+# Of a node that is no block; upstream's own two have the id -1.
+FENCE_ID = -2
 
 
 class TieredFreeQueue(FreeKVCacheBlockQueue):
@@ -257,3 +258,43 @@ def end_of(block: KVCacheBlock) -> int:
     # Load-bearing: upstream notes it for every cached block of every cache group. The attribute
     # behind the property: this runs several times per freed request.
     return block._block_hash_num_tokens or 0
+
+
+def make_fence() -> KVCacheBlock:
+    """A node that stands between blocks in the list of free blocks."""
+    return KVCacheBlock(block_id=FENCE_ID)
+
+
+def link_before(node: KVCacheBlock, fence: KVCacheBlock) -> None:
+    """Put a fence that is nowhere before ``node``."""
+    before = node.prev_free_block
+    assert before is not None
+    before.next_free_block = fence
+    fence.prev_free_block = before
+    fence.next_free_block = node
+    node.prev_free_block = fence
+
+
+def unlink(fence: KVCacheBlock) -> None:
+    """Take a fence out of the list."""
+    before, after = fence.prev_free_block, fence.next_free_block
+    assert before is not None
+    assert after is not None
+    before.next_free_block = after
+    after.prev_free_block = before
+    fence.prev_free_block = fence.next_free_block = None
+
+
+def move_before(node: KVCacheBlock, first: KVCacheBlock, last: KVCacheBlock) -> None:
+    """Move the neighbours from ``first`` to ``last`` before ``node``."""
+    before, after = first.prev_free_block, last.next_free_block
+    target = node.prev_free_block
+    assert before is not None
+    assert after is not None
+    assert target is not None
+    before.next_free_block = after
+    after.prev_free_block = before
+    target.next_free_block = first
+    first.prev_free_block = target
+    last.next_free_block = node
+    node.prev_free_block = last

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meridian_patch.engine.kv_cache.fences import FENCE_ID
+from meridian_patch.engine.kv_cache.free_queue import FENCE_ID
 
 
 def find_faults(pool: Any) -> list[str]:

@@ -16,8 +16,7 @@ from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.manager import EarlyExit
 from meridian_patch.engine.early_exit.part import EarlyExitPart, UnavailablePart
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
-from meridian_patch.engine.kv_cache.binding import build_kv_tiers
-from meridian_patch.engine.kv_cache.tiers import KVTiers
+from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import KVUnits, kv_units
