@@ -1,4 +1,4 @@
-"""Binds early exit to a scheduler: what the served model and its cache allow of it."""
+"""Builds early exit for a scheduler, as far as the served model and its KV cache support it."""
 
 from typing import Any
 
@@ -33,10 +33,10 @@ def build_early_exit(
     tracker: PhaseTracker,
     phase_counters: PhaseCounters,
 ) -> EarlyExit | None:
-    """Early exit of a scheduler that is being built; None where nothing thinks.
+    """Early exit for a scheduler that is being built; None if the model does not think.
 
     Raises:
-        ConfigError: the family's early exit and the configuration's do not go together.
+        ConfigError: the family's early exit settings contradict the configuration's.
     """
     if boundaries is None:
         return None
@@ -93,12 +93,12 @@ def load_breaks(model_config: Any) -> Breaks:
 
 
 def _check_lag(scheduler: Any, whole_config: Config, config: ExitConfig) -> None:
-    """Warn where thresholds were calibrated for an engine that closes earlier or later."""
+    """Warn if the thresholds were calibrated for an engine that closes earlier or later."""
     provenance = whole_config.provenance or {}
     if config.mode == "off" or not provenance.keys() & {"curve", "lag"}:
         return
     here, there = lag_of(scheduler, config.probe_every_steps)._asdict(), provenance.get("lag")
-    # It moves one close in as many by a token.
+    # The block size is not compared: it moves only few closes, and by one token.
     del here["block_tokens"]
     if not isinstance(there, dict):
         there = {}

@@ -1,22 +1,22 @@
-"""Says whether a forced close would be undone: what else chooses tokens, in both model runners.
+"""Checks whether a forced close would be undone by anything else that chooses tokens.
 
-Our masks are applied to the logits first. Everything that comes behind them is listed here, with
-what it can do to the one token that a mask leaves:
+The plug-in's masks are applied to the logits first. This table lists everything that both model
+runners apply after them, and its effect on the one token that a mask leaves:
 
 =====================  ============================================================================
-structured output      its mask and ours share a row; a token that its grammar does not accept ends
-                       the request with an error, so the grammar is asked
-allowed_token_ids      takes away all others: refused where one of the close is missing
-bad_words              takes away the last token of a word: refused where that is one of the close
-logit_bias             adds to logits: a finite bias cannot lift a masked token, nor take ours
-                       away; refused where a bias is not finite
-min_tokens             takes away stop tokens until then: refused where one of the close is one
-custom processors      may do anything: refused
+structured output      shares the mask's row; a token that its grammar rejects ends the request
+                       with an error, so the grammar is asked first
+allowed_token_ids      removes all other tokens: refused if a token of the close is not allowed
+bad_words              removes the last token of a word: refused if the close contains it
+logit_bias             adds to logits: a finite bias neither raises a masked token nor removes the
+                       forced one; refused if a bias is not finite
+min_tokens             removes stop tokens up to a length: refused if the close contains one
+custom processors      unknown effect: refused
 penalties, min_p,      keep the one token: penalties add and scale finite numbers, the others
 top_k, top_p           keep the most probable token
-thinking_token_budget  forces vLLM's own close: refused right before it, and where vLLM would not
-                       recognize ours as an end
-trace replay           replaces what was sampled: refused
+thinking_token_budget  forces vLLM's own close: refused right before it, and if vLLM would not
+                       recognize the close as an end
+trace replay           replaces the sampled tokens: refused
 =====================  ============================================================================
 """
 
@@ -32,7 +32,7 @@ _PROCESSORS_GROUP = "vllm.logits_processors"
 
 
 class CloseChecks:
-    """Checks of one engine.
+    """Checks the closes of one engine.
 
     Args:
         scheduler: the phase-aware scheduler.
@@ -50,10 +50,10 @@ class CloseChecks:
         )
 
     def obstacle(self, request: Any, think_tokens: int) -> Obstacle | None:
-        """What would undo a close of this request now; None: nothing.
+        """The first obstacle to closing this request's thought now; None: there is none.
 
         Args:
-            request: that is to be closed.
+            request: the request whose thought is to be closed.
             think_tokens: known tokens of its thought.
         """
         return next(self._obstacles(request, think_tokens), None)
@@ -66,13 +66,13 @@ class CloseChecks:
             yield Obstacle.TRACE_REPLAY
         if sampling.allowed_token_ids and not close <= set(sampling.allowed_token_ids):
             yield Obstacle.ALLOWED_TOKENS
-        # Load-bearing: vLLM takes the last token of a bad word out of the choice.
+        # Load-bearing: vLLM masks the last token of a bad word.
         if not close.isdisjoint(ids[-1] for ids in sampling.bad_words_token_ids or () if ids):
             yield Obstacle.BAD_WORDS
         # Load-bearing: biases are added to the masked logits.
         if not all(map(math.isfinite, (sampling.logit_bias or {}).values())):
             yield Obstacle.LOGIT_BIAS
-        # Load-bearing: until then vLLM takes all stop tokens out of the choice.
+        # Load-bearing: vLLM masks all stop tokens until the request has `min_tokens`.
         is_short = request.num_output_tokens < sampling.min_tokens
         if is_short and not close.isdisjoint(sampling.all_stop_token_ids):
             yield Obstacle.MIN_TOKENS
@@ -86,47 +86,48 @@ class CloseChecks:
         structured = request.structured_output_request
         if structured is None or not request.use_structured_output:
             return True
-        # Load-bearing: 0 where the next token is the grammar's; more while a thought is free.
+        # Load-bearing: 0 if the grammar applies to the next token; greater within a thought that
+        # the grammar does not constrain.
         if self._manager._get_constraint_bounds(request, ()).constraint_start:
             return True
         grammar = structured.grammar
-        # Load-bearing: the longest prefix that it accepts; its state stays as it is.
+        # Load-bearing: returns the longest prefix that the grammar accepts; its state is unchanged.
         return not grammar.is_terminated() and (
             list(grammar.validate_tokens(list(token_ids))) == list(token_ids)
         )
 
     def _meets_budget(self, request: Any, think_tokens: int) -> bool:
-        """Whether vLLM's own close would come among ours, or behind it."""
+        """Whether vLLM would force its own close during or after the plug-in's."""
         budget = budget_tokens(request)
         if budget is None:
             return False
-        # Load-bearing: so many tokens may come before the first one that is forced. vLLM forces
-        # its close at its budget, and goes on counting where it does not see that ours has ended
-        # the thought.
+        # Load-bearing: up to this many tokens may come before the first forced one. vLLM forces its
+        # close at its budget, and keeps counting if it does not recognize the plug-in's close as
+        # the end of the thought.
         in_flight = 1 + self._tokens_per_step
         left = budget - think_tokens
         return not self._is_end_known or left <= len(self._sequence) + in_flight
 
 
 def budget_tokens(request: Any) -> int | None:
-    """The request's bound on its thinking that vLLM itself keeps; None: it has none."""
+    """The request's ``thinking_token_budget``, which vLLM itself enforces; None: it has none."""
     budget = getattr(request.sampling_params, "thinking_token_budget", None)
-    # Load-bearing: vLLM takes -1 for no budget.
+    # Load-bearing: -1 means no budget in vLLM.
     return None if budget is None or budget < 0 else budget
 
 
 def _has_processors(config: Any, *, is_v2: bool) -> bool:
     if config.model_config.logits_processors:
         return True
-    # Load-bearing: with speculation V1 leaves out those that are installed.
+    # Load-bearing: with speculation, V1 does not load processors from entry points.
     is_used = is_v2 or config.speculative_config is None
     return is_used and bool(entry_points(group=_PROCESSORS_GROUP))
 
 
 def _knows_end(reasoning: Any, sequence: TokenIds, *, is_v2: bool) -> bool:
-    """Whether vLLM's budget takes the end of our close for the end of the thought."""
+    """Whether vLLM's budget recognizes the forced close as the end of the thought."""
     if reasoning is None:
         return True
-    # Load-bearing: V1 looks for the text that it would force itself, V2 for the parser's marker.
+    # Load-bearing: V1 searches for the tokens that it would force itself, V2 for the parser's.
     end = reasoning.natural_reasoning_end_token_ids if is_v2 else reasoning.reasoning_end_token_ids
     return not end or tuple(end) == sequence[-len(end) :]

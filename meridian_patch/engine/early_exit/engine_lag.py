@@ -1,4 +1,4 @@
-"""Reads off a scheduler how long an engine takes from a token to what is made of it."""
+"""Derives from a scheduler how many steps pass between a token and the reaction to it."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ from meridian_patch.exit.lag import Lag
 
 
 def pace_of(scheduler: Any) -> dict[str, int]:
-    """The fields of ``Lag`` that are the engine's, of stock's scheduler or ours."""
+    """The fields of ``Lag`` that depend on the engine, for stock's scheduler or the plug-in's."""
     config = scheduler.vllm_config
-    # Load-bearing: so many steps are scheduled before the first one's output is taken in.
+    # Load-bearing: so many steps are scheduled before the first one's output is processed.
     batches = int(config.max_concurrent_batches)
-    # Load-bearing: under asynchronous scheduling a request is in every step, or with pipeline
-    # parallelism in one of so many; otherwise its token must be known before its next step.
+    # Load-bearing: under asynchronous scheduling a request is in every step, or in one of
+    # `decode_stagger` steps with pipeline parallelism. Otherwise its token must be known before it
+    # is scheduled again.
     stride = getattr(scheduler, "decode_stagger", batches)
     return {
         "batches_in_flight": batches,
@@ -21,5 +22,5 @@ def pace_of(scheduler: Any) -> dict[str, int]:
 
 
 def lag_of(scheduler: Any, probe_every_steps: int) -> Lag:
-    """How long a close takes in this engine."""
+    """How late a close is in this engine."""
     return Lag(**pace_of(scheduler), probe_every_steps=probe_every_steps)

@@ -1,7 +1,7 @@
-"""Ends thoughts: makes the next sampled tokens of a request those of the close sequence.
+"""Ends thoughts: forces a request to sample the tokens of the close sequence next.
 
-The tokens are forced by the bit masks that vLLM applies for structured output, so that sampler,
-penalties, speculation and both model runners need not know. See ``GrammarOutput``.
+The tokens are forced with the bit masks that vLLM applies for structured output (see
+``GrammarOutput``), so the sampler, penalties, speculation and both model runners need no change.
 """
 
 from dataclasses import dataclass
@@ -19,47 +19,46 @@ from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Of a row that leaves every token free.
+# Mask word of a row that allows every token.
 _FREE = -1
-# From this release on, every request has as many rows as it may have drafts.
+# From this release on, every request has one row plus one for each draft that it may have.
 _HAS_FIXED_ROWS = Version(vllm.__version__).release >= (0, 33)
 
 
 @dataclass(slots=True)
 class _Closing:
     request: Any
-    # Output index of the first forced token; None while a token is on the way that may end the
+    # Output index of the first forced token; None while a token is in flight that may end the
     # thought by itself.
     begin: int | None = None
-    # What is forced from there on.
+    # The tokens that are forced from `begin` on.
     sequence: TokenIds = ()
-    # Whether the last step has drafts of the request: how many tokens it brings is not known then.
+    # Whether the request has drafts in the last step: the number of its new tokens is unknown then.
     has_drafts: bool = False
 
 
 class ForcedCloses:
     """The requests whose thoughts are being closed.
 
-    1. No token is forced while an earlier one is not known yet: it might be the boundary itself.
-       Under asynchronous scheduling the request sits out one step for that, and another one when
-       it was preempted and came back with drafts.
-    2. From then on each step forces one token, and nothing is speculated.
-    3. Which token is forced follows from the request's known tokens and those on the way, so that
-       a preemption starts over exactly where it has to. Where another token came than the forced
-       one, the close begins anew.
-    4. Nothing is forced behind the end of the thought. What the thought says last may be the
-       beginning of a boundary, which then ends within the close sequence.
-    5. A close that structured output would reject is given up: vLLM ends a request whose grammar
-       rejects a token.
+    1. No token is forced while an earlier one is in flight, because it might be the boundary
+       itself. Under asynchronous scheduling the request skips one step for that, and another one if
+       it was preempted and resumed with drafts.
+    2. From then on each step forces one token, without speculation.
+    3. The forced token is derived from the request's known tokens and those in flight, so a
+       preemption repeats no token. If a token differs from the forced one, the close starts again.
+    4. No token is forced after the end of the thought. The last tokens of the thought may be the
+       beginning of a boundary, so the thought may end before the end of the close sequence.
+    5. A close that structured output would reject is given up, because vLLM ends a request whose
+       grammar rejects a token.
 
     Args:
-        boundaries: of the served model.
+        boundaries: boundaries of the served model.
         vocab_size: columns of the logits.
-        num_spec_tokens: drafts per step, at most.
+        num_spec_tokens: upper bound of drafts per step.
 
     Attributes:
-        sequence: tokens that a close forces, at most.
-        accepts: whether a request's structured output accepts tokens next.
+        sequence: the tokens that a close forces; some of them may not be needed.
+        accepts: whether a request's structured output accepts the given tokens next.
         gave_up: called with the id of each request whose close is given up.
     """
 
@@ -80,7 +79,7 @@ class ForcedCloses:
         return request_id in self._closings
 
     def begin(self, request: Any) -> None:
-        """Close the thought that a request is in."""
+        """Start closing the thought of a request."""
         self._closings[request.request_id] = _Closing(request)
 
     def has_begun(self, request_id: str) -> bool:
@@ -89,30 +88,30 @@ class ForcedCloses:
         return closing is not None and closing.begin is not None
 
     def end(self, request_id: str) -> None:
-        """The thought has ended, or its request; unknown ids are fine."""
+        """Stop closing, because the thought or its request ended; unknown ids are ignored."""
         self._closings.pop(request_id, None)
 
     def arrange(self, current_step: int) -> bool:
-        """Before a step is scheduled.
+        """Prepare the requests being closed for the next step; call before it is scheduled.
 
         Args:
             current_step: number of the last step, as the scheduler counts.
 
         Returns:
-            Whether a request with a LoRA adapter sits out the step. Then no request must be
-            admitted to it. Load-bearing: upstream counts the adapters of the requests in a step,
-            and fails by an assertion when they are more than it has slots for: a newcomer would
-            take the slot of the one that sits out.
+            Whether a request with a LoRA adapter skips the step. Then no request must be admitted
+            to it. Load-bearing: upstream counts only the adapters of the requests in a step. A
+            newcomer with another adapter would take the slot of the request that skips the step,
+            and an assertion would fail later.
         """
         has_adapter = False
         for closing in self._closings.values():
             request = closing.request
-            # Drafts are for what the model would say. Without them a step brings one token.
+            # Drafts guess what the model would sample freely. Without them a step makes one token.
             request.spec_token_ids = []
             is_unsure = closing.begin is None or closing.has_drafts
             if is_unsure and _tokens_on_the_way(request):
-                # Load-bearing: a running request with a greater number than the step's is left
-                # out of the step; the step's number is one more than now.
+                # Load-bearing: upstream skips a running request whose number here is greater than
+                # that of the step, and the next step's number is `current_step + 1`.
                 request.next_decode_eligible_step = max(
                     request.next_decode_eligible_step, current_step + 2
                 )
@@ -120,7 +119,7 @@ class ForcedCloses:
         return has_adapter
 
     def add_rows(self, output: Any, grammar: GrammarOutput | None) -> GrammarOutput | None:
-        """The masks of a step that was just scheduled, with those of the closings.
+        """The masks of a step that was just scheduled, with those of the forced closes.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
@@ -133,8 +132,8 @@ class ForcedCloses:
             num_drafts = len(drafts.get(name, ()))
             closing.has_drafts = num_drafts > 0
             tokens = self._next_tokens(closing, output.num_scheduled_tokens[name], num_drafts)
-            # Load-bearing: with structured output all tokens are known when a step's masks are
-            # asked for, so that the grammar stands where this step samples.
+            # Load-bearing: with structured output all earlier tokens are known when a step's masks
+            # are computed, so the grammar's state is that of the token to sample.
             if tokens and not self.accepts(closing.request, tokens):
                 self.end(name)
                 self.gave_up(name)
@@ -144,12 +143,12 @@ class ForcedCloses:
             return grammar
         names, rows, acceptable = _parts(grammar, self._words)
         # Load-bearing: masks are as wide as the grammar's vocabulary, which may be wider than the
-        # logits: Guidance counts the tokenizer's tokens where these are more.
+        # logits: Guidance uses the tokenizer's size if that is greater.
         words = rows.shape[1]
         for name, token_id in forced.items():
             mask = mask_of(token_id, words)
             if name in names:
-                # Structured output leaves its row free, or accepts the token.
+                # The row of structured output allows every token, or its grammar accepts this one.
                 index = names.index(name)
                 first = sum(self._rows_of(each, drafts) for each in names[:index])
                 rows[first] = mask
@@ -162,20 +161,20 @@ class ForcedCloses:
         return GrammarOutput(names, rows, acceptable)
 
     def _next_tokens(self, closing: _Closing, num_scheduled: int, num_drafts: int) -> TokenIds:
-        """What this step and the next ones must sample; nothing when this one samples freely.
+        """The tokens to force from this step on; empty if this step samples freely.
 
         Args:
-            closing: of a request in the step.
+            closing: the close of a request in the step.
             num_scheduled: tokens of the request in the step.
-            num_drafts: of the request in the step. Load-bearing: a request that comes back with
-                one token to compute has drafts that stand for none.
+            num_drafts: drafts of the request in the step. Load-bearing: a request that resumes with
+                one token to compute is padded with drafts that represent no token.
         """
         request = closing.request
-        # Load-bearing: True when the step leaves known tokens uncomputed, and samples none.
+        # Load-bearing: True if known tokens remain uncomputed after the step, so it samples none.
         if request.is_prefill_chunk:
             return ()
-        # Load-bearing: under asynchronous scheduling the step's own token is counted already, and
-        # its drafts.
+        # Load-bearing: under asynchronous scheduling the placeholders include the step's own token
+        # and its drafts.
         counted = request.num_output_placeholders - 1 - num_drafts
         on_the_way = max(min(counted, request.num_in_flight_tokens - num_scheduled), 0)
         if closing.begin is not None:
@@ -191,7 +190,7 @@ class ForcedCloses:
         return closing.sequence[index:]
 
     def _up_to_end(self, state: int) -> TokenIds:
-        """The close sequence until it ends a thought; no token behind that is ours to choose."""
+        """The close sequence up to the end of the thought, from a given state of the matcher."""
         for index, token_id in enumerate(self._close):
             state, event = self._matcher.step(state, token_id)
             if event is Event.END:
@@ -213,8 +212,9 @@ def mask_of(token_id: int, words: int) -> NDArray[np.int32]:
 
 
 def _tokens_on_the_way(request: Any) -> int:
-    # Load-bearing: the first is 0 under synchronous scheduling, and keeps the tokens of a step
-    # whose KV load failed, which never come. The second is all that is not back, prompts included.
+    # Load-bearing: the first is 0 under synchronous scheduling, and still counts the tokens of a
+    # step whose KV load failed, which never arrive. The second counts all tokens in flight,
+    # including those of prompts.
     return int(min(request.num_output_placeholders, request.num_in_flight_tokens))
 
 

@@ -1,6 +1,6 @@
 """Carries out what the exit controllers decide: measures, probes, closes, and reports.
 
-Runs in the EngineCore process, behind the phase tracker.
+Runs in the EngineCore process. The phase tracker sees each step's tokens first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
-# Names of the module are found faster than members of an enumeration.
+# Python finds names of the module faster than members of an enumeration.
 _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
 
 
@@ -42,23 +42,23 @@ class _Watched:
     controller: ExitController
     state: RequestPhase
     config: ExitConfig
-    # Whether the request asks for something of early exit by itself.
+    # Whether the request sets options of early exit.
     has_options: bool
-    # Known tokens that the controller has been told of, and the signals of think tokens behind
-    # them that it has not: nearly every token is only kept.
+    # Number of known tokens passed to the controller, and the signals of later think tokens. Most
+    # tokens are only kept here, and passed on together.
     seen: int
     kept: list[Kept] = field(default_factory=list)
-    # Known tokens at which it is told in any case; 0: of every token. And from which on it is told
-    # at the end of each line, and of each paragraph.
+    # From this number of known tokens on, each token is passed on. From the other two on, each end
+    # of a line, or of a paragraph.
     quiet_until: float = 0
     lines_from: float = 0
     paragraphs_from: float = 0
-    # A close that waits for the end of what may become a marker, and known tokens up to which.
+    # A close delayed while the last tokens may become a marker, and its limit in known tokens.
     due: Close | None = None
     due_by: int = 0
-    # Of thoughts that have ended, all together.
+    # Sum over all thoughts that have ended.
     think_tokens: int = 0
-    # Strategies that cannot close its thoughts, and whether its caller was told so.
+    # Strategies that cannot close its thoughts, and whether its caller was told.
     not_enforced: Obstacles = field(default_factory=dict)
     is_told: bool = True
 
@@ -66,19 +66,21 @@ class _Watched:
 class EarlyExit:
     """Follows the requests that may think, by their tokens and their signals.
 
-    In mode ``observe`` at most ``observed_at_a_time`` of those that ask for nothing: which, turns
-    out when they are first scheduled. It is a fair sample, for how long a request will think is
-    not known then. Of the others only the ends of thoughts are seen.
+    In mode ``observe`` it follows at most ``observed_at_a_time`` requests without options of their
+    own. They are chosen when they are first scheduled. Their thinking time is unknown then, so the
+    sample is not biased by it. For the other requests only the ends of thoughts are recorded.
 
     Args:
-        config: the engine's; a request may have its own.
-        boundaries: of the served model.
-        breaks: of its vocabulary.
-        checks: whether closes would be undone.
-        probes: None: thoughts cannot be probed.
+        config: the engine's configuration; a request may override it.
+        boundaries: boundaries of the served model.
+        breaks: text breaks of its vocabulary.
+        tracker: phases of all requests.
+        closings: forces the close sequences.
+        checks: checks whether a close would be undone.
+        probes: None if thoughts cannot be probed.
         unable: strategies that cannot be carried out in this engine, and why.
-        trace: None: nothing is written down.
-        is_blind: the workers measure nothing; else they do, until they refuse.
+        trace: None if no trace is written.
+        is_blind: True if the workers measure nothing. They may also refuse to measure later.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class EarlyExit:
         self._checks = checks
         closings.accepts, closings.gave_up = checks.accepts, self._refused
         self._unable = unable
-        # What is new since the last ``drain_outcomes``.
+        # Reports since the last ``drain_outcomes``.
         self._outcomes: dict[str, ExitReport] = {}
         self._config = config
         self._boundary_id = boundaries.end[0][0]
@@ -111,48 +113,48 @@ class EarlyExit:
         self._counters = phase_counters
         self._trace = trace
         self._watched: dict[str, _Watched] = {}
-        # Those that wait for their first step, and perhaps are not followed then.
+        # Requests that wait for their first step, which decides whether they are followed.
         self._undecided: dict[str, tuple[Any, RequestPhase]] = {}
         self._unsampled = UnsampledThoughts()
-        # Those that are followed and do not answer.
+        # Ids of followed requests that are not in their answer phase.
         self._measured: dict[str, None] = {}
         self._signals = StepSignals()
         self._health = SignalHealth(is_blind=is_blind)
-        # Whether the next step must admit no request, for what a close needs.
+        # Whether the next step must admit no request (see `ForcedCloses.arrange`).
         self._is_closed_to_newcomers = False
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
 
     @property
     def mode(self) -> str:
-        """Of requests that ask for none."""
+        """Mode of requests that set none."""
         return self._config.mode
 
     @property
     def num_watched(self) -> int:
-        """Requests that are followed."""
+        """Number of requests that are followed."""
         return len(self._watched) + len(self._undecided) + len(self._unsampled)
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is followed, and nothing is left to be said of those who were."""
+        """Whether no request is followed and no report or ended probe is left to handle."""
         return not (self.num_watched or self._outcomes or self._ended)
 
     @property
     def num_probes(self) -> int:
-        """Probes under way: those that run, and those that the next step is offered."""
+        """Number of live probes: those that run, and those offered to the next step."""
         return len(self.probes.live) if self.probes is not None else 0
 
     def added(self, request: Any, options: RequestOptions) -> None:
-        """A request came in, or went on as another; the tracker knows it.
+        """Follow a new request, or a session with its next chunk; the tracker knows it already.
 
         Args:
-            request: what came in.
-            options: what it asks for.
+            request: the request or session.
+            options: its parsed ``meridian_*`` fields.
         """
         name = request.request_id
         self.freed(request)
-        # A session's turn may have ended in the step that is being taken in; its caller is told.
+        # A session's turn may have ended in the step that is being processed: keep its report.
         if not request.resumable:
             self._outcomes.pop(name, None)
         state, sampling = self._tracker.get(name), request.sampling_params
@@ -167,7 +169,7 @@ class EarlyExit:
             self._measure(request, state, config, has_options=options.has_exit_options)
 
     def freed(self, request: Any) -> None:
-        """A request is gone; its last tokens are taken in."""
+        """Stop following a request that ended; the tracker has seen its last tokens."""
         name = request.request_id
         self._undecided.pop(name, None)
         self._unsampled.remove(name)
@@ -176,7 +178,7 @@ class EarlyExit:
             return
         if name in self._measured:
             self._follow(watched)
-            # An aborted request has no output that its caller would see.
+            # An aborted request has no output that could carry a report.
             if request.status != RequestStatus.FINISHED_ABORTED:
                 self._cut_short(watched)
         if self._trace is not None:
@@ -190,12 +192,12 @@ class EarlyExit:
     def arrange(
         self, current_step: int, *, may_probe: bool, token_budget: int | None = None
     ) -> None:
-        """A step is about to be scheduled.
+        """Prepare closes and probes for a step that is about to be scheduled.
 
         Args:
-            current_step: number of the last one.
-            may_probe: whether probes may be part of it.
-            token_budget: of the step, where it is lower than the engine's.
+            current_step: number of the last step.
+            may_probe: whether the step may have probes.
+            token_budget: the step's budget if it is lower than the engine's; else None.
         """
         self._is_closed_to_newcomers = self.forced_closes.arrange(current_step)
         if self.probes is not None:
@@ -204,10 +206,10 @@ class EarlyExit:
                 self.probes.offer(token_budget)
 
     def user_seats(self, all_seats: int) -> int | None:
-        """How many requests may run, the probes that are offered among them; None: as many as may.
+        """How many requests may run, including the offered probes; None: no limit of its own.
 
-        Where thoughts are to be closed by what probes say, a full batch must not keep them out.
-        0 admits none; what runs goes on.
+        If probes close thoughts, some seats are kept for them, so that a full batch does not keep
+        probes out. 0 admits no request; running ones continue.
         """
         if self._is_closed_to_newcomers:
             return 0
@@ -222,7 +224,7 @@ class EarlyExit:
         return config.mode == "enforce" and config.eat and bool(self._measured)
 
     def scheduled(self, output: Any) -> None:
-        """A step was scheduled: say what is to be measured in it."""
+        """Attach the plan of what to measure to a step that was scheduled."""
         if self.probes is not None:
             self.probes.settle(output)
         if self._undecided:
@@ -234,14 +236,14 @@ class EarlyExit:
             names += self.probes.live
         if names:
             plan = MeasurePlan(tuple(names), self._boundary_id)
-            # Load-bearing: an attribute more reaches the workers with the step.
+            # Load-bearing: extra attributes of a `SchedulerOutput` reach the workers.
             setattr(output, PLAN_FIELD, plan)
 
     def changed(self, name: str) -> None:
-        """The phase of a request did."""
+        """Handle a change of a request's phase."""
         watched = self._watched.get(name)
         if watched and name not in self._measured and watched.state.phase is _THINK:
-            # Another thought of a request that answered: what it said between is nobody's concern.
+            # The request thinks again after an answer. The answer's tokens are skipped.
             watched.seen = watched.state.tokens_before
             self._measured[name] = None
         told = self._unsampled.ended(name)
@@ -250,14 +252,14 @@ class EarlyExit:
             self._count(told[0])
 
     def returned(self, model_output: Any) -> None:
-        """A step's output is back; its tokens are not taken in yet."""
+        """Take a step's signals; its tokens are not appended to the requests yet."""
         self._signals.arrived(getattr(model_output, SIGNALS_FIELD, None))
 
     def took_in(self, scheduled: Mapping[str, int]) -> None:
-        """The tokens of the requests of a step were taken in, by the tracker too.
+        """Process a step's tokens, which were appended and seen by the tracker.
 
         Args:
-            scheduled: the step's tokens by request.
+            scheduled: number of scheduled tokens by request id.
         """
         all_watched, breaks = self._watched, self._breaks
         table, spans = self._signals.table, self._signals.spans
@@ -280,12 +282,12 @@ class EarlyExit:
                 self._follow(watched)
         self._signals.over()
         if not self._watched:
-            # The step began while there were some.
+            # The last request ended during this step.
             self._signals.forget()
         self._check_health()
 
     def probe_ended(self, request: Any, *, is_aborted: bool) -> None:
-        """A probe is over."""
+        """Pass the result of a probe that ended to its parent's controller."""
         assert self.probes is not None
         self._ended.add(request.request_id)
         due = self.probes.freed(request.request_id)
@@ -305,34 +307,34 @@ class EarlyExit:
         self._act(watched, action)
 
     def without_probes(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Of running and waiting requests, those of users."""
+        """Numbers of running and of waiting requests, without probes."""
         return counts if self.probes is None else self.probes.subtract_from(counts)
 
     def probe_displaced(self, request: Any) -> None:
-        """A probe was preempted."""
+        """Note a preempted probe."""
         assert self.probes is not None
         self.probes.displaced(request.request_id)
 
     def lost(self, obstacles: Obstacles) -> None:
-        """Strategies that cannot be carried out in this engine any more, and why."""
+        """Mark strategies that this engine can no longer carry out, and why."""
         self._unable = {**obstacles, **self._unable}
         for watched in self._watched.values():
             self._cannot(watched, self._unable_of(watched.config))
 
     def take_ended(self) -> set[str]:
-        """Probes that ended since the last call: nobody outside may hear of them."""
+        """Ids of probes that ended since the last call; they must not appear in outputs."""
         ended, self._ended = self._ended, set()
         return ended
 
     def drain_outcomes(self) -> dict[str, ExitReport]:
-        """By request, what its caller is to be told that is new."""
+        """New reports for callers since the last call, by request id."""
         outcomes = self._outcomes
         if outcomes:
             self._outcomes = {}
         return outcomes
 
     def _check_health(self) -> None:
-        """Behind a step: stop what the workers do not answer."""
+        """After a step: stop asking for signals or probes that the workers do not deliver."""
         found = self._health.check(self._signals.refusal, is_probing=self.probes is not None)
         if not found:
             return
@@ -357,7 +359,7 @@ class EarlyExit:
         return [name for name in scheduled if name in measured]
 
     def _decide(self, names: Iterable[str]) -> None:
-        """These are in a step; whom of those that never were to measure."""
+        """Decide for requests in their first step whether they are measured."""
         for name in names:
             request, state = self._undecided.pop(name, (None, None))
             if state is None:
@@ -369,7 +371,7 @@ class EarlyExit:
 
     def _tell_kept(self, watched: _Watched) -> None:
         if watched.kept:
-            # Nothing is due at these.
+            # The controller decides nothing at these tokens.
             seen, rows = watched.seen, rows_of(watched.kept)
             watched.kept = []
             watched.seen += len(rows)
@@ -426,12 +428,12 @@ class EarlyExit:
             if action.probe is not None and self.probes is not None:
                 prefix = watched.state.tokens_before + action.probe.think_tokens
                 self.probes.ask(watched.request, action.probe, prefix)
-        # A thought may begin the marker again and again.
+        # The limit `due_by` is needed because a thought may begin the marker repeatedly.
         is_in_marker = watched.state.match_state != ROOT and watched.seen < watched.due_by
         if watched.due is None or is_in_marker:
             return
         reason, watched.due = watched.due.reason, None
-        # vLLM closes at its own budget itself.
+        # vLLM itself closes at `thinking_token_budget`.
         if reason is Reason.BUDGET or name in self.forced_closes or not self._may_close(watched):
             return
         self.forced_closes.begin(watched.request)
@@ -439,44 +441,44 @@ class EarlyExit:
             self.probes.cancel(name)
 
     def _may_close(self, watched: _Watched) -> bool:
-        """Whether nothing behind our masks would undo them."""
+        """Whether nothing that is applied after the masks would undo the close."""
         obstacle = self._checks.obstacle(watched.request, watched.state.tokens_in_phase)
         if obstacle is not None:
             self._give_up(watched, obstacle)
         return obstacle is None
 
     def _refused(self, name: str) -> None:
-        """Structured output would reject a close that had begun."""
+        """Give up a close that had begun, because structured output would reject it."""
         watched = self._watched.get(name)
         if watched is not None:
             self._give_up(watched, Obstacle.GRAMMAR)
 
     def _give_up(self, watched: _Watched, obstacle: Obstacle) -> None:
-        """The close of a thought cannot be carried out."""
+        """Count a close that cannot be carried out, and report why."""
         self._counters.count(counters.EXIT_GIVEN_UP, obstacle)
         verdict = watched.controller.verdict
         if verdict is not None:
             self._cannot(watched, {verdict.reason: obstacle})
 
     def _cut_short(self, watched: _Watched) -> None:
-        """A request is gone; its caller is told why a thought under way was not closed."""
+        """Tell the caller of a request that ended why its last thought was not closed."""
         if watched.has_options and watched.controller.verdict is None:
             self._cannot(watched, watched.controller.too_soon)
         self._tell(watched)
 
     def _unable_of(self, config: ExitConfig) -> Obstacles:
-        """Of the strategies that are on, those that this engine cannot carry out."""
+        """The strategies that are on in ``config`` but that this engine cannot carry out."""
         return {each: why for each, why in self._unable.items() if getattr(config, each)}
 
     def _cannot(self, watched: _Watched, obstacles: Obstacles) -> None:
-        """Strategies cannot close a thought; what is known of them already is the better reason."""
+        """Note strategies that cannot close a thought; earlier reasons take precedence."""
         known = watched.not_enforced
         if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
             watched.not_enforced = {**obstacles, **known}
             watched.is_told = False
 
     def _tell(self, watched: _Watched) -> None:
-        """Tell its caller what is new; tokens of the request are in the step that is taken in."""
+        """Report news to the caller; the request has tokens in the step that is processed."""
         if not watched.is_told:
             watched.is_told = True
             self._outcomes[watched.request.request_id] = ExitReport(

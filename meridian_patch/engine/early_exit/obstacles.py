@@ -1,4 +1,4 @@
-"""What of early exit cannot work in an engine, where that is known before its first step."""
+"""Finds what prevents signals or probes in an engine, before its first step."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,26 +12,26 @@ from meridian_patch.phase.boundaries import Boundaries
 
 
 class Finding(NamedTuple):
-    """One obstacle, and a sentence on it for the log and the status report."""
+    """One obstacle, and its explanation for the log and the status report."""
 
     obstacle: Obstacle
     why: str
 
 
 def against_signals(config: Any) -> Iterator[Finding]:
-    """Why no worker of an engine with this ``VllmConfig`` measures anything."""
+    """Reasons why no worker of an engine with this ``VllmConfig`` can measure."""
     if not hasattr(worker_base.WorkerBase, MARK):
         yield Finding(
             Obstacle.NO_SIGNALS,
             "the workers are not patched, as with --scheduler-cls alone; nothing is measured",
         )
-    # Load-bearing: each rank then samples a part of the batch, and one rank answers the scheduler.
+    # Load-bearing: each rank then samples a part of the batch, but only one sends its output.
     if getattr(config.parallel_config, "enable_batch_sharded_sampling", False):
         yield Finding(
             Obstacle.NO_SIGNALS,
             "the ranks share the sampling (enable_batch_sharded_sampling); nothing is measured",
         )
-    # Load-bearing: rows are then dropped on the device, and the host is not told which.
+    # Load-bearing: rows are then dropped on the device, and the host does not know which.
     if getattr(config.speculative_config, "enable_adaptive_verification", False):
         yield Finding(
             Obstacle.NO_SIGNALS,
@@ -40,7 +40,7 @@ def against_signals(config: Any) -> Iterator[Finding]:
 
 
 def against_probes(scheduler: Any, boundaries: Boundaries) -> Iterator[Finding]:
-    """Why thoughts cannot be probed, though they may be measured."""
+    """Reasons why thoughts cannot be probed; they may still be measured."""
     if not boundaries.probe:
         yield Finding(Obstacle.PROBE_TEXT, "the probe's text cannot be written in tokens")
         return
@@ -58,7 +58,7 @@ def against_probes(scheduler: Any, boundaries: Boundaries) -> Iterator[Finding]:
         )
     if scheduler.connector is not None:
         yield Finding(Obstacle.KV_CONNECTOR, "a KV connector is in use, which would see the probes")
-    # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+    # Load-bearing: with EAGLE drafts, the last block of a hit is computed again.
     blocks = 2 if scheduler.kv_cache_manager.coordinator.eagle_group_ids else 1
     most_tokens = blocks * scheduler.block_size + len(boundaries.probe)
     if most_tokens > scheduler.max_num_scheduled_tokens:

@@ -1,4 +1,4 @@
-"""Early exit as a part of the scheduler."""
+"""Connects early exit to the scheduler's hooks."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from meridian_patch.telemetry import counters
 
 
 class EarlyExitPart(SchedulerPart):
-    """Brings the scheduler's moments to early exit, where any request is followed.
+    """Passes the scheduler's hooks to early exit; a step with no followed request does nothing.
 
     Args:
         scheduler: the phase-aware scheduler.
-        early_exit: of its engine.
+        early_exit: early exit of the engine.
     """
 
     name = counters.EARLY_EXIT
@@ -26,7 +26,7 @@ class EarlyExitPart(SchedulerPart):
     def __init__(self, scheduler: Any, early_exit: EarlyExit) -> None:
         self._scheduler = scheduler
         self._early_exit = early_exit
-        # Whether the step that is being scheduled, or taken in, began with requests to follow.
+        # Whether there were requests to follow when the step was scheduled, and when it returned.
         self._is_arranged = self._is_returned = False
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
@@ -62,7 +62,7 @@ class EarlyExitPart(SchedulerPart):
             token_budget=plan.token_budget,
         )
         if plan.max_active is not None:
-            # Admission counts users alone.
+            # The admission limit does not include probes.
             plan.max_active += early_exit.num_probes
         seats = early_exit.user_seats(self._scheduler.max_num_active_reqs)
         if seats is not None:
@@ -95,14 +95,14 @@ class EarlyExitPart(SchedulerPart):
         probes = self._early_exit.probes
         if probes is None:
             return
-        # Before their parents: none must end while upstream walks through the requests.
+        # Probes end before their parents: none may end while upstream iterates over the requests.
         if request_ids is None:
             probes.cancel_all()
         for request_id in request_ids or ():
             probes.cancel(request_id)
 
     def before_cache_reset(self) -> None:
-        # Before upstream preempts what runs: a preempted probe would compute its whole thought.
+        # Before upstream preempts all requests: a preempted probe would compute its whole prompt.
         if self._early_exit.probes:
             self._early_exit.probes.recall()
 

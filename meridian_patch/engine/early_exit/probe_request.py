@@ -1,4 +1,4 @@
-"""A request that is ours."""
+"""The class of probe requests, which the plug-in itself adds to the scheduler."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from vllm.v1.request import Request
 
 
 class ProbeRequest(Request):
-    """A probe; what is of this class is seen by nobody outside of the engine core."""
+    """A probe. Requests of this class are hidden from everything outside the engine core."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Load-bearing: model runner V2 is sent both lists. A list that is one object is pickled
-        # once. The one token that the probe samples is appended when its last step is over.
+        # Load-bearing: model runner V2 receives both lists, and one list object is pickled once.
+        # The one token that the probe samples is appended only after its last step.
         self.prompt_token_ids = self._all_token_ids

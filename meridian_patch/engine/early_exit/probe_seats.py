@@ -1,4 +1,4 @@
-"""Shares the last free seats between probes and requests that wait."""
+"""Shares the last free seats between probes and waiting requests."""
 
 from typing import Any
 
@@ -6,17 +6,18 @@ from meridian_patch.engine.scheduler.admission_checks import next_in_line, num_s
 
 
 class ProbeSeats:
-    """How many of the seats that are free a step's probes may take.
+    """Computes how many of the free seats a step's probes may take.
 
-    A probe holds a seat for one step or two, a request for as long as it runs. Where no request
-    waits that could use a seat, probes may have all of them. Otherwise:
+    A probe holds a seat for one or two steps, a request for as long as it runs. If no waiting
+    request could use a seat, probes may take all free ones. Otherwise:
 
-    1. Where seats are kept for probes, because they end thoughts and so free seats, these are all
-       that probes take. Without a probe in a full batch a thought without end would not be closed.
-    2. Where none are kept, probes leave one seat free if several are.
-    3. The last one goes to probes and to requests in turn: one that waits is passed over once.
+    1. If seats are kept for probes, probes take only these. They are kept because in a full batch
+       without probes an endless thought would not be closed and would keep its seat.
+    2. If none are kept and several are free, probes leave one free.
+    3. If none are kept and one is free, probes and requests take it in turn, so a waiting request
+       is passed over at most once.
 
-    A request that waits for KV blocks cannot take its turn, so that probes go on beside it.
+    A request that waits for KV blocks cannot use a seat, so probes continue beside it.
 
     Attributes:
         places: seats that probes may take in the next step.
@@ -30,12 +31,12 @@ class ProbeSeats:
         self.places = 0
 
     def share(self, num_kept: int, num_probes: int, most_probes: int) -> None:
-        """Once per step, before probes are offered to it.
+        """Update ``places``; call once per step, before probes are offered to it.
 
         Args:
             num_kept: seats to keep for probes.
-            num_probes: that are under way.
-            most_probes: that may be under way at a time.
+            num_probes: number of live probes.
+            most_probes: upper bound of live probes.
         """
         scheduler = self._scheduler
         free = free_seats(scheduler)
@@ -44,7 +45,7 @@ class ProbeSeats:
             self._is_wanted = False
             return
         if free:
-            # While probes hold the last seats it cannot be told: what was true before stays true.
+            # If probes hold the last seats this cannot be checked, and the last result is kept.
             self._is_wanted = next_in_line(scheduler) is not None
         if not self._is_wanted:
             return
@@ -59,7 +60,7 @@ class ProbeSeats:
 
 
 def free_seats(scheduler: Any) -> int:
-    """Requests that upstream would still admit; to be asked outside of ``schedule()``."""
+    """Number of requests that upstream would still admit; call outside of ``schedule()``."""
     # Load-bearing: upstream admits requests up to this number, paused sessions included. The model
     # runner may have more slots (max_num_seqs).
     return int(scheduler.max_num_active_reqs - num_seated(scheduler))

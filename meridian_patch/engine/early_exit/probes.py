@@ -1,8 +1,8 @@
-"""Probes: requests of our own that see how sure a thought's answer is, and never leave the engine.
+"""Probes: internal requests that measure how certain a thought's answer is.
 
-A probe is its parent's tokens so far, and behind them a trial boundary; the entropy of the one
-token that it would sample is EAT (arXiv:2509.26522). Its blocks are its parent's, but for the last
-one (the last two where EAGLE drafts).
+A probe's prompt is its parent's tokens so far and a trial boundary. The entropy of the one token
+that it samples is EAT (arXiv:2509.26522). It shares its parent's blocks but for the last one (the
+last two with EAGLE drafts). Its output never leaves the engine.
 """
 
 import math
@@ -21,25 +21,25 @@ from meridian_patch.engine.scheduler.admission_checks import held_tokens
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
-# Requests that may run for each seat that is kept for probes.
+# One seat is kept for probes per so many requests that may run.
 _SEATS_PER_PROBE = 16
 
 
 class _Due(NamedTuple):
     parent: Any
     probe: Probe
-    # Tokens of the parent that stand before the trial boundary, its prompt's included.
+    # Number of the parent's tokens before the trial boundary, its prompt included.
     prefix_tokens: int
 
 
 class ProbeLimits(NamedTuple):
-    """How many probes the engine takes.
+    """Limits of the number of probes.
 
     Attributes:
-        in_flight: probes under way at a time.
-        every_steps: steps from one with probes to the next.
-        context_tokens: tokens before the trial boundaries of all probes that are added to one
-            step; a single probe may have more.
+        in_flight: live probes at a time.
+        every_steps: steps between two steps with probes.
+        context_tokens: sum of the tokens before the trial boundary, over all probes added to one
+            step; a single probe may exceed it.
     """
 
     in_flight: int
@@ -48,35 +48,36 @@ class ProbeLimits(NamedTuple):
 
 
 class Probes:
-    """The probes that are due and those under way.
+    """The probes that are due and those that are live (offered or running).
 
-    1. A probe is offered to a step ahead of the waiting requests, behind all running ones, not
-       while an answer waits, and not to every step: those that are due go together, up to a summed
-       context, for a probe's CPU time grows with its context. One that gets no place in the step
-       waits outside of the queue.
+    1. A probe goes ahead of the waiting requests and behind all running ones. None is offered while
+       a preempted answer waits. Due probes are offered together, and not in every step, up to a
+       summed context, because the CPU time of a probe grows with its context. A probe that is not
+       scheduled in the step leaves the queue and is due again.
     2. It computes at most a block and the trial boundary: without its parent's blocks in the cache
-       it is not made. It is offered when the step has that many tokens left for it: at the head of
-       the queue a probe that does not fit would keep other requests from being admitted.
-    3. It fits into ``max_model_len`` with the token that it samples, or it is not made.
-    4. Of a parent, one probe is under way and one is due; a newer one takes the place of the due.
-    5. One that is preempted while its sample is on the way is waited for; any other is dropped. A
-       reset of the cache makes those under way due again.
-    6. Whatever becomes of the parent, its probes end with its thought.
-    7. What its parent sees is in its parent's blocks. Where its own tokens would reach back into an
-       image, and the encoder might have to run again, it is not made.
-    8. It is sampled as its parent is, so that it changes no sampler's path for the whole batch.
+       it is not made. It is offered only if the step has that many tokens left, because a probe
+       that does not fit would block the queue.
+    3. It is made only if it fits into ``max_model_len`` with the token that it samples.
+    4. A parent has at most one live probe and one due probe. A newer due probe replaces the older.
+    5. A probe that is preempted while its sample is in flight is waited for; any other is dropped.
+       A reset of the cache makes live probes due again.
+    6. The probes of a thought end with it.
+    7. Its parent's images are in its parent's blocks. A probe is not made if its own tokens reach
+       back into an image, because the encoder might have to run again.
+    8. It uses its parent's sampling parameters, so that it does not change the sampler's code path
+       for the whole batch.
 
     Args:
         scheduler: the phase-aware scheduler.
-        suffix: the trial boundary.
-        limits: how many at a time.
+        suffix: tokens of the trial boundary.
+        limits: how many probes at a time.
     """
 
     def __init__(self, scheduler: Any, suffix: TokenIds, limits: ProbeLimits) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self.seats = ProbeSeats(scheduler)
-        # Steps to let pass before the next one with probes.
+        # Number of steps without probes before the next one with probes.
         self._pause_steps = 0
         self._suffix = list(suffix)
         self._block_size = scheduler.block_size
@@ -88,14 +89,14 @@ class Probes:
         # Load-bearing: with full attention a running request holds all of its blocks.
         self._holds_all = isinstance(group.kv_cache_spec, FullAttentionSpec)
         self._names = (f"meridian-probe-{number}" for number in count())
-        # By parent's id.
+        # Due probes by the parent's id.
         self._due: dict[str, _Due] = {}
-        # By the probe's own id; and the same by parent's.
+        # Live probes by their own id, and their ids by the parent's id.
         self._live: dict[str, _Due] = {}
         self._live_of: dict[str, str] = {}
-        # Preempted since the last step was settled.
+        # Ids of probes preempted since the last call of `settle`.
         self._displaced: list[str] = []
-        # Tokens computed by all probes so far, and the most by one.
+        # Number of probes that ended, and the most tokens that one computed in a step.
         self.num_probes = 0
         self.most_computed_tokens = 0
 
@@ -104,23 +105,23 @@ class Probes:
 
     @property
     def are_next(self) -> bool:
-        """Whether the next step may have some."""
+        """Whether the next step may have probes."""
         return bool(self._due) and not self._pause_steps and self._num_places() > 0
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Ids of the probes under way."""
+        """Ids of the live probes."""
         return tuple(self._live)
 
     def subtract_from(self, counts: tuple[int, int]) -> tuple[int, int]:
         """Numbers of running and of waiting requests without the probes among them.
 
-        A preempted probe is in the queue only until its step is settled. It may be live for more
-        steps, in no queue, while its sample is on the way: such a one must not be subtracted.
+        A preempted probe is in the queue only until ``settle`` is called. It may stay live for
+        more steps, in no queue, while its sample is in flight; then it is not subtracted.
         """
         if not self._live:
             return counts
-        # Load-bearing: upstream counts the members of its two queues, whatever their statuses.
+        # Load-bearing: upstream counts the members of its two queues regardless of their status.
         running = waiting = 0
         for name in self._live:
             request = self._scheduler.requests.get(name)
@@ -131,56 +132,56 @@ class Probes:
         return counts[0] - running, counts[1] - waiting
 
     def kept_seats(self, all_seats: int) -> int:
-        """Of the requests that may run at a time, how many seats to keep for probes."""
+        """Number of seats to keep for probes, of ``all_seats``."""
         return min(self._limits.in_flight, all_seats // _SEATS_PER_PROBE)
 
     def share_seats(self, *, is_kept: bool) -> None:
-        """Once per step, before ``offer``: which free seats probes may take.
+        """Compute which free seats probes may take; call once per step, before ``offer``.
 
         Args:
-            is_kept: whether seats are to be kept for probes where a request waits for one.
+            is_kept: whether to keep seats for probes while a request waits for one.
         """
         kept = self.kept_seats(self._scheduler.max_num_active_reqs) if is_kept else 0
         self.seats.share(kept, len(self._live), self._limits.in_flight)
 
     def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
-        """A probe is due behind the parent's first ``prefix_tokens`` tokens, if it may be made."""
-        # Load-bearing: model runner V1 raises where a sampled token lies behind the maximal
-        # length, and V2 writes it there, into what belongs to the next request.
+        """Make a probe due after the parent's first ``prefix_tokens`` tokens, if it is possible."""
+        # Load-bearing: for a token sampled beyond the maximal length, model runner V1 raises, and
+        # V2 writes it into memory of the next request.
         if prefix_tokens + len(self._suffix) + 1 > self._max_model_len:
             return
         full = self._num_cached(prefix_tokens)
-        # Embeddings in place of a prompt's tokens are not handed on.
+        # Prompt embeddings are not passed to the probe.
         is_told = parent.prompt_embeds is None or parent.num_prompt_tokens <= full
-        # Load-bearing: upstream tells an encoder connector of every request with media.
+        # Load-bearing: upstream reports every request with media to an encoder connector.
         is_told &= self._scheduler.ec_connector is None or not parent.mm_features
         if is_told and all(_is_behind(image, full) for image in parent.mm_features):
             self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
 
     def cancel_all(self) -> None:
-        """Every thought has ended."""
+        """Drop all due probes and abort all live ones."""
         self._due.clear()
         for name in list(self._live):
             self._abort(name)
 
     def cancel(self, parent_id: str) -> None:
-        """The parent's thought has ended; unknown ids are fine."""
+        """Drop and abort the probes of a parent whose thought ended; unknown ids are ignored."""
         self._due.pop(parent_id, None)
         name = self._live_of.get(parent_id)
         if name is not None:
             self._abort(name)
 
     def recall(self) -> None:
-        """The KV cache is about to be reset: probes under way end, and are due again."""
+        """Abort live probes and make them due again, because the KV cache is about to be reset."""
         for name, due in list(self._live.items()):
             self._abort(name)
             self._due.setdefault(due.parent.request_id, due)
 
     def offer(self, token_budget: int | None = None) -> None:
-        """Before a step is scheduled: put probes where it will find them.
+        """Put due probes at the front of the waiting queue; call before a step is scheduled.
 
         Args:
-            token_budget: of the step, where it is lower than the engine's.
+            token_budget: the step's budget if it is lower than the engine's; else None.
         """
         if not self.are_next or self._scheduler._pause_state is not PauseState.UNPAUSED:
             return
@@ -196,7 +197,7 @@ class Probes:
             self._scheduler.waiting.prepend_request(request)
 
     def settle(self, output: Any) -> None:
-        """After a step was scheduled: take back what found no place in it, or lost it."""
+        """Take back probes that were not scheduled or were preempted; call after scheduling."""
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
         displaced, self._displaced = self._displaced, []
@@ -209,7 +210,7 @@ class Probes:
                 self._take_back(request)
         for name in displaced:
             request = requests.get(name)
-            # It may have ended since, or run again.
+            # It may have ended or resumed since.
             if request is not None and request.status == RequestStatus.PREEMPTED:
                 self._give_up(request)
         for name in self._live:
@@ -219,16 +220,16 @@ class Probes:
             self.most_computed_tokens = max(self.most_computed_tokens, computed)
 
     def displaced(self, request_id: str) -> None:
-        """A probe was preempted."""
+        """Note a preempted probe."""
         self._displaced.append(request_id)
 
     def freed(self, request_id: str) -> _Due:
-        """A probe is over; returns what it was for."""
+        """Count and forget a probe that ended; returns its parent and position."""
         self.num_probes += 1
         return self._forget(request_id)
 
     def _take_back(self, request: ProbeRequest) -> None:
-        """A probe found no place in the step."""
+        """Make a probe that was not scheduled due again."""
         scheduler = self._scheduler
         del scheduler.requests[request.request_id]
         self._take_out(request)
@@ -238,9 +239,9 @@ class Probes:
         self._due.setdefault(due.parent.request_id, due)
 
     def _give_up(self, request: ProbeRequest) -> None:
-        """A probe was preempted; only what it sampled already is waited for."""
-        # Load-bearing: what was on the way at a preemption is delivered all the same, unless it
-        # is to be dropped.
+        """End a preempted probe, unless its sample is still in flight."""
+        # Load-bearing: upstream still delivers tokens that were in flight at a preemption, unless
+        # the request is marked to drop them.
         is_sampled = request.num_stale_output_tokens and not request.is_prefill_chunk
         if is_sampled and not request.drop_stale_output:
             self._take_out(request)
@@ -248,9 +249,9 @@ class Probes:
             self._abort(request.request_id)
 
     def _take_out(self, request: ProbeRequest) -> None:
-        """Take a probe out of the queue, nearly always from its front."""
+        """Take a probe out of the queue, usually from its front."""
         waiting = self._scheduler.waiting
-        # Load-bearing: a queue by priority is a heap; to take one out of its middle builds it anew.
+        # Load-bearing: a priority queue is a heap; removal from its middle rebuilds it.
         if waiting.peek_request() is request:
             waiting.pop_request()
         else:
@@ -265,7 +266,7 @@ class Probes:
         self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _choose(self, token_budget: int | None) -> list[_Due]:
-        """Those that the next step has room for, the longest due first."""
+        """The due probes that the next step has room for, the longest due first."""
         chosen: list[_Due] = []
         places = min(self._num_places(), self.seats.places)
         tokens_left = self._num_tokens_left(token_budget)
@@ -276,7 +277,7 @@ class Probes:
                 continue
             cached = self._num_cached(due.prefix_tokens)
             own_tokens = due.prefix_tokens - cached + len(self._suffix)
-            # Of a prefix that is cached twice the look-up may find the one that no request holds.
+            # If a prefix is cached twice, the look-up may find the copy that no request holds.
             unheld = 0
             if self._holds_all:
                 unheld = cached - held_tokens(manager, due.parent, cached + 1)
@@ -294,8 +295,8 @@ class Probes:
 
     def _is_ready(self, due: _Due) -> bool:
         parent = due.parent
-        # Load-bearing: blocks are in the cache once the tokens that fill them are computed and
-        # known, and stay while a running request holds them.
+        # Load-bearing: a block is in the cache once its tokens are computed and known, and stays
+        # there while a running request holds it.
         computed = parent.num_computed_tokens - parent.num_output_placeholders
         return (
             parent.status == RequestStatus.RUNNING
@@ -304,7 +305,7 @@ class Probes:
         )
 
     def _is_in_cache(self, request: ProbeRequest, due: _Due) -> bool:
-        """Whether the parent's blocks are there; behind a window they are given up."""
+        """Whether the parent's blocks are cached; blocks outside of a window are freed."""
         if self._holds_all:
             return True
         manager = self._scheduler.kv_cache_manager
@@ -326,21 +327,21 @@ class Probes:
             cache_salt=parent.cache_salt,
             priority=parent.priority,
         )
-        # The parent's hashes are the probe's: hashing a long thought anew takes milliseconds.
-        # Load-bearing: a hasher goes on behind the hashes that are there.
+        # The parent's hashes are reused, because hashing a long thought takes milliseconds.
+        # Load-bearing: a hasher continues after the hashes that exist.
         request._block_hasher = parent._block_hasher
         request.block_hashes = parent.block_hashes[: self._num_shared_hashes(due)]
         request.update_block_hashes()
         return request
 
     def _num_places(self) -> int:
-        """How many of them a step would take; making a probe for nothing takes long."""
+        """Upper bound of new probes in a step; avoids making probes that cannot be scheduled."""
         return min(self._limits.in_flight - len(self._live), free_seats(self._scheduler))
 
     def _num_blocks_left(self) -> int:
-        """KV blocks that the next step's probes may have at most; running requests go first."""
+        """Upper bound of the KV blocks that the next step's probes may take."""
         manager = self._scheduler.kv_cache_manager
-        # Load-bearing: a waiting request must leave as many free.
+        # Load-bearing: an admission must leave this many blocks free.
         kept = manager.watermark_blocks if self._scheduler.running else 0
         return int(manager.block_pool.get_num_free_blocks() - kept)
 
@@ -350,7 +351,7 @@ class Probes:
         budget = scheduler.max_num_scheduled_tokens
         if token_budget is not None:
             budget = min(budget, token_budget)
-        # Load-bearing: what upstream schedules of a running request, at most.
+        # Load-bearing: the upper bound of tokens that upstream schedules of a running request.
         wanted = (
             request.num_tokens_with_spec
             + request.num_output_placeholders
@@ -362,7 +363,7 @@ class Probes:
     def _num_cached(self, prefix_tokens: int) -> int:
         """Tokens of a prefix that a probe finds in the cache."""
         blocks = prefix_tokens // self._block_size
-        # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+        # Load-bearing: with EAGLE drafts, the last block of a hit is computed again.
         if blocks and self._scheduler.kv_cache_manager.coordinator.eagle_group_ids:
             blocks -= 1
         return int(blocks * self._block_size)
@@ -373,12 +374,12 @@ class Probes:
 
 
 def sampled_as(asked: SamplingParams) -> SamplingParams:
-    """Parameters of a probe whose parent asks for these.
+    """Sampling parameters of a probe, from those of its parent.
 
-    Load-bearing: one greedy request in a batch, or one with a seed, keeps model runner V2 from its
-    fused sampler, whose fallback is compiled when it is first used. Penalties, biases, bad words,
-    grammars and logprobs cost the whole batch too: a probe has none. What it samples is dropped,
-    and its entropy is that of the raw logits.
+    Load-bearing: one greedy request in a batch, or one with a seed, makes model runner V2 leave its
+    fused sampler for a fallback that is compiled at first use. Penalties, biases, bad words,
+    grammars and logprobs slow down the whole batch, so a probe has none. Its sampled token is
+    dropped, and its entropy is that of the raw logits.
     """
     return SamplingParams(
         temperature=asked.temperature,
@@ -391,18 +392,18 @@ def sampled_as(asked: SamplingParams) -> SamplingParams:
 
 
 def _is_behind(image: Any, num_tokens: int) -> bool:
-    """Whether the first ``num_tokens`` tokens hold the image, and nobody has to see it again."""
-    # Load-bearing: every new request has the workers read what lies at an address in memory that
-    # they share with the API server. It counts its own requests alone, and then puts another image
-    # there: a worker that finds that one fails, and the engine with it.
+    """Whether the image ends within the first ``num_tokens`` tokens and need not be read again."""
+    # Load-bearing: for every new request the workers read its images from memory that they share
+    # with the API server. The API server does not count probes as readers, and reuses the memory
+    # for another image. A worker that reads the wrong image raises, and the engine ends.
     is_shared = image.data is not None and "address" in image.data
     return not is_shared and image.mm_position.offset + image.mm_position.length <= num_tokens
 
 
 def keep_end_untold(scheduler: Any, request: ProbeRequest) -> None:
-    """A probe was freed: no client is to be told so, in this step or the next."""
-    # Load-bearing: ids of requests that ended, by client, until the next outputs; None where no
-    # client wants them.
+    """Remove a freed probe from the ended requests that are reported to clients."""
+    # Load-bearing: ids of ended requests by client, until the next outputs; None if clients do not
+    # receive them.
     ended = scheduler.finished_req_ids_dict
     if ended is None:
         return
@@ -413,7 +414,7 @@ def keep_end_untold(scheduler: Any, request: ProbeRequest) -> None:
 
 
 def strip(outputs: dict[int, Any], names: AbstractSet[str]) -> None:
-    """Take probes out of a step's ``EngineCoreOutputs``, by client, in place."""
+    """Remove probes from a step's ``EngineCoreOutputs`` (by client), in place."""
     for client, batch in list(outputs.items()):
         batch.outputs = [each for each in batch.outputs if each.request_id not in names]
         if not (batch.outputs or batch.finished_requests or batch.scheduler_stats):

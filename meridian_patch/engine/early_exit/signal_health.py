@@ -1,4 +1,4 @@
-"""Notices that no signals come, so that the scheduler stops asking for them."""
+"""Detects that signals do not arrive, so that the scheduler stops asking for them."""
 
 from vllm.logger import init_logger
 
@@ -9,16 +9,16 @@ from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
 
 logger = init_logger("vllm.meridian_patch")
 
-# Probes in a row that come back without a signal, and probing ends. A step whose measuring failed
-# loses its probes, 16 at most by default, and the next one may measure again.
+# Probing ends after so many probes in a row without a signal. It is more than one step can lose: a
+# step whose measuring failed loses its probes, at most 16 by default, and the next may succeed.
 MOST_LOST = 32
 
 
 class SignalHealth:
-    """What came of the signals that were asked for.
+    """Counts lost signals, and notes a worker's refusal to measure.
 
     Attributes:
-        is_blind: the workers measure nothing at all.
+        is_blind: the workers measure nothing.
     """
 
     def __init__(self, *, is_blind: bool) -> None:
@@ -26,18 +26,18 @@ class SignalHealth:
         self._num_lost = 0
 
     def probed(self, *, is_lost: bool) -> None:
-        """A probe ran to its end."""
+        """Count a probe that ended without being aborted."""
         self._num_lost = self._num_lost + 1 if is_lost else 0
 
     def check(self, refusal: str | None, *, is_probing: bool) -> Obstacles:
-        """Behind a step: what cannot be carried out any more; said in log and status.
+        """After a step: find what can no longer be carried out, and report it in log and status.
 
         Args:
-            refusal: why the workers measure nothing, as they say; None: they do not say so.
+            refusal: the workers' reason for measuring nothing; None: they have given none.
             is_probing: thoughts are probed.
 
         Returns:
-            What is newly found; with ``Reason.EAT`` in it no more thought should be probed.
+            New obstacles by strategy; if ``Reason.EAT`` is among them, probing must stop.
         """
         if refusal is not None and not self.is_blind:
             self.is_blind = True
@@ -53,6 +53,6 @@ class SignalHealth:
 
 
 def tell_not_probed(why: str) -> None:
-    """Say in log and status that EAT is off."""
+    """Report in log and status that EAT is off."""
     logger.warning("meridian_patch: EAT is off, thoughts are not probed: %s", why)
     status.publish(probes=f"off: {why}")

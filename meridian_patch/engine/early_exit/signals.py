@@ -1,6 +1,6 @@
-"""What scheduler and worker say to each other about signals; imports nothing heavy.
+"""The messages between scheduler and worker about signals; imports no large module.
 
-The scheduler sets :data:`PLAN_FIELD` on a ``SchedulerOutput``; the worker answers with
+The scheduler sets :data:`PLAN_FIELD` on a ``SchedulerOutput``; the worker sets
 :data:`SIGNALS_FIELD` on the ``ModelRunnerOutput`` of the same step.
 """
 
@@ -14,14 +14,14 @@ SIGNALS_FIELD: Final = "meridian_signals"
 
 
 class Signals(NamedTuple):
-    """What was measured in one step, in a form that is quickly sent to another process.
+    """What was measured in one step, in a form that is fast to send to another process.
 
     Attributes:
         names: request ids.
-        counts: rows of each, in order: 1, or 1 + the draft tokens; None: 1 each.
-        values: [n_rows, 4] float32, those of a request side by side:
+        counts: number of rows of each, in order: 1 plus its draft tokens; None: 1 each.
+        values: [n_rows, 4] float32, with the rows of a request next to each other:
             ``[entropy in nats, log-sum-exp, max probability, probability of the boundary id]`` of
-            softmax(raw logits), four NaN where the logits hold one.
+            softmax(raw logits); four NaN if the row of logits contains a NaN.
         refusal: why this worker measures nothing from now on; None: it measures.
     """
 
@@ -31,10 +31,10 @@ class Signals(NamedTuple):
     refusal: str | None = None
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The first row of each request, and the one behind its last.
+        """The first row of each request, and the end of its rows (exclusive).
 
-        Under speculation the scheduler keeps as many as tokens were accepted; a request in the
-        middle of its prompt has a row and no token.
+        Under speculation the scheduler uses one row per accepted token. A request in the middle of
+        its prompt has a row but no token.
         """
         ends = list(accumulate(self.counts or [1] * len(self.names), initial=0))
         return dict(zip(self.names, pairwise(ends), strict=True))
@@ -48,7 +48,7 @@ class MeasurePlan(NamedTuple):
     """What the worker measures in one step.
 
     Attributes:
-        request_ids: whose rows; one that is not in the step is passed over.
+        request_ids: requests to measure; those that are not in the step are ignored.
         boundary_id: first token id of the boundary that ends thinking.
     """
 

@@ -1,4 +1,4 @@
-"""The signals of the step that is being taken in, and those kept for later."""
+"""Holds the signals of the step that is being processed, and reads rows kept from earlier steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,27 +7,27 @@ from meridian_patch.engine.early_exit.signals import Signals
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Row
 
 Kept = tuple[Any, tuple[int, int] | None]
-"""Where the row of one token is: a step's table, and the request's span of it, if it has one."""
+"""Where the row of one token is: a step's table and the request's span in it; None if missing."""
 
 
 class StepSignals:
-    """Finds a request's rows in what came back from a step.
+    """Finds a request's rows in a step's signals.
 
     Attributes:
         table: [n_rows, 4] of the step; None: nothing was measured in it.
-        spans: first and last row, the last excluded, of each request in ``table``.
-        refusal: why the worker never measures anything; None: it does, as far as is known.
+        spans: first row and end row (exclusive) of each request in ``table``.
+        refusal: why the worker never measures anything; None: it has not refused.
     """
 
     def __init__(self) -> None:
         self.table: Any = None
         self.spans: dict[str, tuple[int, int]] = {}
         self.refusal: str | None = None
-        # What they were made of: names are the same in nearly all steps.
+        # The inputs of `spans`, which is reused because they are the same in nearly all steps.
         self._made_of: tuple[Any, Any] = ((), None)
 
     def arrived(self, signals: Signals | None) -> None:
-        """A step's output is back; None: nothing was measured in it."""
+        """Take the signals of a step's output; None: nothing was measured in it."""
         if signals is not None and signals.refusal is not None:
             self.refusal = signals.refusal
             signals = None
@@ -35,33 +35,33 @@ class StepSignals:
             self.over()
             return
         values = signals.values
-        # Rows are kept for many steps. What is a view into another's memory, as Ray's and that of
-        # a pinned buffer, would be kept with them, or be written over.
+        # Rows are kept for many steps. A view into other memory (Ray's, or a pinned buffer) would
+        # keep that memory alive, or be overwritten, so it is copied.
         self.table = values if values.flags.owndata else values.copy()
         made_of = signals.names, signals.counts
         if made_of != self._made_of:
             self._made_of, self.spans = made_of, signals.spans()
 
     def over(self) -> None:
-        """The step was taken in."""
+        """Drop the table of a step that was processed."""
         self.table = None
 
     def forget(self) -> None:
-        """Nobody is measured any more."""
+        """Drop everything, because no request is measured any more."""
         self.table, self.spans, self._made_of = None, {}, ((), None)
 
     def rows(self, name: str, number: int) -> list[Row]:
-        """The rows of a request's next tokens; what was not measured has no signals."""
+        """The rows of a request's next ``number`` tokens; ``NO_SIGNALS`` for unmeasured ones."""
         span = None if self.table is None else self.spans.get(name)
         rows = [] if span is None else self.table[slice(*span)][:number].tolist()
         return rows + [NO_SIGNALS] * (number - len(rows))
 
 
 def rows_of(kept: Sequence[Kept]) -> list[Row]:
-    """The rows of tokens, one each.
+    """The rows of kept tokens, one each.
 
-    They are made when they are wanted, many at a time: a list for every token, kept by the
-    thousand, would keep Python's garbage collector busy.
+    Rows are converted to lists late and together, because thousands of small lists that are kept
+    for long would slow down Python's garbage collector.
     """
     return [
         NO_SIGNALS if table is None or span is None else table[span[0]].tolist()

@@ -1,4 +1,4 @@
-"""Writes down what early exit saw and decided, as JSON lines, for people and plots.
+"""Writes what early exit measured and decided to a file of JSON lines.
 
 Runs in the EngineCore process. The events are described in docs/exit-trace.md.
 """
@@ -19,26 +19,26 @@ logger = init_logger("vllm.meridian_patch")
 class ExitTrace:
     """Appends to one file; several engine cores may share it.
 
-    Events are kept until a thought ends, and then written at once. What cannot be written is
-    logged once, and nothing is traced from then on.
+    Events are buffered until a thought ends, and then written together. If writing fails, that is
+    logged once and the trace is off from then on.
 
     Args:
-        path: of the file; what it holds is kept.
+        path: the file; existing content is kept.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[str] = []
-        # By request, the last verdict that was written down.
+        # The last verdict that was written, by request id.
         self._verdicts: dict[str, Close] = {}
-        # Set for good when writing has failed.
+        # Set permanently when writing has failed.
         self._is_closed = False
 
     def probed(
         self, request_id: str, probe: Probe, entropy_nats: float, controller: ExitController
     ) -> None:
-        """A probe's result came, and the controller has it."""
-        # A result that came too late is none of the thought that is under way.
+        """Write a probe's result, which the controller has processed."""
+        # A late result may belong to an earlier thought than the current one.
         is_of_thought = controller.is_thinking and probe.thought == controller.num_thoughts
         variance = controller.eat_variance if is_of_thought else math.inf
         self._add(
@@ -52,13 +52,13 @@ class ExitTrace:
         self.looked(request_id, controller)
 
     def looked(self, request_id: str, controller: ExitController) -> None:
-        """The controller took something in."""
+        """Write the controller's verdict, if it is new."""
         verdict = controller.verdict
         if verdict is not None:
             self._judged(request_id, controller.num_thoughts, verdict)
 
     def ended(self, request_id: str, outcome: Outcome, controller: ExitController) -> None:
-        """A thought ended; the next one may be under way already."""
+        """Write the end of a thought; the next thought may have begun already."""
         thought = controller.num_thoughts - controller.is_thinking
         verdict = outcome.verdict
         if verdict is not None:
@@ -66,7 +66,7 @@ class ExitTrace:
         self._end(request_id, thought, outcome.think_tokens, outcome.reason, verdict)
 
     def cut(self, request_id: str, controller: ExitController) -> None:
-        """A request ended; the thought that it was in, if any, is cut off."""
+        """Write the end of a request; its current thought, if any, is cut off."""
         if controller.is_thinking:
             thought, think_tokens = controller.num_thoughts, controller.think_tokens
             self._end(request_id, thought, think_tokens, None, controller.verdict)
@@ -102,8 +102,8 @@ class ExitTrace:
         if self._is_closed:
             return
         try:
-            # Opened each time, so that the file may be moved away; unbuffered, so that engine
-            # cores do not write into each other's lines.
+            # Opened each time, so that the file may be moved; unbuffered, so that lines of several
+            # engine cores do not mix.
             with self._path.open("ab", buffering=0) as file:
                 file.write("".join(lines).encode())
         except OSError as error:
@@ -120,5 +120,5 @@ def _fields(verdict: Close) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    # JSON has no other numbers.
+    # JSON has only finite numbers.
     return value if math.isfinite(value) else None

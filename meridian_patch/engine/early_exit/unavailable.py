@@ -1,4 +1,4 @@
-"""Requests that ask for thoughts to be closed where the engine has no early exit."""
+"""Answers requests that ask for early exit in an engine that has none."""
 
 from typing import Any
 
@@ -11,23 +11,23 @@ from meridian_patch.exit.strategies.base import Reason
 
 
 class UnavailableEarlyExit:
-    """Tells each of them once, with its first tokens, that nothing can be closed.
+    """Tells each such request once, with its first tokens, that its thoughts cannot be closed.
 
     Args:
-        config: of early exit, without a family.
-        obstacle: why there is none.
+        config: early exit settings of the configuration, without those of a family.
+        obstacle: why the engine has no early exit.
     """
 
     def __init__(self, config: ExitConfig, obstacle: Obstacle) -> None:
         self._config = config
         self._obstacle = obstacle
-        # What is to be told, by request.
+        # Reports to send, by request id.
         self._news: dict[str, ExitReport] = {}
-        # Those of them that are gone; their last outputs may be in the step that is taken in.
+        # Requests among them that ended; their last outputs may be in the current step.
         self._gone: set[str] = set()
 
     def added(self, request: Any, options: RequestOptions) -> None:
-        """A request came in, with what it asks for."""
+        """Prepare the report of a new request, if its options ask for early exit."""
         config = options.exit_config(self._config)
         if options.has_exit_options and config.mode == "enforce":
             asked = [each for each in Reason if getattr(config, each, False)]
@@ -38,12 +38,12 @@ class UnavailableEarlyExit:
             )
 
     def freed(self, request: Any) -> None:
-        """A request is gone."""
+        """Note a request that ended."""
         if request.request_id in self._news:
             self._gone.add(request.request_id)
 
     def tell(self, outputs: dict[int, Any]) -> None:
-        """Tell those that have tokens in a step's ``EngineCoreOutputs``, by client."""
+        """Attach the reports to the requests' outputs in ``EngineCoreOutputs`` (by client)."""
         if not self._news:
             return
         names = {each.request_id for batch in outputs.values() for each in batch.outputs}

@@ -1,4 +1,4 @@
-"""Thoughts that are not measured: of these only the ends are known, from the phase tracker."""
+"""Records the ends of thoughts that are not measured, from the phase tracker."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from meridian_patch.phase.tracker import RequestPhase
 class _Thinker:
     state: RequestPhase
     budget_tokens: int | None
-    # Of its thoughts whose end was told.
+    # Think tokens of its thoughts whose end was reported.
     told_tokens: int = 0
 
 
 class UnsampledThoughts:
-    """The requests whose thoughts are not measured; a step costs nothing but for ends."""
+    """The requests whose thoughts are not measured; only steps that end a thought cost time."""
 
     def __init__(self) -> None:
         self._thinkers: dict[str, _Thinker] = {}
@@ -25,25 +25,25 @@ class UnsampledThoughts:
         return len(self._thinkers)
 
     def add(self, request_id: str, state: RequestPhase, budget_tokens: int | None) -> None:
-        """A request has begun.
+        """Add a request in its first step.
 
         Args:
-            request_id: a name of its own.
+            request_id: the request's unique id.
             state: its phase, as the tracker keeps it.
-            budget_tokens: vLLM's ``thinking_token_budget``; None: none.
+            budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         """
         self._thinkers[request_id] = _Thinker(state, budget_tokens)
 
     def remove(self, request_id: str) -> None:
-        """A request is gone; unknown ids are fine."""
+        """Forget a request; unknown ids are ignored."""
         self._thinkers.pop(request_id, None)
 
     def ended(self, request_id: str) -> tuple[Outcome, int] | None:
-        """A request's phase changed.
+        """Find out whether a change of phase ended a thought.
 
         Returns:
-            How the thought ended that did, and the think tokens of all that ended; None when
-            none did, or the request is not here.
+            The outcome of that thought, and the think tokens of all thoughts that ended; None if
+            no thought ended, or the request is unknown.
         """
         thinker = self._thinkers.get(request_id)
         if thinker is None or thinker.state.think_tokens_before == thinker.told_tokens:

@@ -1,4 +1,4 @@
-"""Which request comes in next, and which make room: admission and time-sharing."""
+"""Decides how many waiting requests are admitted, and which thinkers are preempted for them."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,23 +24,23 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.admission import count_admissible
 from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 
-# Looking at all requests that wait, or at all that run in every step, would cost too much.
+# Bounds that keep the cost of a step independent of how many requests wait.
 _MOST_ADMITTED = 4
 _REFRESH_STEPS = 8
 _MOST_AGED = 8
 
 
 class Admission:
-    """Room in the KV pool: for newcomers, taken from requests that thought for long.
+    """Forecasts the KV pool for admission, and preempts long thinkers for new requests.
 
     Args:
-        waiting_order: of the scheduler's queue.
-        sharing: None switches time-sharing off.
+        waiting_order: the order of the scheduler's waiting queue.
+        sharing: chooses the thinkers to preempt; None switches time-sharing off.
         is_forecasting: False leaves admission to stock.
-        kept_tokens: what a displacement of a request would not lose; None: nothing.
-        pool_tokens: KV tokens that the forecast peak may come to.
-        aging_s: after waiting this long a preempted request stands before all others, the one
-            that waits longest first, and long thinkers make room for it. With time-sharing only.
+        kept_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+        pool_tokens: upper bound of the forecast peak, in KV tokens.
+        aging_s: a preempted request that has waited this long goes before all others (the longest
+            waiting first), and long thinkers are preempted for it. Only with time-sharing.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Admission:
         self._aging_s = aging_s
         self._is_forecasting = is_forecasting
         self._kept_tokens = kept_tokens
-        # Preempted requests that wait, with since when; the oldest first.
+        # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
-        # Requests for which others were displaced, with how often they had been preempted by then.
+        # Requests for which others were preempted, and their own number of preemptions then.
         self._made_room: dict[Any, int] = {}
-        # Made where there is a connector: what it answers is not foreseen.
+        # Created on first use, and only with a connector: its answers cannot be predicted.
         self._refusals: Refusals | None = None
-        # The last answer, and for how many steps it stands where there was no room.
+        # The last result, and for how many more steps it is reused when there was no room.
         self._max_active: int | None = None
         self._steps_left = 0
 
     def left(self, request: Any) -> None:
-        """A request is gone, and with it what it held."""
+        """Forget a request that left the scheduler; its blocks are free now."""
         self._away.pop(request, None)
         self._made_room.pop(request, None)
         if self._refusals:
@@ -82,17 +82,17 @@ class Admission:
         self._steps_left = 0
 
     def preempted(self, request: Any, now_s: float) -> None:
-        """A request was preempted, by upstream or by us."""
+        """Note that a request was preempted, by upstream or by this class."""
         if self._sharing is not None:
             self._away.pop(request, None)
             self._away[request] = now_s
 
     def resumed(self, request: Any) -> None:
-        """A request runs again, or for the first time."""
+        """Note that a request is no longer waiting after a preemption."""
         self._away.pop(request, None)
 
     def bring_aged(self, scheduler: Any, now_s: float) -> None:
-        """Requests that waited for long enough go first, the one that waits longest before all."""
+        """Move requests that waited for ``aging_s`` to the front, the longest waiting first."""
         if not self._away:
             return
         aged = list(
@@ -106,17 +106,17 @@ class Admission:
         )
 
     def max_active(self, scheduler: Any, now_s: float, step: NextStep) -> int | None:
-        """How many requests may run after the next step, probes not counted; None: as in stock.
+        """How many requests may run after the next step, without probes; None: as in stock.
 
-        May displace running requests.
+        May preempt running requests.
 
         Args:
-            scheduler: the phase-aware one.
-            now_s: by the steady clock.
-            step: the next one.
+            scheduler: the phase-aware scheduler.
+            now_s: time of the monotonic clock.
+            step: what is known of the next step.
         """
         is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
-        # Load-bearing: a scheduler that is paused admits no request, so none is to make room.
+        # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
         if is_full or is_paused or not scheduler.waiting:
             self._steps_left = 0
@@ -129,14 +129,14 @@ class Admission:
         if self._is_forecasting:
             running = [one for one in scheduler.running if not isinstance(one, ProbeRequest)]
             admissible = self._count_admissible(scheduler, running)
-            # Load-bearing: requests that wait but hold blocks (KV being loaded, or the next chunk
-            # of a session) go first. Paused sessions hold a seat each, and blocks but for those
-            # that were preempted while their last token was on the way.
+            # Load-bearing: waiting requests that hold blocks (KV being loaded, or the next chunk
+            # of a session) are scheduled first. Each paused session holds a seat. It holds blocks
+            # too, unless it was preempted while its last token was in flight.
             holding = len(scheduler.kv_holding_waiting)
             holding = max(holding, scheduler.num_waiting_for_streaming_input)
             self._max_active = len(running) + holding + admissible
             has_room = has_room and admissible > 0
-        # Where there was room a request comes in, and the next may be let in too.
+        # With room, a request is admitted, and the next step checks again at once.
         self._steps_left = 0 if has_room else _REFRESH_STEPS - 1
         return self._max_active
 
@@ -145,32 +145,32 @@ class Admission:
         pool_tokens, holding = self._pool_tokens, []
         for request in scheduler.kv_holding_waiting:
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                # A paused session does not grow, and no end is in sight of what it holds.
+                # A paused session does not grow, and when it frees its blocks is unknown.
                 pool_tokens -= request.num_computed_tokens
             else:
                 holding.append(request)
         return count_admissible(self._kv_demand.of([*running, *holding]), waiting, pool_tokens)
 
     def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
-        """The next in line fits in with what the running requests take, or is given room."""
+        """Whether the next waiting request fits; thinkers are preempted for it if need be."""
         newcomer = next_in_line(scheduler, step)
         if newcomer is None:
             return True
         missing = self._num_missing(scheduler, newcomer)
-        # A block more for each request that runs is more than enough where none computes a prompt.
+        # One more block for each running request suffices when no prompt is being computed.
         if missing + len(scheduler.running) <= 0:
             return True
         if not self._may_displace_for(newcomer, now_s):
             return False
-        # Otherwise it is known in the next step.
+        # If upstream has not asked for the blocks yet, decide in a later step.
         is_known = self._lacks_only_blocks(scheduler, newcomer)
         return not is_known or self._displace(scheduler, newcomer, missing, now_s, step)
 
     def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
-        """Whether nothing else keeps the next in line out, as far as can be known.
+        """Whether blocks are all that the next waiting request lacks, as far as can be known.
 
-        A connector may not know yet what it has of a request, and upstream skips the request then:
-        with one, upstream must have wanted the blocks in vain.
+        A connector may not know yet what it holds of a request, and upstream skips the request
+        then. So with a connector, upstream must have asked for the blocks and been refused.
         """
         if scheduler.connector is None and scheduler.ec_connector is None:
             return True
@@ -179,7 +179,7 @@ class Admission:
         return self._refusals.is_last(newcomer)
 
     def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
-        """Blocks that it lacks before the running requests take theirs."""
+        """Blocks that the newcomer lacks, before the running requests take theirs."""
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
         return int(needed_blocks(scheduler, newcomer) + reserved - free)
@@ -187,8 +187,8 @@ class Admission:
     def _may_displace_for(self, newcomer: Any, now_s: float) -> bool:
         if self._sharing is None:
             return False
-        # A request that was preempted had its turn, unless it has waited for long since. One that
-        # was not admitted into the room made for it lacks something else.
+        # A preempted request had its turn already, unless it has waited for `aging_s` since. A
+        # request that was not admitted after others made room for it lacks something else.
         was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
         return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
 
@@ -197,8 +197,11 @@ class Admission:
     ) -> bool:
         """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
 
-        With a thinker its LoRA adapter may go, which lets another request come first; then it is
-        that one for which room is made, or none.
+        A preemption may also free a LoRA adapter, so that another waiting request comes first. Then
+        room is made for that request, or for none.
+
+        Returns:
+            Whether the request that comes first fits now.
         """
         taken = taken_blocks(scheduler, step)
         for _ in range(2):
@@ -231,13 +234,13 @@ class Admission:
     def _choose(
         self, scheduler: Any, newcomer: Any, missing: int, taken: dict[str, int]
     ) -> list[Thinker]:
-        """Thinkers that are to make room; none where they do not suffice."""
+        """Thinkers to preempt; empty if they would not free enough blocks."""
         assert self._sharing is not None
         requests = scheduler.requests
         return self._sharing.choose(
             self._thinkers(scheduler, newcomer),
             missing,
-            # A displaced request takes no block either.
+            # A preempted request also does not take the blocks that it needs for the next step.
             lambda thinker: (
                 freed_blocks(scheduler, requests[thinker.request_id], newcomer)
                 + taken.get(thinker.request_id, 0)
@@ -248,16 +251,17 @@ class Admission:
         for name in names:
             request = scheduler.requests[name]
             scheduler.running.remove(request)
-            # Load-bearing: as upstream preempts, before the step rather than in it.
+            # Load-bearing: the call by which upstream preempts; here it comes before the step.
             scheduler._preempt_request(
                 request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
             )
-            # Load-bearing: for model runner V1 a request that is back at once never left.
+            # Load-bearing: upstream does not send model runner V1 the token ids of requests in this
+            # set, and a preempted request that resumes in the next step needs them.
             scheduler.prev_step_scheduled_req_ids.discard(name)
             self._waiting_order.put_behind(request, scheduler.waiting)
 
     def _fits_without(self, scheduler: Any, names: Collection[str]) -> bool:
-        """Whether one more is admissible once these have made room."""
+        """Whether one more request is admissible once these are preempted."""
         if not self._is_forecasting:
             return True
         left = [

@@ -1,7 +1,7 @@
-"""Which waiting request a step with enough KV blocks would admit, and what it lacks of them.
+"""Finds the waiting request that upstream admits next, and counts the KV blocks that it lacks.
 
 vLLM's ``schedule()`` skips a waiting request, or stops at it, for the reasons listed in
-``next_in_line``. A request is displaced for a newcomer that has none of them but the last.
+``next_in_line``. A running request is preempted for a newcomer only if blocks are all it lacks.
 """
 
 import math
@@ -18,7 +18,7 @@ from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
 from meridian_patch.engine.scheduler.waiting_order import first
 
-# Waiting requests that are looked at: those that vLLM skips may be many.
+# At most so many waiting requests are examined: vLLM may skip many of them.
 _MOST_LOOKED_AT = 16
 
 
@@ -26,10 +26,10 @@ class NextStep(NamedTuple):
     """What is known of a step before it is scheduled.
 
     Attributes:
-        token_budget: tokens that it may compute; None: as many as the engine may.
-        decode_tokens: tokens of them that requests which decode take, drafts included; None: one
+        token_budget: tokens that the step may compute; None: the engine's own limit.
+        decode_tokens: part of the budget that decoding requests take, drafts included; None: one
             per running request that is not computing its prompt.
-        least_chunk: fewest tokens of a prompt that upstream schedules, unless fewer are left.
+        least_chunk: fewest prompt tokens that upstream schedules at once, unless fewer are left.
     """
 
     token_budget: int | None = None
@@ -43,24 +43,24 @@ def next_in_line(
     """The first waiting request that lacks nothing, or nothing but blocks.
 
     Args:
-        scheduler: upstream's.
-        step: the next one.
-        without: running requests that would have made room by then, with their LoRA adapters.
+        scheduler: upstream's scheduler.
+        step: what is known of the next step.
+        without: ids of running requests to treat as preempted; their LoRA adapters are free then.
 
     Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
 
     1. The scheduler is paused.
-    2. As many requests run as may, paused sessions among them.
-    3. What runs takes the step's tokens.
-    4. A request that waits with blocks of its own, and is ready, goes first.
+    2. The number of running requests is at its limit; paused sessions count.
+    3. The running requests use up the step's tokens.
+    4. Another waiting request that already holds blocks is ready, and goes first.
     5. Its grammar is being compiled or failed, its KV is being loaded, or its session is paused.
-    6. Tokens that it sampled before a preemption are on their way.
-    7. Its LoRA adapter is not in use, and as many others are as can be.
+    6. Tokens that it sampled before a preemption are still in flight.
+    7. Its LoRA adapter is not loaded, and all adapter slots are in use.
     8. Chunked prefill is off, and its prompt is longer than what is left of the step.
     9. It lacks blocks.
 
-    Not foreseen, because to ask would change something: whether a KV connector or an encoder
-    connector knows its answer yet (see ``Refusals``), and whether prefill is put off for
+    Two reasons are not checked, because asking would change state: whether a KV connector or an
+    encoder connector knows its answer yet (see ``Refusals``), and whether prefill is delayed for
     data-parallel balance.
     """
     is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
@@ -83,26 +83,28 @@ def next_in_line(
 
 
 def num_seated(scheduler: Any) -> int:
-    """Requests that count against how many may run."""
-    # Load-bearing: a paused session holds its place in the model runner.
+    """Number of requests that count against the limit of running requests."""
+    # Load-bearing: a paused session keeps its place in the model runner.
     return int(len(scheduler.running) + scheduler.num_waiting_for_streaming_input)
 
 
 def needed_blocks(scheduler: Any, request: Any) -> int:
-    """Free KV blocks that ``schedule()`` wants for a waiting request before it admits it.
+    """Free KV blocks that ``schedule()`` requires for a waiting request before it admits it.
 
-    A hit costs a free block too unless a running request holds it, so only those count as there
-    already. They are counted by bisection: what holds a block of a prefix holds all before it.
+    A prefix cache hit also uses up a free block, unless a running request holds that block. So
+    only held blocks are subtracted. They are counted by bisection, because a request that holds a
+    block of a prefix holds all blocks before it.
     """
     manager = scheduler.kv_cache_manager
     tokens = _gated_tokens(scheduler, request)
     watermark = manager.watermark_blocks if scheduler.running else 0
     found = _recurrent_hit(manager, request)
-    # Load-bearing: no request is admitted on a state that is computed in the same step, and more
-    # blocks are wanted than there are for one on a state of the step before. A prompt that is under
-    # way computes the next one.
+    # Load-bearing: upstream admits no request on a recurrent state that is computed in the same
+    # step, and asks for more blocks than there are for one on a state of the step before. A prompt
+    # in progress computes the next such state.
     hit, hit_tokens = found or (manager.empty_kv_cache_blocks.blocks, 0)
-    # Load-bearing: changes nothing, and caps what a sliding window holds, as the gate does.
+    # Load-bearing: this call has no side effect, and caps what a sliding window holds, as
+    # upstream's own admission check does.
     whole = manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
         num_tokens=tokens,
@@ -113,16 +115,16 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
         num_tokens_main_model=tokens,
         apply_admission_cap=True,
     )
-    # What is held of this hit is not asked for.
+    # The number above already leaves out held blocks of a recurrent hit.
     held = 0 if found else _num_held_hits(manager, request, tokens)
     return int(whole + watermark - held)
 
 
 def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
-    """Free KV blocks that each running request takes in a step, at most; without those taking none.
+    """Upper bound of the free KV blocks that each running request takes in a step, by id.
 
-    Load-bearing: running requests get their blocks before a waiting request is looked at, and none
-    is admitted in a step in which they lack some.
+    Requests that take none are left out. Load-bearing: running requests get their blocks before
+    waiting requests are considered, and none is admitted in a step in which one lacks blocks.
     """
     manager = scheduler.kv_cache_manager
     managers = manager.coordinator.single_type_managers
@@ -146,7 +148,7 @@ def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
         slots = min(end + lookahead, most)
         if all(size * len(held.get(name, ())) >= slots for size, held in groups):
             continue
-        # Load-bearing: changes nothing; what the step's own allocation asks.
+        # Load-bearing: has no side effect; the step's own allocation asks the same.
         taken[name] = manager.coordinator.get_num_blocks_to_allocate(
             request_id=name,
             num_tokens=slots,
@@ -162,8 +164,8 @@ def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
 def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
     """KV blocks that a preemption of a running request would free for a newcomer.
 
-    Blocks of the newcomer's prefix that this request alone holds do not count: the newcomer did not
-    need them while they were held, and takes them from the free ones then.
+    Blocks of the newcomer's prefix that only this request holds do not count: while they are held
+    the newcomer shares them, and once they are free it takes them from the free blocks.
     """
     manager = scheduler.kv_cache_manager
     name = request.request_id
@@ -179,8 +181,8 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
         return freed
     for group in _full_attention(manager):
         own = group.req_to_blocks[name]
-        # By bisection: the two have the same blocks up to a place, and those of them that a third
-        # request holds come first.
+        # By bisection: both requests have the same blocks up to some index, and blocks that a third
+        # request also holds come before those that it does not hold.
         most = min(hit // group.block_size, len(own))
         common = bisect_left(
             range(most), True, key=lambda at: _cached(group, newcomer, at) is not own[at]
@@ -190,13 +192,14 @@ def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
 
 
 def _num_own(group: Any, held: Sequence[Any]) -> int:
-    """Blocks of a request that no other holds, of one cache group."""
+    """Number of blocks of one cache group that only this request holds."""
     spec = group.kv_cache_spec
     if isinstance(spec, FullAttentionSpec):
         return len(held) - count_shared(held)
-    # Another request may be ahead, and have let go of blocks before those that both hold.
+    # With a window, another request may be further on and have freed blocks before the shared ones,
+    # so shared blocks need not come first, and each block is checked.
     if isinstance(spec, SlidingWindowSpec):
-        # Load-bearing: null blocks stand for what it let go of, which comes first.
+        # Load-bearing: null blocks replace freed ones, and stand at the front.
         held = list(takewhile(lambda block: not block.is_null, reversed(held)))
     return sum(map(is_own, held))
 
@@ -206,12 +209,12 @@ def _gated_tokens(scheduler: Any, request: Any) -> int:
     tokens = request.num_tokens
     if not scheduler.scheduler_reserve_full_isl:
         tokens = min(tokens, scheduler.max_num_scheduled_tokens)
-    # Load-bearing: the last chunk of a prompt has slots for the drafts behind it too.
+    # Load-bearing: the last chunk of a prompt also needs slots for the drafts that follow it.
     return int(min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
 
 
 def _prefill_tokens(scheduler: Any, step: NextStep) -> int:
-    """Tokens of a step that requests which decode leave."""
+    """Tokens of a step that are left after those of decoding requests."""
     budget, decodes = scheduler.max_num_scheduled_tokens, step.decode_tokens
     if step.token_budget is not None:
         budget = min(budget, step.token_budget)
@@ -221,12 +224,12 @@ def _prefill_tokens(scheduler: Any, step: NextStep) -> int:
 
 
 def _chunks(scheduler: Any) -> dict[str, int]:
-    """Tokens that running requests still have to compute of their prompts, at most in one step."""
+    """Upper bound of the prompt tokens that each running request computes in one step, by id."""
     # Load-bearing: a chunk is no longer than this, unless there is no other request.
     threshold = scheduler.scheduler_config.long_prefill_token_threshold
     longest = threshold if threshold > 0 else math.inf
     if threshold > 0 and scheduler.adaptive_long_prefill_threshold:
-        # Load-bearing: the bound is raised to an equal share for every request.
+        # Load-bearing: upstream raises the bound to an equal share for each request.
         share = scheduler.scheduler_config.max_num_batched_tokens
         longest = max(threshold, share // max(sum(scheduler.get_request_counts()), 1))
     return {
@@ -249,7 +252,7 @@ def _is_ready(scheduler: Any, request: Any) -> bool:
 
 
 def _adapters(scheduler: Any, without: Collection[str]) -> set[int]:
-    """Ids of the LoRA adapters that running requests use, but for some of them."""
+    """Ids of the LoRA adapters that running requests use, without the requests ``without``."""
     return {
         request.lora_request.lora_int_id
         for request in scheduler.running
@@ -267,8 +270,8 @@ def _has_adapter(scheduler: Any, request: Any, adapters: set[int] | None) -> boo
 def _recurrent_hit(manager: Any, request: Any) -> tuple[tuple[list[Any], ...], int] | None:
     """Cached blocks by group, and tokens, of a request's prefix in a model with a recurrent state.
 
-    None for other models, and where a request does not look them up. The look-up changes
-    nothing, and is short: blocks of these models are large.
+    None for other models, and for requests that skip the prefix cache. The look-up has no side
+    effect, and is short because blocks of these models are large.
     """
     groups = manager.coordinator.single_type_managers
     is_recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
@@ -281,15 +284,15 @@ def _recurrent_hit(manager: Any, request: Any) -> tuple[tuple[list[Any], ...], i
 
 
 def _num_held_hits(manager: Any, request: Any, tokens: int) -> int:
-    """Blocks of the request's prefix that are in the cache and that running requests hold."""
+    """Number of the request's prefix cache hits that running requests hold."""
     hit = _hit_tokens(manager, request, tokens)
     return sum(hit // group.block_size for group in _full_attention(manager)) if hit else 0
 
 
 def _hit_tokens(manager: Any, request: Any, tokens: int) -> int:
-    """Of the tokens that the request finds in the cache, those that running requests hold."""
-    # Load-bearing: a request that asks for log-probabilities of its prompt looks nothing up, and
-    # the last known token of any other is computed.
+    """Tokens of the request's prefix cache hit whose blocks running requests hold."""
+    # Load-bearing: a request that asks for prompt log-probabilities skips the prefix cache. For
+    # others, the last known token is always computed.
     if not manager.prefix_cache_lookup_enabled(request):
         return 0
     tokens = min(tokens, request.num_tokens)
@@ -309,12 +312,12 @@ def _hit_tokens(manager: Any, request: Any, tokens: int) -> int:
 def held_tokens(manager: Any, request: Any, tokens: int) -> int:
     """Tokens of the request's prefix that are in the cache and that running requests hold.
 
-    The same tokens may be cached twice, and only one of the two be held. Load-bearing: a look-up
-    finds what was cached first.
+    The same tokens may be cached twice, with only one copy held. Load-bearing: a look-up finds the
+    copy that was cached first.
     """
     full = list(_full_attention(manager))
-    # A hit is as long as all groups have it. Where one of another kind might have less, none is
-    # counted unless the end of the prefix is held there too.
+    # A hit is as long as the shortest one among the groups. Groups without full attention may have
+    # a shorter one, so nothing is counted unless they have the blocks at the end of the prefix.
     common = min((_held_prefix(group, request, tokens - 1) for group in full), default=0)
     groups = manager.coordinator.single_type_managers
     if any(not _has_end(group, request, common) for group in groups if group not in full):
@@ -342,7 +345,7 @@ def _is_held(group: Any, request: Any, index: int) -> bool:
 
 
 def _has_end(group: Any, request: Any, tokens: int) -> bool:
-    """Whether a group that does not keep every block has what it needs to go on at a place."""
+    """Whether a group that does not keep every block has the blocks to continue at ``tokens``."""
     spec = group.kv_cache_spec
     if not isinstance(spec, SlidingWindowSpec):
         return False
@@ -354,7 +357,7 @@ def _has_end(group: Any, request: Any, tokens: int) -> bool:
 def _cached(group: Any, request: Any, index: int) -> Any | None:
     """The group's cached block at an index of the request's prefix."""
     pool = group.block_pool
-    # Load-bearing: each hash covers the whole prefix that it ends.
+    # Load-bearing: each hash covers the whole prefix up to its own block.
     place = (index + 1) * group.block_size // pool.hash_block_size - 1
     if place >= len(request.block_hashes):
         return None

@@ -1,4 +1,4 @@
-"""Who reads an answer, and what inter-token latency each of them is to see."""
+"""Tracks the requests that answer, and the inter-token latency that each should have."""
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.phase.tracker import Phase, PhaseTracker
@@ -6,25 +6,25 @@ from meridian_patch.policy.pacing import Reading, next_due_s
 
 
 class AnswerPacing:
-    """The answers under way.
+    """The requests in their answer phase, with their latency targets.
 
-    A request's own target counts down to the default, which is what the policy keeps when nothing
-    is asked for. No step could keep a lower one: it would only hold prefill back.
+    A request may set its own target. A target below the default (which the policy keeps when
+    nothing is configured) is raised to it: no step could keep it, and it would only delay prefill.
 
     Args:
-        itl_s: the configured inter-token latency; None where it follows the step time.
+        itl_s: the configured inter-token latency in seconds; None: it follows the step time.
     """
 
     def __init__(self, tracker: PhaseTracker, itl_s: float | None) -> None:
         self._tracker = tracker
         self._itl_s = itl_s
-        # When each answer began, by request id.
+        # The start time of each answer, by request id.
         self._since_s: dict[str, float] = {}
-        # Requests with a target of their own are few: the tightest is sought among them alone.
+        # Only these are searched for the tightest target, because few requests set one.
         self._own_itl_s: dict[str, float] = {}
 
     def changed(self, request_id: str, options: RequestOptions, now_s: float) -> None:
-        """The request's phase may have changed."""
+        """Start or stop tracking a request whose phase may have changed."""
         state = self._tracker.get(request_id)
         if state is None or state.phase is not Phase.ANSWER:
             self.left(request_id)
@@ -34,7 +34,7 @@ class AnswerPacing:
                 self._own_itl_s[request_id] = options.itl_s
 
     def left(self, request_id: str) -> None:
-        """The request is gone; unknown ones are fine."""
+        """Stop tracking a request; unknown ids are ignored."""
         self._since_s.pop(request_id, None)
         self._own_itl_s.pop(request_id, None)
 
@@ -42,7 +42,7 @@ class AnswerPacing:
         return len(self._since_s)
 
     def target_s(self, default_s: float) -> float:
-        """The tightest inter-token latency asked for; ``default_s`` where nothing is configured."""
+        """The tightest inter-token latency requested; ``default_s`` if none is configured."""
         common_s = self._itl_s or default_s
         if not self._own_itl_s:
             return common_s
@@ -51,7 +51,7 @@ class AnswerPacing:
         return tightest_s if have_all else min(common_s, tightest_s)
 
     def due_s(self, default_s: float, now_s: float) -> float:
-        """Seconds until somebody has read all there is; not below ``target_s``'s value."""
+        """Seconds until the first reader needs a new token, at least that reader's target."""
         common_s = self._itl_s or default_s
         own_s = {name: max(itl_s, default_s) for name, itl_s in self._own_itl_s.items()}
         readings = (

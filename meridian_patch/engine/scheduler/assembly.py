@@ -1,4 +1,4 @@
-"""Builds the parts of a phase-aware scheduler from its configuration, and says what is live."""
+"""Builds the parts of a phase-aware scheduler from its configuration, and reports them."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -38,17 +38,17 @@ logger = init_logger("vllm.meridian_patch")
 
 
 class Assembly(NamedTuple):
-    """What a phase-aware scheduler consists of.
+    """The components of a phase-aware scheduler.
 
     Attributes:
-        parts: all of them, to be called hook by hook.
+        parts: all parts, whose hooks the scheduler calls.
         tracker: phases of all requests.
         phase_part: keeps the tracker up to date.
         policy_part: arranges the queues before each step.
-        chunks: which pieces of prompts a cut step must not divide.
-        kv_tiers: None: the cache has none.
-        early_exit: None: the engine has none.
-        options_parser: of requests.
+        chunks: knows which pieces of prompts a lowered token budget must not divide.
+        kv_tiers: None if the KV cache has no tiers.
+        early_exit: None if the engine has no early exit.
+        options_parser: parses the fields of a request.
     """
 
     parts: Parts
@@ -93,7 +93,7 @@ def assemble(
     early_exit: EarlyExit | None = None
     exit_part: SchedulerPart | None = None
     if obstacle:
-        # A request may ask for early exit by itself.
+        # A request may ask for early exit, and is told that there is none.
         exit_part = UnavailablePart(UnavailableEarlyExit(config.exit, obstacle))
     else:
         early_exit = build_early_exit(scheduler, config, boundaries, tracker, counters)
@@ -168,7 +168,7 @@ def _build_policy(
 def _rules_of(scheduler: Any, config: PolicyConfig, units: KVUnits) -> Rules:
     rules = choose_rules(config)
     if scheduler.policy == SchedulingPolicy.PRIORITY:
-        # Who makes room for whom is the operator's to say then.
+        # The operator's priorities alone decide then which request is preempted for another.
         rules = replace(rules, time_sharing=False)
     if rules.admission and not units.is_growing:
         rules = replace(rules, admission=False)

@@ -1,4 +1,4 @@
-"""Keeps the engine alive when our own code fails: the step then runs as stock."""
+"""Keeps the engine running when the plug-in's own code fails: the step then runs as stock."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,45 +10,47 @@ from meridian_patch.telemetry.counters import FALLBACK, PART_OFF, Fallback, Phas
 
 logger = init_logger("vllm.meridian_patch")
 
-# A part that fails in so many of so many steps is switched off until the next start.
+# A part that fails in this many of the watched steps is switched off until the next start.
 MOST_FAILED_STEPS = 10
 WATCHED_STEPS = 100
 
 
 class StepGuard:
-    """Catches what our code raises, and counts each step it happens in.
+    """Catches exceptions of the plug-in's code, and counts the steps in which they occur.
 
-    A circuit breaker: a part that fails again and again is switched off. Its first failure within
-    ``WATCHED_STEPS`` steps is logged with its traceback, the others are counted only.
+    It is also a circuit breaker. A part that fails in ``MOST_FAILED_STEPS`` of the last
+    ``WATCHED_STEPS`` steps is switched off; ``meridian status`` then lists it as ``parts_off``.
+    The first failure of a part within ``WATCHED_STEPS`` steps is logged with its traceback.
+    Further ones are only counted.
     """
 
     def __init__(self, counters: PhaseCounters) -> None:
         self._counters = counters
         self._step = 0
         self._is_counted = False
-        # By part, the numbers of the last steps in which it failed.
+        # The numbers of the last steps in which each part failed, by part.
         self._failed_steps: dict[str, deque[int]] = {}
         self._logged: dict[str, int] = {}
         self._tripped: list[str] = []
 
     def watch(self, names: Iterable[str]) -> None:
-        """Parts that are switched off when they fail too often."""
+        """Register the parts that the circuit breaker may switch off."""
         for name in names:
             self._failed_steps[name] = deque(maxlen=MOST_FAILED_STEPS)
 
     def new_step(self) -> list[str]:
-        """A step begins; the parts that are to be switched off before it."""
+        """Begin a step; returns the names of the parts to switch off before it."""
         self._step += 1
         self._is_counted = False
         tripped, self._tripped = self._tripped, []
         return tripped
 
     def protect(self, what: str, request_id: str | None = None) -> "_Protection":
-        """Run a block of ours; an exception ends the block and nothing else."""
+        """Context manager for the plug-in's code: an exception ends the block and nothing else."""
         return _Protection(self, what, request_id)
 
     def failed(self, what: str, error: Exception, request_id: str | None = None) -> None:
-        """Count an exception, and log it unless the same part's last one is near."""
+        """Count an exception, and log it unless the part logged one in ``WATCHED_STEPS`` steps."""
         if not self._is_counted:
             self._is_counted = True
             self._counters.count(FALLBACK, Fallback.EXCEPTION)
@@ -82,7 +84,7 @@ class StepGuard:
 
 
 class _Protection:
-    """A context manager of its own: one made of a generator costs thrice as much."""
+    """A class, because a context manager made of a generator takes three times as long."""
 
     __slots__ = ("_guard", "_request_id", "_what")
 

@@ -1,7 +1,8 @@
-"""Prompts that are scheduled whole or in whole pieces: what a step's cut must leave room for.
+"""Computes how many prompt tokens a lowered token budget must still leave room for.
 
-Upstream passes a prompt over, and often all that wait behind it, when the step's budget is smaller
-than the least piece that it may schedule. A budget that we cut must not be the reason.
+Some prompts are scheduled whole, or in pieces of a least size. Upstream skips such a prompt, and
+often all requests behind it, when the step's budget is smaller than that piece. A budget that the
+policy lowers must not cause this.
 """
 
 from collections.abc import Sequence
@@ -13,89 +14,89 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler.waiting_order import first
 
-# Steps in a row under a cut that took up no prefill although prompts could have come in, after
-# which one step has room for a whole prompt; doubled, up to the most, each time that this brought
-# nothing.
+# After so many steps in a row with a lowered budget and no prefill, although prompts could have
+# been admitted, one step gets room for a whole prompt. Doubled, up to the maximum, each time that
+# this did not help.
 _PATIENCE_STEPS = 8
 _MOST_PATIENCE_STEPS = 512
-# Waiting requests that are looked at in each queue: paused sessions may be many.
+# At most so many requests are examined in each queue: there may be many paused sessions.
 _MOST_LOOKED_AT = 16
 
 
 class IndivisibleChunks:
-    """The least prefill that a step must have room for.
+    """Computes the least prefill that a step must have room for.
 
     1. Chunked prefill off: the whole next prompt.
     2. Mamba state cached at block boundaries (``align``): one block.
     3. Media items that must not be computed in parts: the next item of the next prompt.
-    4. Requests whose prompts must not be computed in parts at all: no cut while one of them waits
-       or is being computed.
-    5. Whatever else upstream refuses to cut, which is not known here: when a cut has kept prompts
-       out for some steps, though there were seats and blocks for them, one step has room for all
-       that is left of the next one.
+    4. Requests whose prompts must not be split at all: the budget is not lowered while one of them
+       waits or is being computed.
+    5. Anything else that upstream refuses to split and that is not known here: when a lowered
+       budget has kept prompts out for some steps, although seats and blocks were free, one step
+       gets room for the rest of the next prompt.
 
     Args:
-        scheduler: upstream's, initialised.
+        scheduler: upstream's scheduler, after its ``__init__``.
 
     Attributes:
-        least: fewest tokens of any prompt's chunk that does not end the prompt; cases 1, 3 and 4
-            may ask for more.
+        least: fewest tokens of a chunk that does not end its prompt; cases 1, 3 and 4 may need
+            more.
     """
 
     def __init__(self, scheduler: Any) -> None:
         config = scheduler.scheduler_config
         full, threshold = scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold
-        # The longest chunk that upstream makes without us.
+        # The longest chunk that upstream makes with its own budget.
         self._longest_chunk = min(full, threshold) if threshold > 0 else full
         self._is_chunked = config.enable_chunked_prefill
         self._has_whole_media = config.disable_chunked_mm_input
         self._lookahead = scheduler.num_prefill_lookahead
-        # Load-bearing: a new request that has but one token to compute is padded to a decode with
-        # drafts, or waits; a chunk does not end within the lookahead of its prompt's end.
+        # Load-bearing: a new request with a single token to compute is padded to a decode with
+        # drafts, or waits. A chunk does not end within the lookahead of its prompt's end.
         self.least = max(1 + scheduler.num_spec_tokens, 2 * self._lookahead)
-        # Load-bearing: chunks end at block boundaries, and there is no chunk if none is reached.
-        # Longer blocks than chunks are computed in parts.
+        # Load-bearing: chunks end at block boundaries, and a chunk that reaches none is not made.
+        # Blocks longer than the longest chunk are computed in parts.
         block = scheduler.cache_config.block_size
         self._block = 1
         if scheduler.need_mamba_block_aligned_split and block <= self._longest_chunk:
             self._block = block
             self.least = max(self.least, block)
-        # Load-bearing: changes nothing; how long a chunk that may have so many tokens is.
+        # Load-bearing: has no side effect; returns the length of a chunk given its upper bound.
         self._split = None
         if scheduler.need_mamba_block_aligned_split:
             self._split = scheduler._mamba_block_aligned_split
-        # Of case 4: ids of those that wait, and those whose prompts are being computed.
+        # Case 4: ids of waiting requests, and requests whose prompts are being computed.
         self._waiting: set[str] = set()
         self._running: list[Any] = []
-        # Of case 5.
+        # Case 5.
         self._idle_steps = 0
         self._patience_steps = _PATIENCE_STEPS
 
     @property
     def may_pass_over(self) -> bool:
-        """Whether a cut step may leave a running request out and have tokens left for others."""
+        """Whether a lowered budget may skip a running request and leave tokens for others."""
         return self._block > 1 or self._has_whole_media or self._lookahead > 1
 
     def waits(self, request: Any) -> None:
-        """The request is new, or was preempted."""
+        """Note a request that is new or was preempted."""
         if _must_be_whole(request):
             self._waiting.add(request.request_id)
 
     def begins(self, request: Any) -> None:
-        """The request is in a step, and its known tokens are being computed."""
+        """Note a request whose known tokens begin to be computed."""
         if request.request_id in self._waiting:
             self._waiting.discard(request.request_id)
             self._running.append(request)
 
     def left(self, request: Any) -> None:
-        """The request is gone; unknown ones are fine."""
+        """Forget a request; unknown ones are ignored."""
         self._waiting.discard(request.request_id)
 
     def ran(self, *, has_prefill: bool, is_waited: bool) -> None:
-        """A step was scheduled.
+        """Note a scheduled step.
 
         Args:
-            has_prefill: it computes part of a prompt.
+            has_prefill: the step computes part of a prompt.
             is_waited: a prompt, or part of one, waits for a later step.
         """
         if has_prefill or not is_waited:
@@ -104,10 +105,10 @@ class IndivisibleChunks:
             self._idle_steps += 1
 
     def least_prefill(self, scheduler: Any, prefilling: Sequence[Any]) -> int | None:
-        """Tokens of prefill that the next step must have room for; None: it must not be cut.
+        """Prefill tokens that the next step must have room for; None: do not lower its budget.
 
         Args:
-            scheduler: upstream's.
+            scheduler: upstream's scheduler.
             prefilling: running requests whose prompts are being computed, the next one first.
         """
         if self._waiting or self._is_any_running():
@@ -115,15 +116,15 @@ class IndivisibleChunks:
         head = first_prompt(scheduler)
         if self._idle_steps:
             if not _has_room(scheduler, head, prefilling):
-                # The cut is not what keeps it out. When there is room again it has a cut step.
+                # Not the budget but missing seats or blocks keep it out: start counting anew.
                 self._idle_steps = 0
             elif self._idle_steps >= self._patience_steps:
                 self._idle_steps = 0
                 self._patience_steps = min(2 * self._patience_steps, _MOST_PATIENCE_STEPS)
                 return _left_of(prefilling[0] if prefilling else head)
         if not self._is_chunked and head is not None:
-            # Load-bearing: a request that is not ready is passed over, and the one behind it, whose
-            # length is not looked at here, comes first.
+            # Load-bearing: upstream skips a request that is not ready and takes the next one, whose
+            # length is not examined here.
             if not _is_ready(scheduler, head):
                 return None
             return max(self.least, _left_of(head))
@@ -132,17 +133,17 @@ class IndivisibleChunks:
         return self.least
 
     def whole_media_tokens(self, request: Any, computed: int, tokens: int) -> int:
-        """How long a chunk may be, so that it ends in no media item that begins within it.
+        """How long a chunk may be so that it does not end within a media item that begins in it.
 
-        Upstream sees to it where text stands before the item in the chunk. An item that is the
-        chunk's first would be cut. Stock cuts it only where its own chunk ends within the item: the
-        engine's budget is too small, or Mamba state is cached at a place within the item. Such an
-        item is cut here too, because no later step computes it whole.
+        Upstream ensures this when the chunk has text before the item. It would split an item at the
+        start of the chunk. Stock splits such an item only when its own chunk ends within it: the
+        engine's budget is too small, or Mamba state is cached at a token within the item. Such an
+        item is split here too, because no later step computes it whole.
 
         Args:
-            request: that the chunk is of.
-            computed: tokens that stand before the chunk.
-            tokens: that the chunk would have.
+            request: the request of the chunk.
+            computed: number of tokens before the chunk.
+            tokens: length of the chunk so far.
         """
         if not self._has_whole_media:
             return tokens
@@ -160,7 +161,7 @@ class IndivisibleChunks:
         return tokens
 
     def _uncut_tokens(self, request: Any, computed: int) -> int:
-        """Tokens of the chunk that upstream would make of a request in a step of its own."""
+        """Length of the chunk that upstream would schedule if the request had the step alone."""
         tokens = min(int(request.num_tokens - computed), self._longest_chunk)
         if self._split is None:
             return tokens
@@ -180,7 +181,7 @@ class IndivisibleChunks:
         if prefilling:
             request = prefilling[0]
             computed, known = request.num_computed_tokens, request.num_tokens
-            # Load-bearing: upstream looks so many tokens ahead for items that a chunk needs.
+            # Load-bearing: a chunk also needs the items that begin within this many tokens of it.
             first = computed + self._lookahead
             ends = (
                 min(self._aligned(_end_of(feature.mm_position)), known) - computed
@@ -188,7 +189,7 @@ class IndivisibleChunks:
                 if computed <= feature.mm_position.offset <= first
             )
         elif head is not None:
-            # How much of it is cached, and with which item it goes on, is not known yet.
+            # It is not known yet how much is cached, so any item may be the next one.
             ends = (
                 self._aligned(feature.mm_position.length + self._lookahead)
                 for feature in head.mm_features or ()
@@ -198,31 +199,31 @@ class IndivisibleChunks:
         return max((end for end in ends if end <= self._longest_chunk), default=0)
 
     def _aligned(self, tokens: int) -> int:
-        """The first place at or behind this one where a chunk may end within a prompt."""
+        """The first token count from ``tokens`` on at which a chunk may end within a prompt."""
         return -(-tokens // self._block) * self._block
 
 
 def _end_of(position: Any) -> int:
-    """The place behind a media item."""
+    """Index of the first token after a media item."""
     return int(position.offset + position.length)
 
 
 def _must_be_whole(request: Any) -> bool:
-    # Load-bearing: the CPU build's model runner V1 fails on a chunk of a request with a seed, and
-    # the engine with it. Its generators have no offset to set back.
+    # Load-bearing: the CPU build's model runner V1 raises on a chunk of a request with a seed, and
+    # the engine ends. Its random generators have no offset that could be restored.
     sampling = request.sampling_params
     return bool(sampling and sampling.seed is not None and current_platform.is_cpu())
 
 
 def _left_of(request: Any) -> int:
-    """Known tokens that are not computed, as if nothing of them were cached."""
+    """Known tokens that are not computed yet; cached ones are not subtracted."""
     return int(request.num_tokens - request.num_computed_tokens)
 
 
 def first_prompt(scheduler: Any) -> Any:
-    """The waiting request that upstream looks at first; None: none waits.
+    """The waiting request that upstream examines first; None: none waits.
 
-    A paused session has nothing to compute, and what stands behind it comes first.
+    Paused sessions are skipped, because they have nothing to compute.
     """
     # Load-bearing: requests that hold blocks come before all others.
     for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
@@ -233,7 +234,7 @@ def first_prompt(scheduler: Any) -> Any:
 
 
 def _is_ready(scheduler: Any, request: Any) -> bool:
-    """Whether upstream would admit the request if there is room, as far as is known here."""
+    """Whether upstream would admit the request given room, as far as is known here."""
     has_adapter = scheduler.lora_config and request.lora_request
     is_stale = request.num_stale_output_tokens and not request.drop_stale_output
     is_blocked = scheduler._is_blocked_waiting_status(request.status)
@@ -241,7 +242,7 @@ def _is_ready(scheduler: Any, request: Any) -> bool:
 
 
 def _has_room(scheduler: Any, head: Any, prefilling: Sequence[Any]) -> bool:
-    """Whether what is next is ready, and seats and blocks are there for all of it."""
+    """Whether the next prompt is ready, and seats and blocks suffice for all of it."""
     if scheduler._pause_state != PauseState.UNPAUSED:
         return False
     if prefilling:

@@ -1,4 +1,4 @@
-"""What requests hold of the KV pool and what they will add to it."""
+"""Forecasts how many KV tokens requests hold and how many more they will need."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,11 +14,11 @@ _INFINITE = float("inf")
 
 
 class KVDemand:
-    """Forecasts from the lengths of the phases that ended so far.
+    """Forecasts from the lengths of thoughts and answers that have ended.
 
     Args:
-        reserve_tokens: growth that is expected before enough phases have ended.
-        fixed_tokens: what a request holds of the pool beside its tokens, however long it is.
+        reserve_tokens: growth to assume until enough phases have ended.
+        fixed_tokens: KV tokens that a request holds independent of its length.
     """
 
     def __init__(
@@ -29,18 +29,18 @@ class KVDemand:
         self._fixed_tokens = fixed_tokens
         self._think = LengthHistogram()
         self._answer = LengthHistogram()
-        # Most think tokens, of live requests that have such a bound.
+        # Upper bounds of think tokens, of live requests that have one.
         self._limits: dict[str, int] = {}
 
     def limit(self, request_id: str, think_tokens: int | None) -> None:
-        """The request will think no longer than this; None: no bound is known."""
+        """Set the upper bound of a request's think tokens; None: no bound is known."""
         if think_tokens is None:
             self._limits.pop(request_id, None)
         else:
             self._limits[request_id] = think_tokens
 
     def left(self, request: Any, *, is_whole: bool) -> None:
-        """A request is gone; what was aborted says nothing of lengths."""
+        """Forget a request, and learn its lengths unless it was aborted (``is_whole`` False)."""
         self._limits.pop(request.request_id, None)
         state = self._tracker.get(request.request_id)
         if state is None or not is_whole:
@@ -51,7 +51,7 @@ class KVDemand:
             self._answer.add(state.tokens_in_phase)
 
     def of(self, requests: Iterable[Any]) -> Tokens:
-        """What they hold and will add: [requests, 2], in the order of ``requests``."""
+        """Tokens held and tokens still to come: [requests, 2], in the order of ``requests``."""
         rows = [self._row(request) for request in requests]
         table = np.array(rows, np.float64).reshape(-1, 5)
         held, most, think, answer, may_think = table.T
@@ -60,7 +60,7 @@ class KVDemand:
         return np.stack((held + self._fixed_tokens, np.minimum(growth, most)), axis=1)
 
     def _row(self, request: Any) -> tuple[float, float, float, float, float]:
-        """Tokens: known, that it may still make, of its thought, of its answer, may still think."""
+        """Tokens: known, may still generate, in the thought, in the answer, may still think."""
         # Load-bearing: the list behind the property of the same name, which is slower.
         known = len(request._all_token_ids)
         most = request.max_tokens - known + request.num_prompt_tokens

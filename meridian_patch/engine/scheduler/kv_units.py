@@ -1,4 +1,4 @@
-"""What a token of a request holds of the KV pool, for any mix of cache groups."""
+"""Converts KV blocks to tokens, for any mix of cache groups."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ from vllm.v1.kv_cache_interface import (
 
 
 class KVUnits(NamedTuple):
-    """The pool in tokens: as many as fit if each held a block's share in every growing group.
+    """The KV pool in tokens: a token takes its share of a block in each group that grows.
 
     Attributes:
-        pool_tokens: the pool's blocks, in tokens.
-        fixed_tokens: what a request holds however long it is, in the same tokens: its windows and
-            its recurrent states.
+        pool_tokens: size of the pool.
+        fixed_tokens: what a request holds independent of its length: its windows and its recurrent
+            states.
         is_growing: False where no group grows with a request, so that there is nothing to forecast.
     """
 

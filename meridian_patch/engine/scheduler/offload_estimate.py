@@ -1,4 +1,4 @@
-"""What a preemption of a running request would not lose, by vLLM's own offloading connector."""
+"""Estimates which tokens of a preempted request vLLM's offloading connector would load again."""
 
 from dataclasses import fields
 from typing import Any
@@ -12,21 +12,22 @@ _CHUNKS_UNDER_WAY = 2
 
 
 class OffloadEstimate:
-    """Tokens that a request would load again instead of computing them, O(1) per request.
+    """Counts the tokens that a request would load again instead of computing, O(1) per request.
 
-    Nothing upstream is called that changes anything. A store that is under way counts: vLLM waits
-    for it before the blocks of a preempted request are written over, and before the request
-    resumes.
+    Calls nothing upstream that has a side effect. A store in progress counts as done: vLLM waits
+    for it before it overwrites the blocks of a preempted request, and before the request resumes.
 
-    Approximate, and what is decided by it stays correct: of what the tier has evicted only two
-    chunks are looked for, the request's first and its first behind the prompt, which go before
-    the later ones. With ``has_thinking`` up to two chunks that are not offloaded yet count as
-    offloaded, so that those who have everything there are equal. Bounds that a request sets on
-    its own loads are not looked at. Blocks that stay because other requests hold them, or
-    because nobody needs the room, are not counted.
+    The count is approximate, and only affects which request is preempted:
+
+    1. Whether chunks were evicted is checked for two of them, the request's first and the first
+       after its prompt. The tier evicts these before later ones.
+    2. With ``has_thinking``, up to two chunks that are not stored yet count as stored, so that
+       requests whose chunks are all stored rank equally.
+    3. Limits that a request sets on its own loads are ignored.
+    4. Blocks that stay in the KV cache after a preemption are not counted.
 
     Args:
-        side: the connector's scheduler side, which ``reason_against`` found readable.
+        side: the connector's scheduler side, for which ``reason_against`` returned "".
 
     Attributes:
         has_thinking: generated tokens are offloaded too, not only prompts.
@@ -34,19 +35,19 @@ class OffloadEstimate:
 
     def __init__(self, side: Any) -> None:
         self._side = side
-        # Load-bearing: with one cache group, every token is in it.
+        # Load-bearing: there is one cache group, and it holds every token.
         self._chunk_tokens: int = side.config.kv_group_configs[0].tokens_per_chunk
         self.has_thinking = not side.config.offload_prompt_only
         self._under_way = _CHUNKS_UNDER_WAY * self._chunk_tokens if self.has_thinking else 0
 
     def __call__(self, request: Any) -> int:
-        """Of the request's computed tokens, those that would be loaded."""
+        """Number of the request's computed tokens that would be loaded after a preemption."""
         status = self._side._req_status.get(request.request_id)
         # Load-bearing: such a request computes its whole prompt whenever it is admitted.
         if status is None or request.skip_reading_prefix_cache:
             return 0
         group = status.group_states[0]
-        # Load-bearing: chunks before this one were handed to a store job, or found in the tier.
+        # Load-bearing: earlier chunks were passed to a store job, or found in the tier.
         chunks: int = group.next_stored_chunk_idx
         if not chunks or self._is_gone(status, group.offload_keys[0]):
             return 0
@@ -57,23 +58,23 @@ class OffloadEstimate:
         return min(chunks * self._chunk_tokens + self._under_way, computed)
 
     def _is_gone(self, status: Any, key: bytes) -> bool:
-        # Load-bearing: the CPU manager's lookup only looks. Those of other managers fetch.
+        # Load-bearing: the CPU manager's lookup has no side effect. Other managers' lookups fetch.
         result = self._side.manager.lookup(key, status.req_context)
         return bool(result.name == "MISS")
 
 
 def build_offload_estimate(scheduler: Any, *, is_reasoning: bool) -> OffloadEstimate | None:
-    """What tells a preemption's loss on this scheduler; None: all that was computed.
+    """The estimate for this scheduler; None: a preemption loses all computed tokens.
 
-    Only vLLM's OffloadingConnector by itself is known, with its CPU manager and one cache group
-    of full attention. What else there may be is logged once.
+    Supports vLLM's OffloadingConnector alone, with its CPU manager and one cache group of full
+    attention. Any other form of it is logged once.
 
     Args:
-        scheduler: vLLM's, whose ``__init__`` has run.
+        scheduler: vLLM's scheduler, after its ``__init__``.
         is_reasoning: the served model thinks.
     """
     connector = scheduler.connector
-    # By name: its module is imported where it is used, and only there.
+    # Compared by name, so that its module is imported only where it is used.
     if type(connector).__name__ != "OffloadingConnector":
         return None
     try:
@@ -117,6 +118,6 @@ def reason_against(side: Any, num_cache_groups: int) -> str:
         missing = names - {field.name for field in fields(state)}
         if missing:
             return f"this vLLM's {state.__name__} has no {', '.join(sorted(missing))}"
-    # What is read of it at run time; raises where it is not there.
+    # The attributes that are read at run time; raises AttributeError if one is missing.
     _ = side._req_status.get, side.manager.lookup
     return ""

@@ -1,4 +1,4 @@
-"""Parses what a request asks for, where it enters the scheduler."""
+"""Parses a request's ``meridian_*`` fields when the scheduler accepts the request."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from meridian_patch.telemetry.counters import PhaseCounters
 
 
 class OptionsParser:
-    """The scheduler's side of ``requests.allowed_fields``.
+    """Applies ``requests.allowed_fields`` in the scheduler.
 
-    The API server refuses a field that is not allowed. Some requests come past it, for example
-    where only the scheduler is ours (``--scheduler-cls``): they are served without the field.
+    The patched API server refuses a field that is not allowed. Some requests do not pass through
+    it, for example with ``--scheduler-cls`` alone; the field is then ignored and counted.
     """
 
     def __init__(self, config: RequestsConfig, phase_counters: PhaseCounters) -> None:
@@ -29,7 +29,7 @@ class OptionsParser:
         """The options of a new request, or of a session's next chunk.
 
         Raises:
-            ConfigError: one of our fields is wrong; it names the field.
+            ConfigError: a ``meridian_*`` field is wrong; the message names it.
         """
         extra_args = getattr(request.sampling_params, "extra_args", None)
         if not extra_args:

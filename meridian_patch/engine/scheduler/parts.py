@@ -1,14 +1,14 @@
-"""The parts that a phase-aware scheduler consists of, and how it calls them.
+"""The interface of a scheduler's parts, and the dispatch of its hooks to them.
 
-Each hook stands for one moment of upstream's scheduler. The order of parts is the order in which
-they are called, and it matters:
+Each hook corresponds to one point in upstream's scheduler. Parts are called in this order:
 
-1. the phase tracker: the others ask it which phase a request is in;
+1. the phase tracker: the others ask it for the phase of a request;
 2. the policy: limits of the step, and the order of the running requests;
-3. the KV tiers: what freed blocks are worth;
-4. early exit: probes take what the policy left.
+3. the KV tiers: the order in which freed blocks are evicted;
+4. early exit: probes use what the policy left of the step.
 
-A request leaves in the opposite order, so that each part still finds what it relies on.
+``on_freed`` is called in the opposite order, so that each part still finds the state of the parts
+before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from meridian_patch.engine.scheduler.running_order import ArrivalOrder
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the next step may do; None leaves it to stock.
+    """Limits of the next step; None leaves a limit to stock.
 
     Attributes:
         token_budget: tokens of all requests together.
-        max_active: requests that may run.
-        may_probe: whether probes may be part of it.
-        arrivals: arrival times to be restored behind the step, under vLLM's priority policy.
+        max_active: number of requests that may run.
+        may_probe: whether the step may have probes.
+        arrivals: arrival times to restore after the step, under vLLM's priority policy.
     """
 
     token_budget: int | None = None
@@ -48,11 +48,11 @@ class StepPlan:
 
 
 class Applied:
-    """Applies a plan to a scheduler for the length of one step, and restores the scheduler.
+    """Applies a plan to a scheduler for one step, and restores the scheduler's limits afterwards.
 
     Args:
-        scheduler: upstream's.
-        plan: of the step.
+        scheduler: upstream's scheduler.
+        plan: the limits of the step.
     """
 
     __slots__ = ("_before", "_plan", "_scheduler")
@@ -83,43 +83,43 @@ class Applied:
 
 
 class SchedulerPart:
-    """One concern of the scheduler. Every hook is empty here; a part fills those that it needs.
+    """One concern of the scheduler. Every hook is empty here; a part overrides those it needs.
 
     Attributes:
-        name: in the log, in the status and as a metric's label.
+        name: used in the log, in the status and as a metric's label.
     """
 
     name: str
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
-        """A new request is in the scheduler."""
+        """A new request was added to the scheduler."""
 
     def on_session_continued(self, session: Any, options: RequestOptions) -> None:
         """A streaming session took up its next chunk."""
 
     def on_turn_ended(self, session: Any) -> None:
-        """A session made its last token before the next chunk, which may not be there yet."""
+        """A streaming session ended its turn; its next chunk may not have arrived yet."""
 
     def before_schedule(self, plan: StepPlan) -> None:
         """A step is about to be scheduled; the part may change its plan."""
 
     def after_schedule(self, output: Any) -> None:
-        """A step was scheduled: upstream's ``SchedulerOutput``."""
+        """A step was scheduled; ``output`` is upstream's ``SchedulerOutput``."""
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
-        """A step's output is back; its tokens are not taken in yet."""
+        """A step's output arrived; its tokens are not appended to the requests yet."""
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
-        """The tokens were taken in; ``results`` are ``EngineCoreOutputs`` by client."""
+        """A step's tokens were appended; ``results`` are ``EngineCoreOutputs`` by client."""
 
     def on_phase_changed(self, request: Any) -> None:
         """A request's phase changed, or its hand-off is over."""
 
     def on_preempted(self, request: Any) -> None:
-        """A request was preempted, and waits."""
+        """A request was preempted and is in the waiting queue."""
 
     def on_freed(self, request: Any) -> None:
-        """A request is about to leave the scheduler; its last tokens were taken in."""
+        """A request is about to leave the scheduler; the tracker has seen its last tokens."""
 
     def on_probe_preempted(self, probe: Any) -> None:
         """A probe was preempted."""
@@ -128,10 +128,10 @@ class SchedulerPart:
         """A probe is about to leave the scheduler."""
 
     def before_finish(self, request_ids: list[str] | None) -> None:
-        """These requests are about to be ended from outside; None: all of them."""
+        """These requests are about to be finished from outside, as by an abort; None: all."""
 
     def before_cache_reset(self) -> None:
-        """All requests that run are about to be preempted, and the KV cache emptied."""
+        """All running requests are about to be preempted, and the KV cache emptied."""
 
     def before_stats(self) -> None:
         """The counters are about to be read."""
@@ -144,30 +144,32 @@ _HOOKS = [name for name in vars(SchedulerPart) if name.startswith(("on_", "befor
 
 
 class Parts:
-    """Calls hooks of parts under the guard: what a part raises ends its own call alone.
+    """Calls the hooks of parts under the guard: an exception ends only the call that raised it.
 
     Args:
         parts: in the order in which they are called.
-        guard: of the scheduler.
+        guard: the scheduler's guard.
+
+    Attributes:
+        off: names of the parts that were switched off.
     """
 
     def __init__(self, parts: Sequence[SchedulerPart], guard: StepGuard) -> None:
         self._parts = tuple(parts)
         self._guard = guard
-        # Names of parts that were switched off.
         self.off: list[str] = []
         self._hooks: dict[str, list[tuple[str, Callable[..., None]]]] = {}
         self._find_hooks()
         guard.watch(part.name for part in parts)
 
     def call(self, hook: str, *args: Any, request_id: str | None = None) -> None:
-        """Call a hook of every part that has it."""
+        """Call a hook of every part that overrides it."""
         for name, method in self._hooks[hook]:
             with self._guard.protect(name, request_id):
                 method(*args)
 
     def switch_off(self, names: Sequence[str]) -> None:
-        """Call no hook of these parts any more; without the first part, of none."""
+        """Stop calling these parts; if the first (the phase tracker) is among them, stop all."""
         stopped = [part for part in self._parts if part.name in names]
         if self._parts[0] in stopped:
             stopped = list(self._parts)

@@ -14,13 +14,13 @@ from meridian_patch.telemetry import counters
 
 
 class PhasePart(SchedulerPart):
-    """Tells the tracker which tokens each request accepted.
+    """Passes the tokens that each request accepted to the tracker.
 
     Args:
         tracker: phases of all requests.
-        guard: each request's tokens are taken in by themselves.
-        on_changed: to be called with the id of a request whose phase changed.
-        end_turn: to be called with a session that made the last token of its turn.
+        guard: protects the handling of each request separately.
+        on_changed: called with the id of a request whose phase changed.
+        end_turn: called with a session whose turn ended.
     """
 
     name = counters.PHASE_TRACKER
@@ -36,9 +36,9 @@ class PhasePart(SchedulerPart):
         self._guard = guard
         self._on_changed = on_changed
         self._end_turn = end_turn
-        # Known tokens, by request, of those whose next tokens the tracker wants to see.
+        # Number of known tokens, by id, of requests whose next tokens the tracker must see.
         self._expected: dict[str, int] = {}
-        # Requests of a step whose tokens could not be looked at: all are judged anew behind it.
+        # Requests of a step in which `expects` raised: they are resynchronized after the step.
         self._lost: list[str] = []
         # Streaming sessions within a turn, by id.
         self._sessions: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class PhasePart(SchedulerPart):
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
         self._lost = list(model_output.req_id_to_index)
-        # Load-bearing: rows of token ids; a request accepts none that is not in its row.
+        # Load-bearing: rows of token ids; a request accepts only tokens of its row.
         self._expected = self._tracker.expects(
             model_output.sampled_token_ids, model_output.req_id_to_index
         )
@@ -84,7 +84,7 @@ class PhasePart(SchedulerPart):
                 self._end_turn(session)
 
     def take_in(self, request_id: str) -> None:
-        """Take in the tokens that a request was expected to accept, if it was."""
+        """Pass a request's accepted tokens to the tracker, if the tracker expects them."""
         seen = self._expected.pop(request_id, None)
         if seen is None:
             return
@@ -95,12 +95,12 @@ class PhasePart(SchedulerPart):
         self._resync(request_id)
 
     def _resync(self, request_id: str) -> None:
-        """Following the request's tokens failed; a boundary may have been among them."""
+        """Find the phase from all known tokens: an error may have hidden a boundary."""
         with self._guard.protect(self.name, request_id):
             if self._tracker.resync(request_id):
                 self._on_changed(request_id)
 
     def _track(self, request: Any) -> None:
-        # Load-bearing: all known tokens of a request, prompt first; accepted ones are appended to
-        # this very list.
+        # Load-bearing: all known tokens of a request, prompt first. Upstream appends accepted
+        # tokens to this list object.
         self._tracker.add(request.request_id, request._all_token_ids)

@@ -1,4 +1,4 @@
-"""The policy at work: which limits a step has, who goes first in it, and who makes room."""
+"""Applies the policy before each step: its limits, and the order of the running requests."""
 
 import time
 from typing import Any
@@ -22,11 +22,12 @@ class PolicyPart(SchedulerPart):
 
     Args:
         scheduler: the phase-aware scheduler.
-        rules: those that are on.
-        limiter: of steps.
-        order: of the running requests.
+        rules: the rules that are on.
+        limiter: computes the limits of each step.
+        order: orders the running requests.
         tracker: phases of all requests.
-        time_budget_us: a plan that takes longer is counted.
+        phase_counters: counts preemptions and slow plans.
+        time_budget_us: a plan that takes longer is counted as a slow fallback.
     """
 
     name = counters.POLICY
@@ -73,7 +74,7 @@ class PolicyPart(SchedulerPart):
 
     def on_phase_changed(self, request: Any) -> None:
         self.order.changed(request)
-        # Its boundary was on the way when it was preempted.
+        # The request was preempted while its end boundary was in flight.
         if request.status == RequestStatus.PREEMPTED and self._phase(request) is Phase.ANSWER:
             self.waiting_answers[request.request_id] = request
         self.limiter.changed(request)
@@ -98,7 +99,7 @@ class PolicyPart(SchedulerPart):
         for request_id in started_requests(output):
             self.waiting_answers.pop(request_id, None)
         if not self.rules.are_all_off:
-            # Of every step: a step that is not noted takes the next one's time with it.
+            # Every step must be noted: the time of one that is not cannot be learnt.
             self.limiter.scheduled(self._scheduler, output)
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
@@ -115,7 +116,7 @@ class PolicyPart(SchedulerPart):
         probes = self.limiter.probes
         if probes and probes.are_next:
             return False
-        # Load-bearing: a decode takes its drafts' tokens too, and no more blocks than these.
+        # Load-bearing: a decode also takes tokens for its drafts, and no more blocks than these.
         rows, drafts = len(scheduler.running), scheduler.num_spec_tokens
         blocks = rows * self._num_kv_groups * (2 + 2 * drafts // scheduler.block_size)
         is_roomy = blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -133,10 +134,10 @@ class PolicyPart(SchedulerPart):
                 plan.arrivals = self.order_running()
 
     def _limits(self) -> StepLimits:
-        """Limits of the next step; a plan that took too long counts all the same.
+        """Limits of the next step; they apply even if computing them took too long.
 
-        Its time is spent by then, and steps are long when the machine is busy: without the cut they
-        would be longer still.
+        The time is already spent by then, and on a busy machine a step without limits would take
+        longer still.
         """
         started_s = time.perf_counter()
         answers = self.waiting_answers.values() if self.rules.order else ()
@@ -148,8 +149,8 @@ class PolicyPart(SchedulerPart):
     def order_running(self) -> ArrivalOrder | None:
         """Put the running requests in the policy's order."""
         scheduler = self._scheduler
-        # Load-bearing: nothing in scheduler or model runner depends on the order of `running`
-        # but who gets the token budget first and who is preempted (the last, under FCFS).
+        # Load-bearing: the order of `running` affects only which requests get tokens first and
+        # which is preempted (the last, under FCFS), in the scheduler and in the model runner.
         scheduler.running, is_in_time = self.order.arrange(scheduler.running)
         if not is_in_time:
             self._counters.count(counters.FALLBACK, Fallback.SLOW)

@@ -1,9 +1,9 @@
-"""Where several schedulers must decide alike, ours decide as stock does.
+"""Reduces the configuration to stock decisions if several schedulers must decide alike.
 
-With vLLM's external launcher (``torchrun``) each rank of a model runs a scheduler of its own, and
-the ranks compute one model together: they must schedule the same tokens in every step. Step
-limits, time-sharing and probes follow the clock of their own process, so ranks would differ and
-wait for each other without end. Data parallel ranks hold whole models and need not agree.
+With vLLM's external launcher (``torchrun``) each rank of a model runs its own scheduler, and the
+ranks compute one model together: they must schedule the same tokens in every step. Step limits,
+time-sharing and probes depend on the clock of each process, so the ranks would differ and wait for
+each other forever. Data parallel ranks hold whole models and need not agree.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _NOTICE = (
 
 
 def decide_alike(config: Config, vllm_config: Any) -> tuple[Config, str | None]:
-    """The configuration that this engine can have, and why it is not the given one; None: it is."""
+    """The configuration to use, and why it differs from the given one; None: it does not."""
     if not _has_several_schedulers(vllm_config.parallel_config):
         return config, None
     logger.warning("meridian_patch: %s", _NOTICE)

@@ -1,41 +1,41 @@
-"""Which waiting request upstream wanted KV blocks for, and found too few."""
+"""Records the waiting request for which upstream last failed to allocate KV blocks."""
 
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-# Load-bearing: a request that waits has one of these when its blocks are asked for.
+# Load-bearing: a waiting request has one of these states when upstream allocates its blocks.
 _WAITING = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
 
 
 class Refusals:
-    """Looks at what a KV cache manager answers.
+    """Wraps a KV cache manager's ``allocate_slots`` and records refusals.
 
-    That nothing but blocks keeps a request out is known for certain once upstream has asked for
-    them: it does so when it has looked at all else.
+    Upstream asks for blocks after all other checks. So a refusal proves that blocks are all that
+    the request lacks.
 
     Args:
-        manager: upstream's KV cache manager, or ours.
+        manager: upstream's KV cache manager, or the phase-aware one.
     """
 
     def __init__(self, manager: Any) -> None:
         self._allocate = manager.allocate_slots
-        # The request that waits for what it was refused last.
+        # The request that was refused last and still waits.
         self._last: Any | None = None
         self._reserved_blocks = 0
-        # Load-bearing: the scheduler reads the attribute anew in each call.
+        # Load-bearing: the scheduler looks this attribute up in each call.
         manager.allocate_slots = self._ask
 
     def is_last(self, request: Any) -> bool:
-        """Whether it was refused, no other since, and it was not admitted since."""
+        """Whether this request was refused last, and not admitted since."""
         return self._last is request
 
     def reserved_blocks(self, request: Any) -> int:
-        """Free blocks that its admission must leave to others, when it was refused last."""
+        """Free blocks that the admission of the request refused last must leave; 0 for others."""
         return self._reserved_blocks if self._last is request else 0
 
     def left(self, request: Any) -> None:
-        """The request is gone."""
+        """Forget a request that left the scheduler."""
         if self._last is request:
             self._last = None
 
@@ -43,7 +43,8 @@ class Refusals:
         blocks = self._allocate(request, *args, **kwargs)
         if blocks is None and request.status in _WAITING:
             self._last = request
-            # Load-bearing: an asynchronous load leaves those that prompts under way will take.
+            # Load-bearing: upstream reserves blocks for prompts in progress when a request loads
+            # its KV asynchronously.
             self._reserved_blocks = kwargs.get("reserved_blocks", 0)
         elif self._last is request:
             self._last = None

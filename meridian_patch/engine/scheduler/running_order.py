@@ -1,4 +1,4 @@
-"""Carries a policy's decisions out on the scheduler's own queues, and puts them back."""
+"""Orders the running requests by the policy's ranks, and the arrival times by that order."""
 
 import sys
 import time
@@ -11,10 +11,10 @@ from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.order_policy import OrderPolicy, RequestView
 
-# Requests per step whose rank is looked at although nothing is known to have changed it.
+# Requests per step that are ranked again although no change is known.
 AUDITED_PER_STEP = 2
 
-# A probe is made again at the next place: nobody else's work is worth less.
+# Probes rank last: a preempted probe loses least, because a later one replaces it.
 _PROBE = RequestView(
     Phase.PREFILL,
     tokens_in_phase=0,
@@ -25,12 +25,12 @@ _PROBE = RequestView(
     priority=sys.maxsize,
 )
 
-# Rank without its drift, and the place in the stock order: no two requests have the same.
+# Rank without its drift, and the index in stock order, which makes keys unique.
 Key = tuple[tuple[int, ...], int]
 
 
 class RankError(Exception):
-    """The policy failed on one request."""
+    """The policy raised an exception for one request."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
@@ -38,19 +38,22 @@ class RankError(Exception):
 
 
 class RunningOrder:
-    """The running requests by rank; those of equal rank stand as they were admitted.
+    """Keeps the running requests sorted by rank; equal ranks stay in order of admission.
 
-    A step costs what changed, not what runs: only requests that are new, that ``changed`` was
-    called for, or that are prefilling are ranked. Ranks that drift as requests decode (see
-    ``OrderPolicy.drift``) are kept relative to a clock that advances with every step, so that
-    they hold while everybody advances. What nobody told of, such as a request that got no token
-    in a step, is found by looking at a few requests per step in turn. That bounds how late the
-    order is: every request is ranked at least once in ``running / AUDITED_PER_STEP`` steps. An
-    offload tier that fills up, or evicts, is seen so late.
+    The cost of a step depends on the number of changes, not on the number of requests. Only new
+    requests, those that ``changed`` was called for, and prefilling ones are ranked. Ranks that
+    drift as requests decode (see ``OrderPolicy.drift``) are stored relative to a clock that
+    advances with every step, so that they stay valid while all requests decode.
+
+    Other changes, such as a request that got no token in a step or an offload tier that evicts,
+    are not reported. To find them, a few requests are ranked again in each step, in turn. So every
+    request is ranked at least once in ``running / AUDITED_PER_STEP`` steps.
 
     Args:
-        time_budget_us: ranking stops when it takes longer, and the step keeps the order it has.
-        kept_tokens: what a preemption of a request would not lose; None: nothing.
+        policy: gives the ranks.
+        tracker: phases of all requests.
+        time_budget_us: ranking stops when it takes longer, and the step keeps its given order.
+        kept_tokens: tokens of a request that a preemption would not lose; None: none are kept.
     """
 
     def __init__(
@@ -65,34 +68,34 @@ class RunningOrder:
         self._tracker = tracker
         self._kept_tokens = kept_tokens
         self._time_budget_s = time_budget_us * 1e-6
-        # The ranked requests in order, and their keys; an index means the same in both.
+        # The ranked requests in order, and their keys at the same indices.
         self._order: list[Any] = []
         self._keys: list[Key] = []
         self._key_of: dict[Any, Key] = {}
-        # Sets that keep their order, so that equal runs do equal things.
+        # Dictionaries serve as ordered sets, so that equal runs behave equally.
         self._changed: dict[Any, None] = {}
-        # These leave their standing without any event.
+        # Their ranks change without an event, so they are ranked in each step.
         self._prefilling: dict[Any, None] = {}
         self._clock = 0
         self._num_admitted = 0
         self._next_audited = 0
 
     def changed(self, request: Any) -> None:
-        """The rank of a request may have changed, because its phase did."""
+        """Rank a request again in the next step, because its phase changed."""
         if request in self._key_of:
             self._changed[request] = None
 
     @property
     def has_prefilling(self) -> bool:
-        """Whether any of the requests that were ranked was prefilling then."""
+        """Whether any request was prefilling when it was ranked last."""
         return bool(self._prefilling)
 
     def pass_over(self) -> None:
-        """A step needs no order; everybody advances in it."""
+        """Advance the clock for a step that needs no order; all requests decode in it."""
         self._clock += 1
 
     def forget(self, request: Any) -> None:
-        """A request runs no more; should it run again it is a new one."""
+        """Remove a request that no longer runs; if it runs again it is ranked as new."""
         key = self._key_of.pop(request, None)
         if key is not None:
             self._take_out(key)
@@ -111,7 +114,7 @@ class RunningOrder:
         """
         deadline = time.perf_counter() + self._time_budget_s
         self._clock += 1
-        # Requests compare by identity: whatever upstream did to the list is seen.
+        # Requests compare by identity, so any change that upstream made to the list is found.
         new = self._follow(running) if running != self._order else ()
         for request in (*new, *self._changed, *self._prefilling):
             if time.perf_counter() > deadline:
@@ -122,10 +125,10 @@ class RunningOrder:
         return (running if running == self._order else self._order.copy()), True
 
     def _follow(self, running: list[Any]) -> list[Any]:
-        """Forget who left without a word; returns the requests that have no rank yet."""
+        """Remove requests that upstream took out; returns the requests without a rank."""
         ranked = len(self._order)
         if running[:ranked] == self._order:
-            # Nearly always: upstream appended whom it admitted.
+            # The usual case: upstream only appended admitted requests.
             return running[ranked:]
         new = list(filterfalse(self._key_of.__contains__, running))
         if len(self._order) + len(new) != len(running):
@@ -141,7 +144,7 @@ class RunningOrder:
             self._place(self._order[self._next_audited])
 
     def _place(self, request: Any) -> None:
-        """Rank a request and put it where it belongs."""
+        """Rank a request and move it to its position."""
         view = self._view(request)
         rank = self._rank(request, view)
         old = self._key_of.get(request)
@@ -201,12 +204,12 @@ class RunningOrder:
 
 
 class ArrivalOrder:
-    """Makes vLLM's priority policy preempt by our order among requests of equal priority.
+    """Makes vLLM's priority policy preempt in the policy's order among equal priorities.
 
     Load-bearing: under ``--scheduling-policy priority`` the victim is the running request with
-    the greatest ``(priority, arrival_time)``, wherever it stands. For the length of one step the
-    arrival times of the running requests follow their order. A request that is preempted gets its
-    own back before it is put into the queue, which is a heap by these times.
+    the greatest ``(priority, arrival_time)``, at any index. For one step, the arrival times of the
+    running requests are replaced by increasing ones in the policy's order. A preempted request
+    gets its true arrival time back before it enters the waiting queue, a heap by these times.
     """
 
     def __init__(self, running: list[Any]) -> None:
@@ -216,12 +219,12 @@ class ArrivalOrder:
             request.arrival_time = earliest + place * 1e-6
 
     def restore_one(self, request: Any) -> None:
-        """Give a request its true arrival time back; unknown requests are fine."""
+        """Restore a request's true arrival time; unknown requests are ignored."""
         arrival = self._arrivals.pop(request, None)
         if arrival is not None:
             request.arrival_time = arrival
 
     def restore(self) -> None:
-        """Give back the true arrival times."""
+        """Restore the true arrival times of all requests."""
         for request, arrival in self._arrivals.items():
             request.arrival_time = arrival

@@ -1,7 +1,7 @@
 """The phase-aware schedulers: vLLM's own, with the queues arranged before each step.
 
-Runs in the EngineCore process. No upstream body is copied: each method arranges, calls ``super()``
-and restores. What is arranged is up to the parts, see ``parts``.
+Runs in the EngineCore process. No upstream body is copied: each method calls the hooks of its
+parts (see ``parts``) before and after ``super()``, and restores what it changed.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,16 +27,16 @@ _NO_PLAN = StepPlan()
 class PhaseScheduling(UpstreamScheduler):
     """Mixin over vLLM's ``Scheduler`` or ``AsyncScheduler``.
 
-    1. Every request's phase is followed from its prompt and its accepted tokens.
-    2. Before a step, the running requests are put in the policy's order: it decides who gets
-       tokens first and, from its end, who is preempted.
-    3. The step's token budget and the number of requests that may run are lowered for its length.
-    4. A request that has thought for long may be preempted before the step to let a newcomer in.
-    5. Preempted answers resume before anything else that waits.
-    6. Thoughts are followed by their signals, probed and, where that is asked for, closed.
-    7. Without reasoning requests, or with noop and no early exit, every decision is stock.
-    8. What fails or takes too long is counted, and the step runs as stock. A part that fails again
-       and again is switched off.
+    1. The phase of every request is tracked from its prompt and its accepted tokens.
+    2. Before a step, the running requests are put in the policy's order: the first get tokens
+       first, the last are preempted first.
+    3. The step's token budget and the limit of running requests may be lowered for one step.
+    4. A long thinker may be preempted before the step to admit a new request.
+    5. Preempted answers resume before other waiting requests.
+    6. Thoughts are measured, probed and, in mode ``enforce``, closed.
+    7. Without reasoning requests, or with noop and no early exit, every decision is stock's.
+    8. If a part fails or takes too long, that is counted and the step runs as stock. A circuit
+       breaker switches a part off that fails repeatedly (see ``guard``).
 
     Invariant: requests change queues only as ``super()`` itself moves them.
     """
@@ -47,7 +47,7 @@ class PhaseScheduling(UpstreamScheduler):
         super().__init__(*args, **kwargs)
         self.phase_counters = PhaseCounters()
         self._guard = StepGuard(self.phase_counters)
-        # Of the step that upstream is scheduling.
+        # The plan of the step that upstream is scheduling.
         self._plan = _NO_PLAN
         built = assemble(
             self, self._guard, self.phase_counters, self._phase_changed, self._end_turn
@@ -63,7 +63,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._options_parser = built.options_parser
 
     def add_request(self, request: Any) -> None:
-        # A session's next chunk is looked at when the session takes it up.
+        # A session's next chunk is parsed when the session takes it up.
         is_new = request.request_id not in self.requests
         options = self._accept(request) if is_new else NO_OPTIONS
         super().add_request(request)
@@ -71,15 +71,15 @@ class PhaseScheduling(UpstreamScheduler):
             self._parts.call("on_added", request, options, request_id=request.request_id)
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
-        # Load-bearing: upstream appends the next chunk to the list of known tokens in place. What
-        # the turn before made is taken in first, or the chunk would count as its output.
+        # Load-bearing: upstream appends the next chunk to the list of known tokens in place. The
+        # previous turn's tokens are tracked first, or the chunk would count as its output.
         self._end_turn(session)
         super()._update_request_as_session(session, update)
         name = session.request_id
         self._parts.call("on_session_continued", session, self._accept(session), request_id=name)
 
     def _accept(self, request: Any) -> RequestOptions:
-        """Parse what a request asks for; none of it counts where a part of it is wrong."""
+        """Parse a request's options; if one is wrong, all of them are ignored."""
         options = NO_OPTIONS
         with self._guard.protect("reading vllm_xargs", request.request_id):
             options = self._options_parser.parse(request)
@@ -122,8 +122,8 @@ class PhaseScheduling(UpstreamScheduler):
     def _try_schedule_encoder_inputs(
         self, request: Any, computed: int, tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        # Load-bearing: every chunk of a request with media passes here once its length is cut to
-        # the budget; what upstream makes of a chunk of no tokens is no chunk.
+        # Load-bearing: upstream calls this for every chunk of a request with media, after it cut
+        # the chunk to the budget. A chunk of 0 tokens is not scheduled.
         if self._plan.is_cut:
             with self._guard.protect(counters.POLICY, request.request_id):
                 tokens = self._chunks.whole_media_tokens(request, computed, tokens)
@@ -131,7 +131,7 @@ class PhaseScheduling(UpstreamScheduler):
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self._plan.arrivals is not None:
-            # Upstream puts it into a heap by arrival time next.
+            # Upstream next puts the request into a heap by arrival time.
             self._plan.arrivals.restore_one(request)
         if isinstance(request, ProbeRequest):
             super()._preempt_request(request, *args, **kwargs)
@@ -152,7 +152,7 @@ class PhaseScheduling(UpstreamScheduler):
             freed = super()._free_request(request, *args, **kwargs)
             keep_end_untold(self, request)
             return freed
-        # A request ends before its last tokens were taken in.
+        # Upstream frees a request before `after_update`, so its last tokens are tracked here.
         self.phase_part.take_in(request.request_id)
         self._parts.call("on_freed", request, request_id=request.request_id)
         return super()._free_request(request, *args, **kwargs)
@@ -181,7 +181,7 @@ class PhaseScheduling(UpstreamScheduler):
         return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 
     def get_request_counts(self) -> tuple[int, int]:
-        # Load-bearing: data-parallel load, idleness and statistics are told from these two.
+        # Load-bearing: vLLM computes data-parallel load, idleness and statistics from these two.
         counts = super().get_request_counts()
         return self.early_exit.without_probes(counts) if self.early_exit else counts
 
@@ -204,12 +204,12 @@ class PhaseScheduling(UpstreamScheduler):
 
 
 def build_phase_scheduler(original: type) -> type:
-    """A subclass of the installed synchronous scheduler."""
+    """A phase-aware subclass of vLLM's synchronous scheduler."""
     stats_field.install()
     return type("PhaseScheduler", (PhaseScheduling, original), {"__module__": __name__})
 
 
 def build_async_phase_scheduler(original: type) -> type:
-    """A subclass of the installed asynchronous scheduler (vLLM's default)."""
+    """A phase-aware subclass of vLLM's asynchronous scheduler, vLLM's default."""
     stats_field.install()
     return type("AsyncPhaseScheduler", (PhaseScheduling, original), {"__module__": __name__})

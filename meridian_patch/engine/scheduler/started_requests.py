@@ -1,4 +1,4 @@
-"""Which requests a scheduled step begins to compute."""
+"""Lists the requests that a scheduled step begins or resumes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,5 +12,5 @@ def started_requests(output: Any) -> Sequence[str]:
     empty.
     """
     new, resumed = output.scheduled_new_reqs, output.scheduled_cached_reqs.resumed_req_ids
-    # Most steps begin none.
+    # Fast path: most steps begin none.
     return [*(each.req_id for each in new), *resumed] if new or resumed else ()

@@ -1,4 +1,4 @@
-"""Carries the policy's limits out: how long a step may be, who comes in, who makes room."""
+"""Computes the limits of each step: token budget, admissions, and preemptions for newcomers."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -30,12 +30,12 @@ from meridian_patch.telemetry.counters import PhaseCounters
 if TYPE_CHECKING:
     from meridian_patch.engine.early_exit.probes import Probes
 
-# Statistics of each step would be longer by numbers that hardly tell anything.
+# Step counts are reported in batches of so many, to keep the statistics of each step short.
 _TOLD_STEPS = 64
 
 
 class StepLimits(NamedTuple):
-    """What one step may do; None leaves it to stock."""
+    """Limits of one step; None leaves a limit to stock."""
 
     token_budget: int | None = None
     max_active: int | None = None
@@ -45,19 +45,20 @@ class StepLimiter:
     """Works out and applies the limits of each step.
 
     Args:
-        units: of the KV pool.
+        rules: the rules that are on.
+        units: size of the KV pool.
         full_tokens: the engine's token budget per step.
-        pieces: what a cut step must have room for.
-        kept_tokens: what a preemption of a request would not lose; None: nothing.
-        stages: of pipeline parallelism. With several, a request is in one of so many steps.
+        pieces: the least prefill that a lowered budget must have room for.
+        kept_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+        stages: number of pipeline stages. With several, each request is in one of so many steps.
 
     Attributes:
-        clock: seconds of a steady clock.
-        probes: those of thoughts; None: none are made.
-        waiting_order: places in the scheduler's queue.
-        makes_room: requests were displaced for the next step.
-        ran_steps: steps with tokens whose outputs came back.
-        learnt_steps: those of them that the step-time model learnt from.
+        clock: seconds of a monotonic clock.
+        probes: probes of thoughts; None: none are made.
+        waiting_order: order of the scheduler's waiting queue.
+        makes_room: requests were preempted to make room in the next step.
+        ran_steps: steps with tokens whose outputs arrived.
+        learnt_steps: steps among them that the step-time model learnt from.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StepLimiter:
         self._rules = rules
         itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000
         self._answer_pacing = AnswerPacing(tracker, itl_s)
-        # Of live requests that ask for something.
+        # Options of live requests that set any.
         self._options: dict[str, RequestOptions] = {}
         self._sharing = None
         if rules.time_sharing:
@@ -108,19 +109,19 @@ class StepLimiter:
         # Requests whose known tokens are being computed, in the order in which they were admitted.
         self._prefilling: list[Any] = []
         self._budget: int | None = None
-        # The least prefill that the budget has room for.
+        # The least prefill that the current budget has room for.
         self._least = 1
 
     def before_added(self, request: Any, options: RequestOptions, queue: SchedulingPolicy) -> None:
-        """A request is about to come in, or a session goes on with its next chunk.
+        """Register a request that is about to be added, or a session's next chunk.
 
         Args:
-            request: a new one, or the session.
-            options: what it asks for.
-            queue: how upstream orders what waits.
+            request: the new request, or the session.
+            options: its parsed ``meridian_*`` fields.
+            queue: upstream's policy for the waiting queue.
         """
-        # Load-bearing: upstream looks at priorities where it schedules by them, and only there.
-        # Elsewhere ours alone count, which operators may allow or not.
+        # Load-bearing: upstream reads priorities only under its priority policy. Otherwise only
+        # `meridian_priority` counts, which operators may allow or not.
         if self._rules.order and queue != SchedulingPolicy.PRIORITY:
             request.priority = 0
         sampling = request.sampling_params
@@ -138,7 +139,7 @@ class StepLimiter:
         self.kv_demand.limit(request.request_id, min(known, default=None))
 
     def arrived(self, request: Any, waiting: Any) -> None:
-        """A request came in, and is in ``waiting`` unless upstream holds it back."""
+        """Place a new request in ``waiting``, if upstream put it there."""
         if self._rules.are_all_off:
             return
         options = self._options.get(request.request_id, NO_OPTIONS)
@@ -146,16 +147,16 @@ class StepLimiter:
         self.waiting_order.arrived(request, waiting, priority, self.clock())
 
     def changed(self, request: Any) -> None:
-        """The request's phase may have changed."""
+        """Update the pacing of a request whose phase may have changed."""
         name = request.request_id
         self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS), self.clock())
 
     def pauses(self, session: Any) -> None:
-        """A session waits for its next chunk; its answer so far is over."""
+        """Stop pacing a session that waits for its next chunk."""
         self._answer_pacing.left(session.request_id)
 
     def left(self, request: Any) -> None:
-        """A request is gone, finished or aborted."""
+        """Forget a request that finished or was aborted."""
         self.kv_demand.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
         self._answer_pacing.left(request.request_id)
         self._options.pop(request.request_id, None)
@@ -166,7 +167,7 @@ class StepLimiter:
             self._admission.left(request)
 
     def preempted(self, request: Any, *, is_answer: bool) -> None:
-        """A request was preempted, and waits."""
+        """Register a preempted request, which waits now."""
         self._chunks.waits(request)
         self._stops_prefilling(request)
         if is_answer:
@@ -176,28 +177,28 @@ class StepLimiter:
             self._admission.preempted(request, self.clock())
 
     def _stops_prefilling(self, request: Any) -> None:
-        """The request is in no step from now on; few requests prefill at a time."""
+        """Remove a request from the list of prefilling ones, which is short."""
         if request in self._prefilling:
             self._prefilling.remove(request)
 
     def plan(self, scheduler: Any, answers: Collection[Any] = ()) -> StepLimits:
-        """Limits of the next step; may displace a running request.
+        """Limits of the next step; may preempt running requests.
 
         Args:
-            scheduler: the phase-aware one.
-            answers: those of them that are preempted go before all other waiting requests.
+            scheduler: the phase-aware scheduler.
+            answers: answers that were preempted; they go before all other waiting requests.
         """
         now_s = self.clock()
         if self._admission:
             self._admission.bring_aged(scheduler, now_s)
-        # Before room is made, which is for the request that goes first.
+        # First, because room is made for the request at the front.
         if answers:
             self.waiting_order.bring_forward(
                 [one for one in answers if one.status == RequestStatus.PREEMPTED],
                 scheduler.waiting,
             )
         self.decodes(scheduler)
-        # Before room is made: a newcomer comes in only where the budget has tokens left for it.
+        # Before room is made, because a newcomer is admitted only if the budget has tokens for it.
         budget = self._cut_budget(scheduler, now_s)
         max_active = None
         if budget is not None and self._may_pass_adapter_over(scheduler):
@@ -216,7 +217,7 @@ class StepLimiter:
         return StepLimits(budget, max_active)
 
     def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
-        """Tokens that the next step may have; None: as many as in stock."""
+        """Lowered token budget of the next step; None: stock's."""
         if not self._rules.step_cut or not self._answer_pacing:
             return None
         least = self._chunks.least_prefill(scheduler, self._prefilling)
@@ -227,10 +228,11 @@ class StepLimiter:
         return self._cut.token_budget(self._shape, before, target_s, now_s, least)
 
     def _may_pass_adapter_over(self, scheduler: Any) -> bool:
-        """Whether a cut may leave a running request with a LoRA adapter out of the step.
+        """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
 
-        No request must be admitted then. Load-bearing: upstream counts the adapters of the requests
-        in a step, and fails by an assertion when those that run have more than it has slots for.
+        No request must be admitted then. Load-bearing: upstream counts only the adapters of the
+        requests in the step. If it admitted another adapter, the running requests could have more
+        adapters than slots, and an assertion would fail.
         """
         return (
             bool(scheduler.lora_config)
@@ -239,7 +241,7 @@ class StepLimiter:
         )
 
     def num_prefilling(self) -> int:
-        """Running requests of whose known tokens some are to be computed."""
+        """Number of running requests with known tokens that are not computed yet."""
         if self._prefilling:
             # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
             self._prefilling = [
@@ -250,14 +252,14 @@ class StepLimiter:
         return len(self._prefilling)
 
     def has_prefill(self, scheduler: Any) -> bool:
-        """Whether a request runs or waits whose known tokens are to be computed."""
-        # Load-bearing: what waits with blocks of its own (KV that was loaded, or the next chunk of
-        # a session) is in a queue of its own, and paused sessions are in it.
+        """Whether any running or waiting request has known tokens that are not computed yet."""
+        # Load-bearing: waiting requests that hold blocks (KV that was loaded, or the next chunk of
+        # a session) are in this separate queue, and so are paused sessions.
         holding = len(scheduler.kv_holding_waiting) - scheduler.num_waiting_for_streaming_input
         return bool(scheduler.waiting) or holding > 0 or self.num_prefilling() > 0
 
     def decodes(self, scheduler: Any) -> None:
-        """The running requests decode in the next step; nothing else is decided of it yet."""
+        """Record the next step's decode tokens and KV context, and reset its other limits."""
         held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
         rows = max(len(scheduler.running) - self.num_prefilling() - len(self._live_probes()), 0)
         tokens = rows
@@ -273,19 +275,19 @@ class StepLimiter:
         self.makes_room = False
 
     def _tokens_before(self, scheduler: Any) -> int:
-        """What stands before the next chunk, or may at most."""
+        """Upper bound of the number of tokens before the next prompt chunk."""
         if self._prefilling:
             return int(self._prefilling[0].num_computed_tokens)
         head = first_prompt(scheduler)
         if head is None:
             return 0
-        # How much of it is cached is not known before it is scheduled, unless it holds blocks.
-        # Nearly all may be: what was preempted often is. Where nothing is, its first chunk is
-        # smaller than need be.
+        # How much of a prompt is cached is known before scheduling only if it holds blocks. This
+        # assumes that all of it is, which is common after a preemption. If nothing is cached, the
+        # first chunk is smaller than necessary.
         return int(head.num_computed_tokens or head.num_tokens)
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
-        """The step is on its way; to be called for each step, or its time is not learnt from."""
+        """Note a scheduled step; the time of a step that is not noted is not learnt from."""
         total = output.total_num_scheduled_tokens
         for name in started_requests(output):
             request = scheduler.requests[name]
@@ -307,7 +309,7 @@ class StepLimiter:
                 attended += _attended(scheduler.requests[name], tokens)
         now_s = self.clock()
         budget, is_waited = self._budget, self.has_prefill(scheduler)
-        # What is left of a budget is of no use when it is less than a piece.
+        # A rest of the budget that is smaller than the least piece cannot be used.
         is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
         self._cut.ran(is_used_up=is_used_up, now_s=now_s)
         if prefill or (budget is not None and budget > self._shape.decode_tokens):
@@ -316,7 +318,7 @@ class StepLimiter:
         self._timer.scheduled(output, StepShape(prefill, decodes, held, attended, probed), now_s)
 
     def ended(self, output: Any) -> None:
-        """The step's output is back."""
+        """Learn from a step whose output arrived."""
         now_s = self.clock()
         timed = self._timer.ended(output, now_s)
         if output.total_num_scheduled_tokens:
@@ -327,7 +329,7 @@ class StepLimiter:
             self._sharing.advance(now_s)
 
     def tell_steps(self, phase_counters: PhaseCounters) -> None:
-        """Count the steps that ran, and those learnt from, since; few wait for the next time."""
+        """Count the steps that ran and were learnt from since the last report, in batches."""
         ran, learnt = self._told_steps
         if self.ran_steps - ran < _TOLD_STEPS:
             return
@@ -336,17 +338,17 @@ class StepLimiter:
         self._told_steps = self.ran_steps, self.learnt_steps
 
     def _live_probes(self) -> Sequence[str]:
-        """Ids of the probes under way, those included that found no place in the step."""
+        """Ids of the live probes, including those that were not scheduled in the step."""
         return self.probes.live if self.probes else ()
 
     def _target_s(self, now_s: float) -> float | None:
-        # Without prefill nobody reads what the prompts under way hold.
+        # The context of prompts in progress is subtracted: only their prefill reads it.
         held = sum(request.num_computed_tokens for request in self._prefilling)
         context = max(self._shape.context_tokens - held, 0)
         default_s = self._cut.default_itl_s(self._shape._replace(context_tokens=context))
         if default_s is None:
             return None
-        # A request gets a token in one of as many steps as there are stages.
+        # With pipeline parallelism a request gets a token in one of `stages` steps.
         default_s *= self._stages
         if self._rules.pacing:
             return self._answer_pacing.due_s(default_s, now_s) / self._stages
@@ -354,16 +356,16 @@ class StepLimiter:
 
 
 def _attended(request: Any, tokens: int) -> int:
-    """Summed over the tokens of a chunk that was just scheduled, how many each attends to."""
+    """Number of tokens attended to, summed over the tokens of a chunk just scheduled."""
     # Load-bearing: the scheduled tokens already count as computed.
     return tokens * (2 * request.num_computed_tokens - tokens + 1) // 2
 
 
 def _due_of(scheduler: Any) -> list[int]:
-    """Tokens that each running request decodes in the next step, of those that do."""
+    """Tokens per request that decodes in the next step."""
     next_step = scheduler.current_step + 1
-    # Load-bearing: with pipeline parallelism a request whose last token is not back has nothing to
-    # compute, or is not eligible; the others compute one token and their drafts.
+    # Load-bearing: with pipeline parallelism a request whose last token is still in flight has
+    # nothing to compute or is not eligible. The others compute one token and their drafts.
     return [
         1 + len(request.spec_token_ids)
         for request in scheduler.running

@@ -1,4 +1,4 @@
-"""Times the engine's steps."""
+"""Measures how long each engine step takes."""
 
 from collections import deque
 from typing import Any
@@ -10,10 +10,10 @@ _MOST_IN_FLIGHT = 64
 
 
 class StepTimer:
-    """Tells how long each step took, from when it was scheduled and when its output came back.
+    """Computes the duration of each step from its scheduling time and the arrival of its output.
 
-    With asynchronous scheduling a step waits for the one before it: it began when that one ended,
-    whether that one was noted or not.
+    With asynchronous scheduling a step waits for the one before it, so it begins when that one
+    ends, even if that one was not noted.
     """
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class StepTimer:
         self._last_end_s = float("-inf")
 
     def scheduled(self, output: Any, shape: StepShape, now_s: float) -> None:
-        """A step with at least one token goes to the workers."""
+        """Note a step with at least one token that goes to the workers."""
         self._in_flight.append((output, shape, now_s))
 
     def ended(self, output: Any, now_s: float) -> tuple[StepShape, float] | None:
-        """The output of a step is back: its shape and seconds, or None if it was not noted.
+        """Shape and seconds of a step whose output arrived; None if the step was not noted.
 
-        Notes of later steps stay: their outputs are still to come. Notes of earlier steps go,
-        because outputs come back in the order of their steps.
+        Notes of later steps are kept, because their outputs are still to come. Notes of earlier
+        steps are dropped, because outputs arrive in the order of their steps.
         """
         before_s, self._last_end_s = self._last_end_s, now_s
         in_flight = self._in_flight

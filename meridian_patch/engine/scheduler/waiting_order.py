@@ -1,4 +1,4 @@
-"""Places in vLLM's queue of waiting requests; nothing here walks through the queue."""
+"""Orders vLLM's queue of waiting requests; no operation iterates over the whole queue."""
 
 from bisect import bisect_right
 from collections import deque
@@ -7,48 +7,47 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 
-# Steps of priority that count, up and down from 0.
+# Priorities are clamped to -4..4.
 MOST_STEPS = 4
-# Requests at the front of the queue, and behind it, among which a request is looked for.
+# A request is searched among so many requests at an end of the queue.
 REACH = 256
 
 _FRONT, _BEHIND = float("-inf"), float("inf")
 
 
 class WaitingOrder:
-    """Keeps the queue of first come, first served, in an order of its own.
+    """Keeps the FCFS (first come, first served) waiting queue in its own order.
 
-    1. First what upstream put there: requests that were preempted. Those brought forward stand
-       before them.
-    2. Newcomers, by when they came; a step of priority counts as ``aging_s`` seconds of waiting,
-       at most ``MOST_STEPS`` steps. So the order is total, and it bounds how late a request may
-       come and still overtake.
-    3. Displaced requests, in the order in which they made room.
+    1. Preempted requests, which upstream puts at the front; those brought forward come first.
+    2. New requests by arrival time. A step of priority counts as ``aging_s`` seconds of waiting,
+       at most ``MOST_STEPS`` steps. So the order is total, and limits how much later a request may
+       arrive and still overtake another.
+    3. Requests that were preempted to make room, in the order of their preemption.
 
-    A newcomer is placed by bisection. A displaced request stands near the end of the queue and any
-    other preempted one near its front, so only there are they looked for; one that is not found
-    keeps its place until those before it have left.
+    A new request is placed by bisection. Preempted requests are searched only at the end of the
+    queue where they usually are: those of item 3 at the back, others at the front. One that is not
+    found keeps its position until the requests before it have left.
 
-    Load-bearing: the queue of first come, first served is a deque, and newcomers are its end. A
-    queue by priority orders itself, and nothing here is called for it but ``first``.
+    Load-bearing: the FCFS queue is a deque, and upstream appends new requests. A priority queue
+    keeps its own order; only ``first`` applies to it.
     """
 
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
-        # Of live requests; a request without a place stands at the front.
+        # Sort keys of live requests; a request without one is at the front.
         self._places: dict[Any, float] = {}
         self._displaced: dict[Any, None] = {}
         # Live requests of a priority other than 0.
         self._with_priority: set[Any] = set()
 
     def arrived(self, request: Any, waiting: Any, priority: int, now_s: float) -> None:
-        """A request came in; it is the last in ``waiting`` unless upstream holds it elsewhere.
+        """Place a new request, which is last in ``waiting`` unless upstream put it elsewhere.
 
         Args:
-            request: the newcomer.
+            request: the new request.
             waiting: the scheduler's queue.
             priority: lower goes first.
-            now_s: of a steady clock.
+            now_s: time of a monotonic clock.
         """
         steps = max(-MOST_STEPS, min(priority, MOST_STEPS))
         place = self._places[request] = now_s + steps * self._aging_s
@@ -64,18 +63,18 @@ class WaitingOrder:
             waiting.insert(index, request)
 
     def left(self, request: Any) -> None:
-        """A request is gone."""
+        """Forget a request that left the scheduler."""
         self._places.pop(request, None)
         self._displaced.pop(request, None)
         self._with_priority.discard(request)
 
     def preempted(self, request: Any) -> None:
-        """A request was preempted; upstream puts it at the front."""
+        """Note a preempted request, which upstream puts at the front."""
         self._places[request] = _FRONT
         self._displaced.pop(request, None)
 
     def put_behind(self, request: Any, waiting: Any) -> None:
-        """A request that was just preempted goes behind all others until it is brought forward."""
+        """Move a request that was just preempted to the back, until it is brought forward."""
         if not isinstance(waiting, deque):
             return
         if _take({request}, REACH, waiting.popleft, waiting.extendleft, len(waiting)):
@@ -84,7 +83,7 @@ class WaitingOrder:
             self._displaced[request] = None
 
     def bring_forward(self, requests: Collection[Any], waiting: Any) -> None:
-        """Those of ``requests`` that wait go first, in this order."""
+        """Move those of ``requests`` that wait to the front, in this order."""
         if not isinstance(waiting, deque) or all(
             one is other for one, other in zip(requests, waiting, strict=False)
         ):
@@ -107,7 +106,7 @@ def first(waiting: Any, count: int) -> list[Any]:
     """The first ``count`` requests of a queue, or all if there are fewer, in order."""
     if isinstance(waiting, deque):
         return list(islice(waiting, count))
-    # Load-bearing: a queue by priority is a heap in this list; iterating the queue copies it.
+    # Load-bearing: a priority queue keeps a heap in this list; iterating over the queue copies it.
     heap = waiting._heap
     found: list[Any] = []
     nearest = [(heap[0], 0)] if heap else []
@@ -127,14 +126,17 @@ def _take(
     extend: Callable[[Iterable[Any]], None],
     length: int,
 ) -> set[Any]:
-    """Take those of ``wanted`` out that are among the ``reach`` nearest to one end of a queue.
+    """Remove those of ``wanted`` that are among the first ``reach`` at one end of a queue.
 
     Args:
-        wanted: requests.
-        reach: how many are looked at, at most.
-        pop: takes one from that end.
-        extend: puts one after the other back there.
-        length: of the queue.
+        wanted: requests to remove.
+        reach: upper bound of requests to examine.
+        pop: removes a request at that end.
+        extend: puts requests back at that end, one after the other.
+        length: length of the queue.
+
+    Returns:
+        The requests that were removed.
     """
     found: set[Any] = set()
     passed = []
