@@ -1,4 +1,4 @@
-"""Asks vLLM what it serves, and resolves the think boundaries of it.
+"""Resolves the think boundaries of the model that vLLM serves.
 
 Runs once per EngineCore process, when the scheduler is built.
 """
@@ -69,7 +69,7 @@ def resolve_model(
     vocabulary: Vocabulary,
     loaded: LoadedConfig,
 ) -> Resolution | None:
-    """Family, markers and token sequences of a model; None when nothing is known about it."""
+    """Family, markers and token sequences of a model; None if its markers are unknown."""
     markers = choose_markers(model, find_family(identity, loaded), server)
     return None if markers is None else resolve(model, markers, vocabulary)
 
@@ -85,7 +85,7 @@ def find_family(identity: ModelIdentity, loaded: LoadedConfig) -> FamilyMatch | 
 
 
 def describe_unknown(model: str, identity: ModelIdentity) -> str:
-    """Why a model has a single phase, and how to change that."""
+    """The message that says why a model has a single phase, and how to change that."""
     parser = f"reasoning parser {identity.parser!r} gives no markers"
     return (
         f"meridian_patch: model {model} is single-phase, its requests are scheduled as stock "
@@ -97,14 +97,15 @@ def describe_unknown(model: str, identity: ModelIdentity) -> str:
 
 
 def model_names(model: str, served: str | None, own: str) -> tuple[str, ...]:
-    """The names that a family may be found by, without repetition.
+    """The names by which a family may be found, without repetition.
 
     Args:
         model: path or repository.
         served: the first of ``--served-model-name``, the only one that vLLM keeps.
-        own: what config.json calls the model.
+        own: the model's name in config.json.
     """
-    # A snapshot in the Hugging Face cache is named by a hash; its repository stands above it.
+    # The directory of a snapshot in the Hugging Face cache is named by a hash; the name of the
+    # repository is in a parent directory.
     cached = [part for part in model.split("/") if part.startswith("models--")]
     names = [_last_part(model), *cached, _last_part(served or ""), _last_part(own)]
     return tuple(dict.fromkeys(filter(None, names)))
@@ -115,8 +116,8 @@ def _last_part(path: str) -> str:
 
 
 def vocabulary_of(tokenizer: Any, model: str) -> Vocabulary:
-    """What resolution asks of a tokenizer of vLLM or transformers."""
-    # Load-bearing: without files, transformers makes a tokenizer that knows no text at all.
+    """The operations that resolution needs, of a tokenizer of vLLM or transformers."""
+    # Load-bearing: without files, transformers makes a tokenizer that encodes no text.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise BoundaryError(
             f"model {model}: the tokenizer cannot encode any text; expected the tokenizer's files "
@@ -130,7 +131,7 @@ def vocabulary_of(tokenizer: Any, model: str) -> Vocabulary:
 
 
 def parser_strings(name: str, tokenizer: Any, model: str) -> tuple[str, str]:
-    """Start and end marker of a reasoning parser; empty where it has none."""
+    """Start and end marker of a reasoning parser; an empty string for one that it lacks."""
     try:
         parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
         return parser.reasoning_start_str or "", parser.reasoning_end_str or ""
@@ -163,13 +164,13 @@ def _load_tokenizer(model_config: Any) -> Any:
 
 def _server_strings(vllm_config: Any, tokenizer: Any, model: str) -> ServerStrings:
     structured = vllm_config.structured_outputs_config
-    # Load-bearing: both strings stay as configured; vLLM keeps the parser's to itself.
+    # Load-bearing: both strings are as configured; vLLM does not replace them by the parser's.
     reasoning = vllm_config.reasoning_config
     parser = structured.reasoning_parser or getattr(reasoning, "reasoning_parser", "")
     parser_start = parser_end = ""
     if parser:
-        # Load-bearing: StructuredOutputManager, built before the scheduler, imports the parser's
-        # plug-in, so that the name is known here.
+        # Load-bearing: StructuredOutputManager is built before the scheduler and imports the
+        # parser's plug-in, so the parser's name is registered here.
         parser_start, parser_end = parser_strings(parser, tokenizer, model)
     return ServerStrings(
         parser=parser,

@@ -1,6 +1,6 @@
-"""``meridian boundaries MODEL_DIR``: which think boundaries would be used, and why.
+"""``meridian boundaries MODEL_DIR``: prints which think boundaries would be used, and why.
 
-Reads the tokenizer and config.json; no engine is started and no weights are read.
+Reads the tokenizer and config.json; starts no engine and reads no weights.
 """
 
 import json

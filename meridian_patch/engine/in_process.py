@@ -1,4 +1,4 @@
-"""The engine core of a ``vllm.LLM``, where both are in this process."""
+"""Gives access to the engine core of a ``vllm.LLM`` that runs in this process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reads what a model directory says without starting an engine: tokenizer, identity, boundaries."""
+"""Reads tokenizer, identity and boundaries from a model directory, without an engine."""
 
 import dataclasses
 from pathlib import Path
@@ -25,11 +25,11 @@ class ModelDirectory(NamedTuple):
     """A model as its files describe it.
 
     Attributes:
-        tokenizer: of transformers.
-        vocabulary: what resolution asks of it.
-        identity: what its family was found by.
-        resolution: its boundaries; None for a single phase.
-        loaded: the configuration that was in force.
+        tokenizer: transformers' tokenizer.
+        vocabulary: its operations that resolution needs.
+        identity: names, architectures and parser, by which the family was found.
+        resolution: the boundaries; None for a single phase.
+        loaded: the configuration that was used.
     """
 
     tokenizer: Any
@@ -87,7 +87,7 @@ def _load(loader: Any, model: str, what: str) -> Any:
 
 
 def _identify(model: str, parser: str | None) -> ModelIdentity:
-    # The raw dictionary: an architecture that transformers does not know is no hindrance.
+    # The raw dictionary, because it also loads for architectures unknown to transformers.
     config, _ = _load(PretrainedConfig.get_config_dict, model, "config.json")
     if not config:
         raise BoundaryError(f"model directory {model} has no config.json, or an empty one")

@@ -1,7 +1,7 @@
-"""Ids of requests, as callers and as the engine have them."""
+"""Converts the engine's request ids to those of callers."""
 
 
 def caller_id(request_id: str) -> str:
-    """The id that whoever asked gave to a request of the engine."""
-    # Load-bearing: vLLM puts a random suffix behind the caller's id.
+    """The id that the caller gave to a request, from the engine's id."""
+    # Load-bearing: vLLM appends a random suffix to the caller's id.
     return request_id.rsplit("-", 1)[0]

@@ -1,8 +1,8 @@
-"""The schedulers by name, for ``vllm serve --scheduler-cls``: nothing is rebound.
+"""Names the phase-aware schedulers for ``vllm serve --scheduler-cls``, without any patch.
 
     vllm serve MODEL --scheduler-cls meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler
 
-Use the asynchronous class unless ``--no-async-scheduling`` is given: it is right in both cases.
+Use the asynchronous class, unless ``--no-async-scheduling`` is given.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from meridian_patch.engine.scheduler.scheduler import (
 
 
 def _phase_class(installed: type, build: Callable[[type], type]) -> type:
-    """The installed class when it is ours already, else a subclass of it."""
+    """The installed class if it is phase-aware already, else a phase-aware subclass."""
     return installed if issubclass(installed, PhaseScheduling) else build(installed)
 
 

@@ -1,4 +1,4 @@
-"""A field on vLLM's SchedulerStats that carries our counts across the process border."""
+"""Adds a field to vLLM's SchedulerStats that carries the plug-in's counts between processes."""
 
 from dataclasses import field
 from typing import Any
@@ -9,18 +9,19 @@ FIELD = "meridian_patch"
 
 
 def install() -> None:
-    """Add the field; must run in every process before the first message is coded.
+    """Add the field; must run in every process before it encodes or decodes its first message.
 
-    It stays after patches are undone: without our scheduler it is always None.
+    The field stays after patches are undone; without a phase-aware scheduler it is always None.
     """
-    # Load-bearing: msgspec codes a dataclass by its __dataclass_fields__ and drops all else.
+    # Load-bearing: msgspec encodes the `__dataclass_fields__` of a dataclass and drops the rest.
     fields = SchedulerStats.__dataclass_fields__
     if FIELD in fields:
         return
     added: Any = field(default=None)
     added.name = FIELD
     added.type = dict[str, int] | None
-    # Load-bearing: `dataclasses.fields()` recognises a field by this marker; borrow a real one.
+    # Load-bearing: `dataclasses.fields()` recognises a field by this marker; it is copied from
+    # another field.
     added._field_type = fields["kv_cache_usage"]._field_type
     fields[FIELD] = added
     SchedulerStats.__annotations__[FIELD] = dict[str, int] | None

@@ -1,11 +1,10 @@
-"""Tells other processes what is live in this one.
+"""Publishes what is live in this process as a file for ``meridian status``.
 
-Each patched process writes one small JSON file; ``meridian status`` reads them. Files of ended
-processes are ignored and removed by the next reader.
+Each patched process writes one small JSON file. The next reader removes files of ended processes.
 
-A directory is used only when it belongs to this user, is no symbolic link and can be written by
-no other user. Files are opened relative to that open directory, so that another user cannot put a
-link in their place.
+A directory is used only if it belongs to this user, is no symbolic link and is not writable by
+other users. Files are opened relative to that open directory, so that another user cannot replace
+them by a link.
 """
 
 import atexit
@@ -27,21 +26,21 @@ logger = logging.getLogger("vllm.meridian_patch")
 # Load-bearing: the last path component must be a directory itself; the kernel checks it.
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# A named pipe in place of a file must not make the reader wait.
+# O_NONBLOCK: a named pipe in place of a file must not block the reader.
 _READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _report: dict[str, Any] = {}
 
 
 class _UnsafeDirectoryError(OSError):
-    """Another user could read, replace or redirect what is written there."""
+    """The directory belongs to another user, or other users may write in it."""
 
 
 def publish(**facts: Any) -> None:
     """Merge ``facts`` into this process's report and write it.
 
-    The first directory of ``envs.status_directories`` that is safe and writable is used. Where
-    there is none, the process says so once and goes on: the facts stay in memory.
+    The first directory of ``envs.status_directories`` that is safe and writable is used. If there
+    is none, that is logged once, and the facts stay in memory.
     """
     if _report.get("pid") != os.getpid():  # first call, or a forked child
         _report.clear()
@@ -74,10 +73,10 @@ def publish(**facts: Any) -> None:
 def read_all() -> list[dict[str, Any]]:
     """Reports of all living patched processes of this user, launchers first.
 
-    Directories that are not safe are named in a warning and not read.
+    Directories that are not safe are not read; a warning names them.
 
     Raises:
-        MeridianError: a file is no report of this user's.
+        MeridianError: a file is not a report of this user.
     """
     reports = []
     for directory in envs.status_directories(envs.environment()):
@@ -114,7 +113,7 @@ def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
 
 
 def _write(directory: Path, name: str, text: str) -> None:
-    """Replace a file of a directory in one step.
+    """Write a file of a directory, replacing an old one atomically.
 
     Raises:
         OSError: the directory is not safe, or it cannot be written.
@@ -143,8 +142,8 @@ def _opened(directory: Path) -> Iterator[int]:
     """A descriptor of a directory in which only this user can write.
 
     Raises:
-        OSError: there is none, it is a symbolic link, it belongs to another user, or others may
-            write in it.
+        OSError: the directory does not exist, is a symbolic link, belongs to another user, or is
+            writable by others.
     """
     folder = os.open(directory, _OPEN_DIRECTORY)
     try:
@@ -184,7 +183,7 @@ def _remove(pid: int) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Kernel start time of a process, or None when it is gone; tells a reused pid apart."""
+    """Kernel start time of a process, to detect a reused pid; None if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,1 +1,1 @@
-"""Which phase a request is in: boundaries, matcher, tracker."""
+"""Finds the phase of each request: boundaries, matcher, tracker."""

@@ -13,13 +13,13 @@ class Boundaries:
 
     Attributes:
         family: name of the family file, or ``"<parser NAME>"`` when only a parser is known.
-        start: sequences of which any one opens thinking.
-        end: sequences of which any one ends thinking.
-        close: the sequence to force when thinking must be ended.
-        history: what the chat template does with earlier turns' thinking.
-        tool_call: sequences of which any one opens a tool call.
-        probe: what to put behind a thought to see how sure its answer is; empty: it cannot be
-            written in tokens.
+        start: sequences, any of which opens thinking.
+        end: sequences, any of which ends thinking.
+        close: the sequence that is forced to end thinking.
+        history: what the chat template does with the thinking of earlier turns.
+        tool_call: sequences, any of which opens a tool call.
+        probe: the trial boundary that a probe appends to a thought; empty if the tokenizer cannot
+            encode it.
     """
 
     family: str

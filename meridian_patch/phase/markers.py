@@ -1,4 +1,4 @@
-"""Decides which marker strings count: those of the family file, the server's, or both."""
+"""Chooses the marker strings: those of the family file, the server's, or both."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from meridian_patch.errors import BoundaryError
 
 @dataclass(frozen=True)
 class ServerStrings:
-    """Marker strings that the server was started with; empty where it has none.
+    """Marker strings that the server was started with; empty strings for missing ones.
 
     Attributes:
         parser: name of vLLM's reasoning parser.
         parser_start: the parser's ``reasoning_start_str``.
         parser_end: the parser's ``reasoning_end_str``.
         start: ``reasoning_start_str`` of ``--reasoning-config``.
-        end: ``reasoning_end_str`` of ``--reasoning-config``: a phrase may stand before the marker.
+        end: ``reasoning_end_str`` of ``--reasoning-config``; a phrase may precede the marker.
     """
 
     parser: str = ""
@@ -28,7 +28,7 @@ class ServerStrings:
 
 @dataclass(frozen=True)
 class Marker:
-    """One marker string and where it is written."""
+    """One marker string, its field and its source."""
 
     field: str
     text: str
@@ -40,14 +40,14 @@ class Markers:
     """All markers of one model, still as text.
 
     Attributes:
-        label: what to call the model's family.
+        label: name of the model's family in messages.
         start: markers that open thinking.
         end: markers that end thinking.
-        close: the text to force when thinking must be ended.
-        probe: the text to put behind a thought to see how sure its answer is; field ``probe`` when
-            a family file states it.
-        match: the family file behind them; None when only the server's strings are known.
-        notes: what an operator should read once.
+        close: the text that is forced to end thinking.
+        probe: the trial boundary that a probe appends to a thought; its field is ``probe`` if a
+            family file sets it.
+        match: the family file; None if only the server's strings are known.
+        notes: messages for the operator, to be logged once.
     """
 
     label: str
@@ -62,14 +62,16 @@ class Markers:
 def choose_markers(model: str, match: FamilyMatch | None, server: ServerStrings) -> Markers | None:
     """Combine a family file with the server's strings.
 
-    1. A family that the operator forced counts alone.
-    2. A family file and the server's strings must agree: one is the beginning of the other, but
-       for surrounding white space. Then the file counts, and the server's end string is forced.
-    3. A family that was found by the parser's name alone gives way to the server's strings.
-    4. Without a family the server's strings count.
+    1. If the operator forced a family whose markers differ from the server's, only the family's
+       are used.
+    2. Otherwise a family file and the server's strings must agree: one is a prefix of the other,
+       without surrounding white space. Then the file's are used, and the server's end string is
+       the one that is forced.
+    3. If a family that was found only by the parser's name differs, the server's strings are used.
+    4. Without a family the server's strings are used.
 
     Returns:
-        None when nothing says what the markers are.
+        None if no source defines the markers.
 
     Raises:
         BoundaryError: family file and server disagree.
@@ -114,7 +116,7 @@ def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ..
 
 
 def _from_server(server: ServerStrings) -> Markers | None:
-    """As vLLM itself combines them: a configured string replaces the parser's."""
+    """Markers from the server's strings, combined as in vLLM: configured before the parser's."""
     if not (server.start or server.parser_start) or not (server.end or server.parser_end):
         return None
     parser = f"--reasoning-parser {server.parser}"

@@ -1,7 +1,7 @@
 """Finds think boundaries in a token stream, one token at a time.
 
-A small Aho-Corasick automaton over token ids: markers may be several tokens long, may span steps,
-and several spellings of one marker may be known. One token costs O(1) amortised.
+An Aho-Corasick automaton over token ids: a marker may consist of several tokens, span several steps
+and have several spellings. One token takes O(1) amortised.
 """
 
 from collections import deque
@@ -12,12 +12,12 @@ from meridian_patch.phase.boundaries import Boundaries, TokenIds
 
 ROOT = 0
 
-# Tokens per look of a backward search. Prompts nearly always hold a marker near their end.
+# Tokens per part of a backward search. Most prompts have a marker near their end.
 _FIRST_PART, _PART = 64, 4096
 
 
 class Event(IntEnum):
-    """What the last token completed."""
+    """The boundary that the last token completed."""
 
     NONE = 0
     START = 1
@@ -42,21 +42,21 @@ class BoundaryMatcher:
                 self._insert(sequence, event)
         self._failures = self._link()
         self._last_ids = frozenset(self._endings)
-        # Tokens that cannot leave the root; lets callers skip the automaton.
+        # First tokens of all sequences. In state ROOT, other tokens need no step.
         self.first_ids = frozenset(self._edges[ROOT])
 
     def step(self, state: int, token_id: int) -> tuple[int, Event]:
-        """Advance by one token: the new state, and the boundary this token completes."""
+        """Advance by one token; returns the new state and the boundary that it completes."""
         while state and token_id not in self._edges[state]:
             state = self._failures[state]
         state = self._edges[state].get(token_id, ROOT)
         return state, self._events[state]
 
     def last_boundary(self, token_ids: Sequence[int]) -> tuple[Event, int]:
-        """The last boundary in ``token_ids``, found from the end, and where it begins.
+        """The last boundary in ``token_ids``, searched from the end, and the index of its start.
 
-        Parts without the last token of any marker are passed over by one C call each: some 12 ns
-        per token, where a loop takes 60.
+        Parts without the last token of any marker are skipped by one C call each, which takes about
+        12 ns per token instead of 60 ns in a loop.
 
         Returns:
             ``Event.NONE`` and 0 when there is none.
@@ -76,7 +76,7 @@ class BoundaryMatcher:
         return Event.NONE, 0
 
     def state_after(self, token_ids: Sequence[int]) -> int:
-        """State of a stream that has just seen ``token_ids``: a marker may be half open."""
+        """State after ``token_ids``, which may end within a marker."""
         state = ROOT
         for token_id in token_ids[max(0, len(token_ids) - self._longest) :]:
             state, _ = self.step(state, token_id)
@@ -98,7 +98,7 @@ class BoundaryMatcher:
         self._longest = max(self._longest, len(sequence))
         endings = self._endings.setdefault(sequence[-1], [])
         endings.append((sequence, event))
-        # The longest spelling decides where one marker is the tail of another.
+        # If one marker is the end of another, the longer one counts.
         endings.sort(key=lambda ending: -len(ending[0]))
 
     def _link(self) -> list[int]:

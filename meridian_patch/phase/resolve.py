@@ -1,4 +1,4 @@
-"""Resolves the think boundaries of a served model: markers as text to token sequences."""
+"""Resolves the think boundaries of a served model from marker strings to token sequences."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Resolution:
-    """Boundaries, and what they were resolved from.
+    """Boundaries, and their sources.
 
     Attributes:
-        boundaries: what the tracker uses.
-        markers: the strings behind them.
-        sequences: per marker field, its token sequences.
-        notes: what an operator should read once.
+        boundaries: the token sequences that the tracker uses.
+        markers: the strings that they were resolved from.
+        sequences: token sequences by marker field.
+        notes: messages for the operator, to be logged once.
     """
 
     boundaries: Boundaries
@@ -37,10 +37,10 @@ def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
     Args:
         model: the model's name or path, for messages.
         markers: from ``choose_markers``.
-        vocabulary: of the served tokenizer.
+        vocabulary: the served tokenizer's.
 
     Raises:
-        BoundaryError: a marker the tokenizer cannot write, or ids that contradict verified ones.
+        BoundaryError: the tokenizer cannot encode a marker, or ids contradict verified ones.
     """
     notes = list(markers.notes)
     sequences = {}
@@ -86,7 +86,7 @@ def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
 def _find_tool_calls(
     model: str, markers: Markers, vocabulary: Vocabulary, notes: list[str]
 ) -> tuple[TokenIds, ...]:
-    """Sequences that open a tool call; one that cannot be followed is noted and left out."""
+    """Sequences that open a tool call; a marker that cannot be encoded is noted and left out."""
     if markers.match is None:
         return ()
     sequences: dict[TokenIds, None] = {}
@@ -165,7 +165,7 @@ def _unresolvable(model: str, marker: Marker, found: MarkerSequences) -> Boundar
 def _note_plain_text(
     model: str, markers: Markers, sequences: dict[str, tuple[TokenIds, ...]]
 ) -> list[str]:
-    """Markers that are several tokens although nobody documented that they are."""
+    """Notes on markers of several tokens that are not documented to be several."""
     documented = markers.match.family.documented_ids if markers.match else None
     return [
         f"model {model}: {marker.field} {marker.text!r} ({marker.origin}) is no vocabulary entry; "
@@ -187,7 +187,7 @@ def _compare_ids(
     sequences: dict[str, tuple[TokenIds, ...]],
     close: TokenIds,
 ) -> list[str]:
-    """Compare with the family file's documented ids; differences that may be lived with."""
+    """Compare with the family file's documented ids; returns notes on tolerable differences."""
     documented = match.family.documented_ids
     compared = [
         (markers.start[0], documented.start, sequences["start"]),
@@ -206,7 +206,7 @@ def _compare_ids(
             f"the served tokenizer, expected {list(expected) if expected else 'a single one'} "
             f"({documented.provenance}: {documented.source})"
         )
-        # A family that was not found by name may well come with another vocabulary.
+        # A model whose family was not found by name may have another vocabulary.
         is_binding = match.how in {"config", "name"}
         if is_binding and is_split:
             raise BoundaryError(f"{message}. The marker is missing from the vocabulary. {REMEDY}")

@@ -1,8 +1,8 @@
-"""From one marker string to the token sequences that a model may write it with.
+"""Finds the token sequences with which a model may write a marker string.
 
 A marker that is a vocabulary entry is that one token. Any other marker is several tokens, and a
-tokenizer may merge its first and last characters with what stands around it, so it is encoded in
-several surroundings and each distinct run of tokens counts.
+tokenizer may merge its first and last characters with adjacent text. So it is encoded in several
+contexts, and each distinct sequence is used.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ AFTER = ("", "\n", "\n\n", "x")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is asked of a tokenizer.
+    """The operations of a tokenizer that resolution needs.
 
     Attributes:
         encode: text to ids, without special tokens added around it.
@@ -32,12 +32,12 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class MarkerSequences:
-    """How a tokenizer writes one marker.
+    """How a tokenizer encodes one marker.
 
     Attributes:
-        sequences: distinct token sequences, that of the bare marker first if it stands alone;
-            empty when the marker cannot be told from its surroundings.
-        merged: surroundings in which the marker is merged with other text, as that text.
+        sequences: distinct token sequences, beginning with that of the bare marker if it has one;
+            empty if the marker is merged with adjacent text in every context.
+        merged: texts in which the marker is merged with adjacent text.
         bare_ids: the bare marker, encoded.
         bare_text: ``bare_ids``, decoded.
     """
@@ -49,7 +49,7 @@ class MarkerSequences:
 
 
 def find_sequences(marker: str, vocabulary: Vocabulary) -> MarkerSequences:
-    """All token sequences of ``marker``, in the surroundings ``BEFORE`` x ``AFTER``."""
+    """All token sequences of ``marker``, in the contexts ``BEFORE`` x ``AFTER``."""
     entry = vocabulary.token_id(marker)
     if entry is not None:
         return MarkerSequences(((entry,),), (), (entry,), marker)
@@ -69,7 +69,7 @@ def find_sequences(marker: str, vocabulary: Vocabulary) -> MarkerSequences:
 
 
 def _window(ids: list[int], marker: str, decode: Callable[[list[int]], str]) -> list[int]:
-    """The shortest run of ids whose text holds the marker; empty when there is none."""
+    """The shortest run of ids whose text contains the marker; empty if there is none."""
     stop = next((n for n in range(1, len(ids) + 1) if marker in decode(ids[:n])), 0)
     first = 0
     while first + 1 < stop and marker in decode(ids[first + 1 : stop]):

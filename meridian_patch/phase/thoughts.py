@@ -1,23 +1,23 @@
-"""Where thinking stands in a sequence of tokens."""
+"""Finds thoughts and markers in a sequence of tokens."""
 
 from collections.abc import Iterator, Sequence
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 
-# Markers this close are no thought: templates write an empty one for turns without thinking, and
-# system prompts show the format.
+# A start and an end marker this close are not a thought: templates write an empty one for turns
+# without thinking, and system prompts may show the format.
 MAX_SHORT_TOKENS = 32
 
 
 def find_first_thought(token_ids: Sequence[int], boundaries: Boundaries) -> int | None:
-    """Index of the first start marker that is not closed again soon.
+    """Index of the first start marker without an end marker soon after it.
 
     Args:
         token_ids: a prompt.
-        boundaries: of the served model.
+        boundaries: boundaries of the served model.
 
     Returns:
-        None when there is no thought in it.
+        None if the prompt contains no thought.
     """
     found = [
         index
@@ -28,7 +28,7 @@ def find_first_thought(token_ids: Sequence[int], boundaries: Boundaries) -> int 
 
 
 def holds_any(token_ids: Sequence[int], sequences: tuple[TokenIds, ...]) -> bool:
-    """Whether one of ``sequences`` stands somewhere in ``token_ids``."""
+    """Whether ``token_ids`` contains one of ``sequences``."""
     return any(next(_places(token_ids, sequence), None) is not None for sequence in sequences)
 
 

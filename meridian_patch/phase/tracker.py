@@ -1,6 +1,6 @@
-"""Which phase each request is in, kept up to date from accepted tokens.
+"""Tracks the phase of each request from its accepted tokens.
 
-Runs in the EngineCore process in every step, so it does as little as it can.
+Runs in the EngineCore process in every step, so it is optimised for speed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Phase(StrEnum):
     ANSWER = "answer"
 
 
-# A name of the module is found faster than a member of an enumeration.
+# Python finds a name of the module faster than a member of an enumeration.
 _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
 
 
@@ -39,17 +39,17 @@ class RequestPhase:
     match_state: int
     # Known tokens when this phase began, prompt included.
     tokens_before: int
-    # Index of the token at which the first thought begins, that of an earlier request included.
+    # Index at which the first thought begins; it may be an earlier turn's in the prompt.
     first_thought: int | None = None
-    # The same for the first thought that this request itself thinks.
+    # The same for this request's own first thought.
     own_thought: int | None = None
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
     # True once a boundary ended thinking in this request's output.
     is_handed_off: bool = False
-    # Known tokens from which on the next ones may change something, for an attentive request.
+    # For an attentive request: number of known tokens from which on it must be observed.
     attends_from: int = 0
-    # True for a request that thinks, has thought, or will think as soon as it is prefilled.
+    # True for a request that thinks, has thought, or will think after its prefill.
     is_reasoning: bool = False
 
     @property
@@ -66,15 +66,15 @@ class RequestPhase:
 class PhaseTracker:
     """Per-request phase state machine.
 
-    A request starts in ``PREFILL``; its first token puts it into the phase that the prompt's last
-    boundary left open (no boundary: answering). An end boundary moves it to ``ANSWER``, a new
+    A request starts in ``PREFILL``. Its first token moves it to ``THINK`` if the prompt's last
+    boundary is a start, and to ``ANSWER`` otherwise. An end boundary moves it to ``ANSWER``, a new
     start boundary back to ``THINK``.
 
-    Nearly every token is in no marker and changes nothing. A step costs one look at its tokens
-    together (``expects``), and ``observe`` for the few requests to which something may happen.
+    Most tokens belong to no marker and change nothing. So each step checks all of its tokens
+    together (``expects``), and calls ``observe`` only for the few requests that may change.
 
     Args:
-        boundaries: of the served model; None makes every request single-phase.
+        boundaries: boundaries of the served model; None makes every request single-phase.
         handoff_tokens: ``observe`` also reports the answer token with this index after a boundary.
     """
 
@@ -84,8 +84,8 @@ class PhaseTracker:
         self._first_ids = self._matcher.first_ids if self._matcher else frozenset()
         self._handoff_tokens = handoff_tokens
         self._states: dict[str, RequestPhase] = {}
-        # Requests that any next token may change: without a token yet, within a marker, in their
-        # hand-off.
+        # Requests that any next token may change: without a token yet, within a marker, or in
+        # their hand-off.
         self._attentive: dict[str, RequestPhase] = {}
         # Number of requests by phase; the sum is len(self).
         self.counts: dict[Phase, int] = dict.fromkeys(Phase, 0)
@@ -95,22 +95,22 @@ class PhaseTracker:
 
     @property
     def has_boundaries(self) -> bool:
-        """Whether the served model thinks at all."""
+        """Whether the served model has think boundaries."""
         return self._boundaries is not None
 
     def __len__(self) -> int:
         return len(self._states)
 
     def get(self, request_id: str) -> RequestPhase | None:
-        """State of a request, or None when it is not tracked."""
+        """State of a request; None if it is not tracked."""
         return self._states.get(request_id)
 
     def add(self, request_id: str, known: Sequence[int]) -> None:
-        """Track a request; again for a known id starts it over (a streaming session went on).
+        """Track a request; a known id starts anew, as for the next turn of a streaming session.
 
         Args:
-            request_id: a name of its own.
-            known: its tokens so far; accepted tokens are appended to it by the caller.
+            request_id: the request's unique id.
+            known: its tokens so far; the caller appends accepted tokens to this list.
         """
         self.remove(request_id)
         first_phase, match_state = Phase.ANSWER, ROOT
@@ -124,7 +124,7 @@ class PhaseTracker:
         state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, len(known))
         state.own_thought = own_thought
         if self._boundaries and event is not Event.NONE:
-            # Without any boundary there is no thought: a second search through it is saved.
+            # Without any boundary there is no thought, and the search is skipped.
             state.first_thought = find_first_thought(known, self._boundaries)
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
@@ -132,7 +132,7 @@ class PhaseTracker:
             self._mark_reasoning(state)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; unknown ids are fine."""
+        """Forget a request; unknown ids are ignored."""
         self._attentive.pop(request_id, None)
         state = self._states.pop(request_id, None)
         if state is not None:
@@ -140,7 +140,7 @@ class PhaseTracker:
             self.num_reasoning -= state.is_reasoning
 
     def runs(self, request_id: str) -> None:
-        """A request is in a step that may bring its first token; unknown ids are fine."""
+        """Note a request in a step that may make its first token; unknown ids are ignored."""
         state = self._states.get(request_id)
         if state is not None and state.phase is Phase.PREFILL:
             state.attends_from = 0
@@ -149,18 +149,18 @@ class PhaseTracker:
     def expects(
         self, sampled: Sequence[Sequence[int]], index_of: Mapping[str, int]
     ) -> dict[str, int]:
-        """The requests to ``observe`` once these tokens are accepted, and what they know now.
+        """The requests to ``observe`` once these tokens are accepted.
 
         Args:
-            sampled: tokens of a step, one row per request; empty where nothing is sampled.
-            index_of: row by request id.
+            sampled: tokens of a step, one row per request; empty for a request without a sample.
+            index_of: index of the row by request id.
 
         Returns:
-            By request id the number of known tokens, which is what ``observe`` wants.
+            The present number of known tokens by request id, to be passed to ``observe``.
         """
         expected: dict[str, int] = {}
         if not sampled:
-            # A pooling model samples nothing.
+            # Pooling models sample nothing.
             return expected
         for name, attentive in self._attentive.items():
             index = index_of.get(name)
@@ -175,11 +175,10 @@ class PhaseTracker:
         return expected
 
     def observe(self, request_id: str, seen: int) -> bool:
-        """Take in what a request came to know since it knew ``seen`` tokens.
+        """Process the tokens of a request after its first ``seen`` known tokens.
 
         Returns:
-            True when the request's place in the order may have changed: its phase did, or its
-            hand-off is over.
+            Whether the request's rank may have changed: its phase changed or its hand-off ended.
         """
         state = self._states.get(request_id)
         if state is None or len(state.known) <= seen:
@@ -207,10 +206,10 @@ class PhaseTracker:
         return is_changed or (state.phase is _ANSWER and was_handing_off and not is_handing_off)
 
     def resync(self, request_id: str) -> bool:
-        """Judge a request by all of its tokens: ``observe`` failed, and some were not taken in.
+        """Find the phase from all known tokens, after ``observe`` failed for some of them.
 
         Returns:
-            True when its phase changed.
+            Whether the phase changed.
         """
         state = self._states.get(request_id)
         if state is None or self._matcher is None or len(state.known) <= state.tokens_before:
@@ -259,7 +258,7 @@ class PhaseTracker:
         state.is_reasoning = True
 
     def _enter(self, state: RequestPhase, phase: Phase, known: int) -> None:
-        """A phase begins after the first ``known`` tokens."""
+        """Begin a phase after the first ``known`` tokens."""
         self.counts[state.phase] -= 1
         self.counts[phase] += 1
         self._entered[phase] = self._entered.get(phase, 0) + 1

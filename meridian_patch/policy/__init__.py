@@ -1,1 +1,1 @@
-"""What to run first and whom to preempt: decides, never acts."""
+"""Decides which requests run first and which are preempted; pure code without side effects."""

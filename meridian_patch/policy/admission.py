@@ -1,7 +1,7 @@
-"""Whether the KV pool will hold what runs and a newcomer until they end.
+"""Forecasts whether the KV pool can hold the running requests and a new one until they end.
 
-A forecast is a row of two token counts: what a request alone holds of the pool, or will hold once
-admitted, and what it is expected to add before it ends.
+A forecast is a row of two token counts: the KV tokens that a request holds or will hold once
+admitted, and those that it is expected to add before it ends.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ Forecasts = NDArray[np.float64]
 
 
 def peak_tokens(forecasts: Forecasts) -> float:
-    """The most KV tokens that all of them hold at one time.
+    """The peak of the KV tokens that all requests hold together.
 
-    All make one token per step, so the pool is fullest just before one of them ends:
+    Every request makes one token per step, so the pool is fullest just before one of them ends:
     ``max_k (sum of held_1..k + k * growth_k)`` with growths in falling order (Past-Future
     scheduling, ASPLOS 2025, section 4).
 
@@ -27,14 +27,14 @@ def peak_tokens(forecasts: Forecasts) -> float:
 
 
 def count_admissible(running: Forecasts, waiting: Forecasts, pool_tokens: float) -> int:
-    """How many of ``waiting``, from the first on, fit in beside what runs.
+    """How many of ``waiting``, from the first on, fit beside the running requests.
 
-    An empty engine takes one whatever the forecast says.
+    An empty engine admits one request regardless of the forecast.
 
     Args:
         running: [requests, 2], held and growth.
         waiting: the same, in the order of the queue.
-        pool_tokens: that the peak may come to.
+        pool_tokens: upper bound of the peak.
     """
     together = np.concatenate((running, waiting))
     for admitted in range(len(waiting)):

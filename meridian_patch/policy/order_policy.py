@@ -1,4 +1,4 @@
-"""What a policy sees of a request and what it decides."""
+"""The interface of order policies: their view of a request, and the rank that they return."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -16,12 +16,12 @@ class RequestView(NamedTuple):
     is_handed_off: bool
     # True while its known tokens are being computed: a new prompt, or a resume after preemption.
     is_prefilling: bool
-    # Tokens whose KV is computed: what a preemption throws away,
+    # Tokens whose KV is computed, which a preemption loses.
     num_computed_tokens: int
     num_preemptions: int
-    # but for these, which an offload tier gives back. What the prefix cache would is not known.
+    # Tokens among them that an offload tier keeps. What the prefix cache keeps is not known.
     num_kept_tokens: int = 0
-    # As vLLM's own: lower goes first.
+    # As in vLLM, lower goes first.
     priority: int = 0
 
 
@@ -30,15 +30,15 @@ class OrderPolicy(Protocol):
 
     @property
     def drift(self) -> Mapping[int, int]:
-        """How ranks change while nothing happens but decoding.
+        """How ranks change while requests only decode.
 
-        By the first number of a rank: what one more computed token adds to the last number.
-        Standings that are not named here do not change. The order is kept by this instead of
-        ranking everybody in every step.
+        Maps the first number of a rank to what one more computed token adds to the last number.
+        Ranks whose first number is missing do not change. This avoids ranking every request in
+        every step.
         """
 
     def rank(self, view: RequestView) -> tuple[int, ...]:
         """Smaller is served sooner and preempted later; equal ranks keep the stock order.
 
-        Called when something happened to a request, and now and then when nothing did.
+        Called when a request changed, and from time to time for unchanged requests.
         """

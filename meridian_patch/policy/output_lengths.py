@@ -1,11 +1,11 @@
-"""How many more tokens a request will make, from those that finished (Past-Future, ASPLOS 2025)."""
+"""Predicts how many more tokens a request makes, from finished ones (Past-Future, ASPLOS 2025)."""
 
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Borders of the histogram, in tokens; about 8 bins per doubling.
+# Bin borders of the histogram, in tokens; about 8 bins per doubling.
 _BORDERS: Final = np.unique(np.geomspace(16, 262_144, 113).astype(np.int64))
 _FORGETTING: Final = 0.999
 _MIN_COUNT: Final = 20
@@ -13,7 +13,7 @@ _REFRESH_EVERY: Final = 16
 
 
 class LengthHistogram:
-    """Lengths of one phase, the recent ones counting most."""
+    """Histogram of the lengths of one phase, in which recent ones have the greatest weight."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(len(_BORDERS) + 1)
@@ -23,7 +23,7 @@ class LengthHistogram:
         self._residual: NDArray[np.float64] | None = None
 
     def add(self, tokens: int) -> None:
-        """A phase ended after so many tokens."""
+        """Add a phase that ended after ``tokens`` tokens."""
         self._counts *= _FORGETTING
         self._sums *= _FORGETTING
         place = np.searchsorted(_BORDERS, tokens, side="right")
@@ -36,7 +36,7 @@ class LengthHistogram:
             self._refresh()
 
     def remaining(self, attained: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """Expected tokens still to come of phases that are this long already.
+        """Expected number of further tokens of phases that have ``attained`` tokens already.
 
         Returns:
             The same shape; None before enough phases have ended.
@@ -51,7 +51,7 @@ class LengthHistogram:
         sums = np.cumsum(self._sums[::-1])[::-1]
         with np.errstate(divide="ignore", invalid="ignore"):
             residual = sums / beyond - lower
-        # Beyond the longest seen nothing is known: as much again as half of what there is.
+        # Beyond the longest length seen, assume half of the attained length.
         unknown = beyond < 1
         residual[unknown] = lower[unknown] / 2
         self._residual = np.maximum(residual, 1.0)

@@ -1,13 +1,13 @@
-"""When the next token of the tightest answer is due.
+"""Computes when the next answer token is due.
 
-An answer that streams faster than its reader needs has tokens in hand. Its next token is due only
-when they are read (slack, as in Andes and Kairos).
+An answer that is ahead of its ITL target has slack: its next token is due only once the tokens made
+so far have been read at the target's pace (as in Andes and Kairos).
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# However far ahead all answers are, a step takes no more than this many target latencies.
+# Upper bound of a step's duration in target latencies, however much slack the answers have.
 MOST_TARGETS = 4.0
 
 
@@ -15,9 +15,9 @@ class Reading(NamedTuple):
     """One answer that is being read.
 
     Attributes:
-        since_s: when its first token was made.
-        tokens: made so far.
-        itl_s: the inter-token latency that it is to keep.
+        since_s: time of its first token.
+        tokens: number of tokens so far.
+        itl_s: its target for the inter-token latency, in seconds.
     """
 
     since_s: float
@@ -26,9 +26,9 @@ class Reading(NamedTuple):
 
 
 def next_due_s(readings: Iterable[Reading], now_s: float) -> float | None:
-    """Seconds until the first reader waits for a token; None when nobody reads.
+    """Seconds until the first answer needs its next token; None without answers.
 
-    At least the tightest target, and at most ``MOST_TARGETS`` of it.
+    At least the tightest target, and at most ``MOST_TARGETS`` times it.
     """
     due_s = tightest_s = float("inf")
     for since_s, tokens, itl_s in readings:

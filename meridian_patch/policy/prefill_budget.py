@@ -1,4 +1,4 @@
-"""How many tokens a step may have while somebody reads an answer."""
+"""Computes the token budget of a step while any request answers."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,12 +6,13 @@ from typing import Self
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
-# The saturation guard lengthens a step up to this many times what it takes beside its prefill.
-# Prefill has half of the machine then; what more would drain faster is bought with every answer's
-# latency, and where prefill runs beside the reading of KV it would drain hardly faster at all.
+# The saturation guard lengthens a step up to this multiple of its time without prefill. Prefill has
+# half of the machine's time then. Longer steps would increase the latency of every answer, and
+# hardly drain the backlog faster where prefill overlaps with reading KV.
 _MOST_STRETCH = 2.0
-# The least a step is lengthened by default, and how many times a step's bare time is long enough:
-# where prefill has five sixths of the machine already, longer steps hardly compute prompts faster.
+# The default target is at least this multiple of the decode time, and otherwise at most 6 times a
+# step's bare time: prefill then has 5/6 of the machine's time, and longer steps hardly compute
+# prompts faster.
 _LEAST_FACTOR = 1.05
 _ENOUGH_STRETCH = 6.0
 
@@ -43,30 +44,31 @@ class PrefillBudgetSettings:
 
 
 class PrefillBudget:
-    """Cuts steps so that the tightest answer's inter-token latency is kept.
+    """Lowers the token budget of steps so that the tightest inter-token latency is kept.
 
-    1. Nobody answers: the engine's full budget.
-    2. Somebody answers: decoding, and as much prefill as ends in time by ``model``. Before the
-       model has data: twice the prefill that did not make a step longer so far, and at most the
-       full budget over ``think_batch_multiplier``.
-    3. Where any prefill costs a fixed time: no less of it than is worth that time.
-    4. Now and then, where every step has prefill: none of it, to see what decoding alone takes.
-    5. Saturation guard: a cut that was used up in every step for ``drain_s`` holds work back
-       that does not drain. Steps may take twice as long each ``drain_s`` from then on, until the
-       backlog is gone or prefill has half of the step.
+    1. Without an answer, a step has the engine's full budget (the caller does not ask).
+    2. With an answer, a step decodes, and has as much prefill as ends in time according to
+       ``model``. Before the model has data: twice the prefill that has not made a step longer, and
+       at most the full budget divided by ``think_batch_multiplier``.
+    3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that the
+       fixed time is a small share.
+    4. If every step has prefill, a step from time to time has none, to measure decoding alone.
+    5. Saturation guard: if the lowered budget was used up in every step for ``drain_s`` seconds,
+       the backlog does not drain. From then on steps may take twice as long with each ``drain_s``,
+       until a step leaves budget unused or prefill has half of the step.
     """
 
     def __init__(self, settings: PrefillBudgetSettings, model: StepTimeModel) -> None:
         self._settings = settings
         self._model = model
-        # Since when every step has used its budget up.
+        # Time since which every step has used up its budget.
         self._used_up_since_s: float | None = None
 
     def default_itl_s(self, shape: StepShape) -> float | None:
-        """The inter-token latency to keep where nobody asks for one; None without data.
+        """The inter-token latency to keep if none is requested; None without data.
 
         Args:
-            shape: decode tokens, and the context of requests that decode alone.
+            shape: decode tokens, and the context of the decoding requests only.
         """
         decode_s, bare_s = self._model.decode_seconds(shape), self._model.bare_seconds(shape)
         if decode_s is None:
@@ -84,14 +86,14 @@ class PrefillBudget:
         now_s: float,
         least: int = 1,
     ) -> int:
-        """Tokens for the next step while somebody answers.
+        """Token budget of the next step while any request answers.
 
         Args:
             shape: decode tokens and context of the requests that decode.
-            before: tokens of the next prompt in line that are computed already.
+            before: computed tokens of the next prompt in line.
             target_s: how long the step may take; None while that is not known.
-            now_s: of a steady clock.
-            least: tokens of prefill below which no prompt could be scheduled.
+            now_s: time of a monotonic clock.
+            least: least prefill tokens with which a prompt can be scheduled.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):
@@ -109,7 +111,7 @@ class PrefillBudget:
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:
-        """A step was scheduled; ``is_used_up`` when a cut left nothing of its budget."""
+        """Note a scheduled step; ``is_used_up``: a lowered budget was used up."""
         if not is_used_up:
             self._used_up_since_s = None
         elif self._used_up_since_s is None:

@@ -1,4 +1,4 @@
-"""Which rules a policy consists of; each can be switched off alone."""
+"""Defines the rules of each policy; each rule can be switched off alone."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,11 +13,11 @@ class Rules:
 
     Attributes:
         order: answers are served first and preempted last.
-        victims: among thinkers the one that loses the least work is preempted first.
-        step_cut: while somebody reads an answer, prefill may make a step only so much longer.
-        pacing: what answers are ahead of their pace is time that prefill may use.
-        admission: a request is admitted when what runs is forecast to leave room for it.
-        time_sharing: a newcomer may take the place of a request that has thought for long.
+        victims: among thinkers, the one that loses the least work is preempted first.
+        step_cut: while any request answers, the token budget limits how long prefill makes a step.
+        pacing: prefill may use the slack of answers ahead of their ITL target.
+        admission: a request is admitted if the forecast KV demand leaves room for it.
+        time_sharing: a long thinker may be preempted to admit a new request.
     """
 
     order: bool
@@ -29,7 +29,7 @@ class Rules:
 
     @property
     def are_all_off(self) -> bool:
-        """Every decision is stock's."""
+        """Whether no rule is on, so that every decision is stock's."""
         return not any(asdict(self).values())
 
 
@@ -70,7 +70,7 @@ PROFILES: Final[Mapping[str, Rules]] = {
 
 
 def choose_rules(config: PolicyConfig) -> Rules:
-    """The profile's rules, with those that the configuration sets by themselves."""
+    """The rules of the configured policy, with the rules that the configuration overrides."""
     profile = asdict(PROFILES[config.name])
     chosen = {name: getattr(config, name) for name in profile}
     return Rules(**{name: profile[name] if on is None else on for name, on in chosen.items()})

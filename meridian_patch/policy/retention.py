@@ -1,8 +1,9 @@
-"""How long a free KV block is kept: decides, never acts.
+"""Decides in which tier a freed KV block is kept.
 
-A block can be hit again only by a prompt that begins with the block's tokens and all before them.
-Most chat templates drop earlier turns' thinking, so nothing behind the first thought of a finished
-request comes back: neither the thought nor the answer, whose positions change.
+A block can be hit again only by a prompt that contains the block's tokens and all tokens before
+them as a prefix. Most chat templates drop the thinking of earlier turns. The blocks from the first
+thought of a finished request on are then never hit again: neither those of the thought nor those of
+the answer, whose positions change.
 """
 
 from enum import IntEnum
@@ -21,16 +22,16 @@ class Tier(IntEnum):
 
     @property
     def label(self) -> str:
-        """In metrics."""
+        """Name in metrics."""
         return self.name.lower()
 
 
 class Retention(NamedTuple):
-    """What becomes of a request's blocks when they are freed.
+    """The tiers of a request's blocks when they are freed.
 
     Attributes:
         kept_tokens: blocks that end at or before this many tokens are ``OUTPUT_CRITICAL``.
-        tier: of the blocks that end behind.
+        tier: tier of the blocks that end later.
     """
 
     kept_tokens: int
@@ -38,13 +39,13 @@ class Retention(NamedTuple):
 
 
 def choose_history(known: History, configured: str, *, sees_tool_calls: bool) -> History:
-    """The history rule to go by.
+    """The history rule to use.
 
     Args:
-        known: of the model's family.
-        configured: ``kv.history``; ``auto`` is ``known``.
-        sees_tool_calls: False when the family has no tool-call marker. A tool loop that goes on
-            cannot be told from its end then, and everything is kept, as stock does.
+        known: the rule of the model's family.
+        configured: ``kv.history``; ``auto`` means ``known``.
+        sees_tool_calls: False if the family has no tool-call marker. It is then unknown whether a
+            tool loop continues, so everything is kept, as in stock.
     """
     rule = known if configured == "auto" else cast("History", configured)
     if rule == "keep_in_tool_loop" and not sees_tool_calls:
@@ -53,14 +54,15 @@ def choose_history(known: History, configured: str, *, sees_tool_calls: bool) ->
 
 
 def kept_tokens(state: RequestPhase, history: History) -> int | None:
-    """How many of a request's tokens, from the first on, a later turn's prompt may begin with.
+    """How many of a request's first tokens a later turn's prompt may begin with.
 
-    1. Where earlier thinking is dropped, what stands before this request's own thought. Markers
-       before are part of some text that came back before and will again.
-    2. In a tool loop the thoughts of its earlier requests go too once it ends.
+    1. ``strip``: the tokens before this request's own thought. Earlier markers are part of text
+       that the template repeats in each prompt.
+    2. ``keep_in_tool_loop``: the tokens before the first thought in the prompt, because the
+       thoughts of the tool loop's earlier requests are dropped when it ends.
 
     Returns:
-        None for all of them: the history is kept, not known, or there is no thought.
+        None for all tokens: the history is kept or unknown, or there is no thought.
     """
     if history == "strip":
         return state.own_thought
@@ -72,7 +74,7 @@ def retain_finished(
 ) -> Retention | None:
     """Retention of a finished or aborted request; None leaves all blocks where stock puts them.
 
-    A tool loop that goes on brings everything back.
+    While a tool loop continues, the next prompt contains everything.
     """
     kept = kept_tokens(state, history)
     if kept is None:
@@ -82,9 +84,9 @@ def retain_finished(
 
 
 def retain_preempted(state: RequestPhase, history: History) -> Retention | None:
-    """Retention of a preempted request; its resume hits what is still there.
+    """Retention of a preempted request, which hits the blocks that are left when it resumes.
 
-    A thinker gives way before prompts do; an answer that somebody reads does not.
+    Blocks of a thinker are evicted before those of prompts; blocks of an answer are not.
     """
     kept = kept_tokens(state, history)
     if kept is None:
@@ -96,7 +98,7 @@ def retain_preempted(state: RequestPhase, history: History) -> Retention | None:
 def retain_skipped(state: RequestPhase, history: History) -> Retention | None:
     """Retention of blocks that a running request no longer attends to (sliding window).
 
-    Not even its own resume needs them.
+    They are evicted first, because the request does not need them even after a preemption.
     """
     kept = kept_tokens(state, history) if history == "strip" else None
     return None if kept is None else Retention(kept, Tier.THINK_COMPLETE)

@@ -1,4 +1,4 @@
-"""Answers first: the default policy."""
+"""Ranks running requests with answers first."""
 
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Standing(IntEnum):
-    """Order of service; preemption takes from the end."""
+    """Classes of requests in order of service; preemption starts with the last."""
 
     HANDOFF = 0
     ANSWER = 1
@@ -22,21 +22,24 @@ class Standing(IntEnum):
 
 
 class LatencyPolicy:
-    """Orders running requests by who waits for them.
+    """Orders running requests by phase, answers first.
 
-    1. A request in its hand-off, that is between the boundary and its first N answer tokens,
-       stands before everybody.
-    2. Then answers; those that must recompute their tokens after a preemption come last of them.
+    1. First, requests in their hand-off, that is between the boundary and their first
+       ``protected_answer_tokens`` answer tokens.
+    2. Then answers; among them, those that recompute tokens after a preemption come last.
     3. Then thinkers that were preempted ``max_preemptions`` times.
-    4. Then thinkers, the one with the most work to lose first: computed tokens, less those that
-       an offload tier keeps. Equal ones, and all with ``by_work`` off, stand in stock order.
-    5. Prefill is last: new prompts, and thinkers that recompute; the most computed tokens first.
-    6. Within each of these the requests' own priorities come before anything else.
+    4. Then other thinkers, the one with the most work to lose first: computed tokens without those
+       that an offload tier keeps. Equal ones, and all if ``by_work`` is off, keep stock order.
+    5. Prefill comes last: new prompts, and thinkers that recompute; most computed tokens first.
+    6. Within each class, the requests' own priorities decide first.
 
-    Invariant: an answer is preempted only when no thinker and no prefill is left.
+    Invariant: an answer is preempted only if no thinker and no prefill is left.
 
     Args:
-        keeps_thinking: a tier keeps thinking as it goes on, so that what is lost does not grow.
+        protected_answer_tokens: length of the hand-off, in answer tokens.
+        max_preemptions: after so many preemptions a thinker is protected.
+        by_work: order thinkers by the work that they would lose.
+        keeps_thinking: an offload tier also keeps thinking, so the work to lose does not grow.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class LatencyPolicy:
         )
 
     def rank(self, view: RequestView) -> tuple[int, int, int]:
-        """See the class: standing, the request's priority, and what orders thinkers and prefill."""
+        """The request's class, its priority, and the order of thinkers and prefill by work."""
         standing = self._standing(view)
         if not self._by_work or standing < Standing.THINK_PROTECTED:
             return standing, view.priority, 0

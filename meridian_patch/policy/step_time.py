@@ -1,8 +1,9 @@
-"""How long the next step would take: least squares over the steps so far, refreshed online.
+"""Predicts the duration of the next step: least squares over past steps, updated online.
 
 A step reads the weights and the KV of its sequences once, and computes its tokens; the slower of
-the two decides (roofline: Williams et al., 2009). So there are two linear fits, one over steps that
-only decode and one over steps whose prefill made them longer; a prediction is the greater of both.
+the two determines its duration (roofline: Williams et al., 2009). So there are two linear fits, one
+of steps that only decode and one of steps that prefill made longer. A prediction is the greater of
+both.
 """
 
 import math
@@ -16,57 +17,57 @@ from numpy.typing import NDArray
 _Array = NDArray[np.float64]
 
 _FORGETTING: Final = 0.995
-# A step further from the fit than this share of it, or than so many times the median step, counts
-# as this far: a step that waited for something else does not set the fit.
+# Limit of a step's distance from the fit, as a share of the fit or a multiple of the median
+# distance, whichever is greater. It limits the weight of steps that were delayed by other causes.
 _OUTLIER_SHARE: Final = 0.05
 _OUTLIER_MEDIANS: Final = 4.0
-# Times that weights and fit are computed from each other, at most, and in one step; weights that
-# change no more than this are final.
+# Rounds of computing weights and fit from each other: the maximum, and the number in one step. The
+# fit is done when no weight changes by more than `_SAME_WEIGHT`.
 _MOST_ROUNDS: Final = 12
 _ROUNDS_A_STEP: Final = 2
 _SAME_WEIGHT: Final = 0.01
 _MIN_STEPS: Final = 4
-# Each step counts at first; later ones change little.
+# The first steps are fitted one by one; later ones together, every `_REFIT_EVERY` steps.
 _EARLY_STEPS: Final = 64
 _REFIT_EVERY: Final = 32
-# Weights by age of the steps that are fitted together, the last one's last.
+# Weights by age of the steps that are fitted together; the newest step is last.
 _FADING: Final = _FORGETTING ** np.arange(_EARLY_STEPS)[::-1]
-# Weight of the coefficients so far against new data, in steps; keeps what new data cannot tell.
+# Weight of the previous coefficients against new data, in steps. It keeps the value of
+# coefficients that new data do not determine.
 _MEMORY: Final = 1e-3
-# A step that took this much longer than decoding alone was made longer by its prefill.
+# Prefill made a step longer if it took more than this multiple of decoding alone.
 _PREFILL_SHOWS: Final = 1.03
-# Steps without one that only decodes after which one is worth making: under a backlog every step
-# has prefill, and how long decoding takes would never be known again.
+# After so many steps with prefill, one that only decodes is requested. Under a backlog every step
+# has prefill, and the decode time would never be measured again.
 _DECODE_EVERY: Final = 128
-# Steps that may go by before a step that was made is back; more are not made in a row.
+# At most so many of these are requested in a row, because a step's time is known some steps later.
 _MOST_IN_A_ROW: Final = 8
-# Of what prefill adds to a step, the most that may be the same for one token and for many.
+# Largest fixed share of prefill time.
 _MOST_FIXED_SHARE: Final = 0.25
-# A chunk of at most so many tokens shows what any prefill adds to a step at most.
+# The time that a chunk of at most so many tokens adds is an upper bound of prefill's fixed time.
 _SMALL_CHUNK_TOKENS: Final = 256
-# Shares of the way that the least that small chunks add goes to what one added, up and down: one
-# chunk that took next to nothing, or was timed wrong, does not set it.
+# How far the estimate of the least added time moves towards a new value, up and down. A single
+# chunk that took almost no time, or was timed wrongly, changes it little.
 _UP, _DOWN = 0.02, 0.1
-# How much more of the data so far the prefill fit needs to change its constant and its share of the
-# context than to change what tokens cost. Chunks of one size do not tell these apart, and most of
-# what prefill adds to a step is due to its tokens.
+# Stiffness of the prefill fit's constant and context coefficients relative to those of tokens.
+# Chunks of one size do not separate them, and most of prefill's time is due to its tokens.
 _STIFF: Final = 100.0
-# The same of a decode's tokens and its context against its constant: steps of one shape do not tell
-# them apart, and the weights that every step reads are most of it.
+# The same for a decode's token and context coefficients relative to its constant. Steps of one
+# shape do not separate them, and most of a decode's time is due to reading the weights.
 _STIFF_ROWS: Final = 10.0
 
 
 class StepShape(NamedTuple):
-    """What a step has to do.
+    """The work of a step.
 
     Attributes:
-        prefill_tokens: tokens of prompts and of resumes.
-        decode_tokens: tokens of requests that decode and have tokens in this step: one each, and
-            its drafts. The unit is the same for steps that are predicted and for steps that ran.
+        prefill_tokens: tokens of prompts and of resumed requests.
+        decode_tokens: tokens of decoding requests in this step: one each, and its drafts. Predicted
+            and measured steps use the same unit.
         context_tokens: KV tokens that the requests of the step hold.
-        attended_tokens: summed over prefill tokens, how many tokens each attends to: attention
-            over a long prompt costs more the further it got, within a chunk too.
-        probe_tokens: tokens of probes; they are no prefill tokens.
+        attended_tokens: number of tokens attended to, summed over prefill tokens. Attention of a
+            prompt token takes longer the more tokens are before it, within a chunk too.
+        probe_tokens: tokens of probes, which do not count as prefill tokens.
     """
 
     prefill_tokens: int
@@ -80,10 +81,10 @@ class PrefillAllowance(NamedTuple):
     """Prefill tokens of a step.
 
     Attributes:
-        in_time: most that let it end in time.
-        worthwhile: fewest that take up most of what they add to it. Where any prefill makes a step
-            longer by a fixed time, small chunks would pay it often; 0 where prefill hides behind
-            decoding.
+        in_time: the most with which the step ends in time.
+        worthwhile: the fewest for which the fixed time of prefill is at most
+            ``_MOST_FIXED_SHARE`` of the added time. Smaller chunks would pay the fixed time too
+            often. 0 if prefill has no fixed time.
     """
 
     in_time: int
@@ -96,24 +97,24 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._decode = LinearFit(5, (1.0, _STIFF_ROWS, _STIFF_ROWS, 1.0, 1.0))
         self._prefill = LinearFit(4, (_STIFF, 1.0, _STIFF, 1.0))
-        # About the least that small chunks add to a step; None before there was one.
+        # Estimate of the least time that small chunks add to a step; None before the first one.
         self._least_added_s: float | None = None
         # The most prefill tokens that did not make a step longer.
         self._most_hidden_tokens = 0
         self._since_decode_only = _DECODE_EVERY
-        # Wishes for such a step since the last step that came back.
+        # Requested steps without prefill since the last step whose time arrived.
         self._unanswered = 0
 
     def observe(self, shape: StepShape, seconds: float) -> bool:
-        """A step of this shape took so long.
+        """Learn the duration of a step.
 
-        A step with probes and without prefill teaches what decoding takes: the few tokens of its
-        probes cost nearly a step's fixed price, and have features of their own. In the fit of
-        prefill they would make every prefill token look as dear.
+        A step with probes but without prefill goes into the decode fit, where probes have their own
+        features: their few tokens add mostly a fixed time. In the prefill fit they would make every
+        prefill token look as expensive.
 
         Returns:
-            Whether the step was taken in. It is left out when ``seconds`` is nonsense (not above
-            0, not finite), and when it has prefill before it is known what decoding takes.
+            Whether the step was used. It is not if ``seconds`` is invalid (not positive or not
+            finite), or if it has prefill before the decode time is known.
         """
         if not 0 < seconds < float("inf"):
             return False
@@ -125,7 +126,8 @@ class StepTimeModel:
         self._since_decode_only += 1
         decode_s, features = self.decode_seconds(shape), _prefill_features(shape)
         if decode_s is None:
-            # Whether it shows cannot be told, and the first steps weigh much in a fit.
+            # It is unknown whether prefill made the step longer, and the first steps have a great
+            # weight in a fit.
             return False
         if shape.prefill_tokens <= _SMALL_CHUNK_TOKENS:
             self._added(max(seconds - decode_s, 0.0))
@@ -134,17 +136,17 @@ class StepTimeModel:
             self._prefill.add(features, seconds)
             return True
         self._most_hidden_tokens = max(self._most_hidden_tokens, shape.prefill_tokens)
-        # It took no longer than this. Without such steps a prediction that is far too high would
-        # stay: cuts would be too small for any prefill to show again.
+        # The step corrects a prediction that is too high. Without such steps budgets could become
+        # so small that prefill never makes a step longer again, and the prediction would stay.
         if predicted_s is not None and predicted_s > seconds:
             self._prefill.add(features, seconds)
         return True
 
     def wants_decode_only(self, shape: StepShape) -> bool:
-        """Whether this step should have no prefill, for what that teaches.
+        """Whether this step should have no prefill, to measure decoding alone.
 
-        Not for many steps in a row, and not while steps that were asked for do not come back: with
-        nothing but prefill to do, a step without it would do nothing.
+        Limited to some steps in a row, also while the times of requested steps do not arrive: if
+        there is only prefill to do, a step without it would be empty.
         """
         since = self._since_decode_only
         is_due = since >= _DECODE_EVERY and since % _DECODE_EVERY < _MOST_IN_A_ROW
@@ -154,11 +156,11 @@ class StepTimeModel:
         return True
 
     def decode_seconds(self, shape: StepShape) -> float | None:
-        """Without its prefill, with its probes; None before there is data."""
+        """Duration of a step without its prefill, with its probes; None before there is data."""
         return self._decode.predict(_decode_features(shape))
 
     def seconds(self, shape: StepShape) -> float | None:
-        """The whole step; None before there is data."""
+        """Duration of the whole step; None before there is data."""
         decode_s = self.decode_seconds(shape)
         if decode_s is None or not shape.prefill_tokens:
             return decode_s
@@ -166,10 +168,10 @@ class StepTimeModel:
         return None if prefill_s is None else max(decode_s, prefill_s)
 
     def bare_seconds(self, shape: StepShape) -> float | None:
-        """What a step whose prefill shows takes beside its prefill; None before there is data.
+        """Duration of a step with prefill, minus the time of the prefill tokens; None without data.
 
-        It is no more than decoding takes and small chunks have added. A fit that has seen long
-        chunks only takes part of their time for a time that any prefill would take.
+        At most the decode time plus what small chunks have added: a fit of long chunks only would
+        attribute part of their time to the constant.
         """
         fitted_s = self._prefill.predict(
             (1.0, float(shape.decode_tokens), float(shape.context_tokens), 0.0)
@@ -182,22 +184,22 @@ class StepTimeModel:
     def prefill_room(
         self, shape: StepShape, seconds: float, before: int
     ) -> PrefillAllowance | None:
-        """What prefill a step of this shape may have; None without data.
+        """How much prefill a step of this shape may have; None without data.
 
         Args:
-            shape: its own prefill is of no account.
-            seconds: that the step may take.
-            before: tokens of the prompt that stand before the chunk.
+            shape: the step; its own prefill tokens are ignored.
+            seconds: how long the step may take.
+            before: tokens of the prompt before the chunk.
         """
         decode, prefill = self._decode.coefficients, self._prefill.coefficients
         bare_s = self.bare_seconds(shape)
         if decode is None or prefill is None or bare_s is None:
             return None
         in_time = self._tokens_in(max(seconds - bare_s, 0.0), before)
-        # Context costs both kinds of step the same. Where the fits differ in it they are young:
-        # what they say of small steps is the better guess.
+        # Context adds the same time to both kinds of steps, so its coefficients are left out. They
+        # differ only while the fits have few data.
         fixed_s = prefill[0] - decode[0] + (prefill[1] - decode[1]) * shape.decode_tokens
-        # Small chunks must have shown it: a fit of long ones does not tell.
+        # Limited by what small chunks have added, because a fit of long ones does not determine it.
         fixed_s = min(fixed_s, self._least_added_s or 0.0)
         worthwhile = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
         if in_time is None or worthwhile is None:
@@ -205,25 +207,25 @@ class StepTimeModel:
         return PrefillAllowance(in_time, worthwhile)
 
     def _added(self, seconds: float) -> None:
-        """A small chunk made a step so much longer than decoding alone."""
+        """Update the least added time with that of a small chunk."""
         least_s = seconds if self._least_added_s is None else self._least_added_s
         share = _UP if seconds > least_s else _DOWN
         self._least_added_s = least_s + share * (seconds - least_s)
 
     @property
     def untested_tokens(self) -> int:
-        """Prefill tokens that are worth trying before there is data: twice what did not show."""
+        """Prefill tokens to try before there is data: twice the most that added no time."""
         return 2 * self._most_hidden_tokens
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """What computing a prompt of so many tokens adds to steps whose prefill shows."""
+        """Time that a prompt of ``tokens`` tokens adds to steps; None without data."""
         if self._prefill.coefficients is None:
             return None
         _, token_s, _, attended_s = self._prefill.coefficients
         return (token_s + attended_s * tokens / 2) * tokens
 
     def tokens_within(self, seconds: float) -> int | None:
-        """The longest prompt that adds no more than this; None without data."""
+        """The longest prompt that adds at most ``seconds`` to steps; None without data."""
         return self._tokens_in(seconds, 0)
 
     def _tokens_in(self, seconds: float, before: int) -> int | None:
@@ -233,26 +235,26 @@ class StepTimeModel:
         first_s = token_s + attended_s * before
         if first_s <= 0:
             return None
-        # Each token costs attended_s more than the one before it: the positive root of
-        # attended_s / 2 * n^2 + first_s * n = seconds, written so that attended_s may be 0.
+        # Each token takes attended_s longer than the one before it: the positive root of
+        # attended_s / 2 * n^2 + first_s * n = seconds, in a form in which attended_s may be 0.
         return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * attended_s * seconds)))
 
 
 class LinearFit:
     """Least squares with forgetting, robust to outliers; coefficients are never negative.
 
-    Observations are gathered and fitted together: most steps cost an addition to a list. Outliers
-    are told by their distance from the fit that has taken them in (Huber's weights, by iteratively
-    reweighted least squares: Holland and Welsch, 1977), not from the one before it. The first fits
-    know few shapes, and predict others wrong: steps of those agree with each other and with the
-    ones before, and a new fit is near all of them. A step that stalled agrees with none.
+    Observations are gathered and fitted together, so most of them only append to a list. Outliers
+    are found by their distance from the fit that includes them (Huber's weights, by iteratively
+    reweighted least squares: Holland and Welsch, 1977), not from the previous fit. The reason: the
+    first fits have seen few shapes and predict others wrongly. A fit that includes new shapes is
+    near all of them, but not near a step that stalled.
 
-    No observation pays for all rounds of a fit: each pays for a few, and the next ones go on.
+    The rounds of a fit are spread over several observations, to limit the time of each.
 
     Args:
-        features: how many; the first is 1 by convention.
-        stiffness: of each coefficient, the weight of its value so far against new data, as a
-            multiple of ``_MEMORY``; None: 1 each.
+        features: number of features; the first is 1 by convention.
+        stiffness: per coefficient, the weight of its previous value against new data, as a multiple
+            of ``_MEMORY``; None: 1 each.
     """
 
     def __init__(self, features: int, stiffness: tuple[float, ...] | None = None) -> None:
@@ -263,18 +265,18 @@ class LinearFit:
         self._steps = 0
         # Features and seconds of each step.
         self._gathered: list[tuple[float, ...]] = []
-        # The first steps of all are all of the data.
+        # True while the first steps are all of the data.
         self._is_first = True
-        # The fit under way, if any; what it fits is no longer gathered.
+        # The fit in progress, if any; its observations are no longer in `_gathered`.
         self._batch: _Batch | None = None
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
-        """One observation."""
+        """Add one observation."""
         self._gathered.append((*features, seconds))
         self._steps += 1
         if self._steps < _EARLY_STEPS:
-            # These stay as they were measured: which of them are outliers is not known yet. Each
-            # fit goes on from the one before.
+            # These observations stay gathered, because it is not known yet which are outliers.
+            # Each fit starts from the previous one.
             if self._steps >= _MIN_STEPS:
                 self._run(self._begin())
         elif self._batch is not None:
@@ -286,19 +288,19 @@ class LinearFit:
             self._gathered = []
 
     def predict(self, features: tuple[float, ...]) -> float | None:
-        """None before there is enough data."""
+        """The predicted seconds; None before there is enough data."""
         if self.coefficients is None:
             return None
         return float(sum(map(mul, self.coefficients, features)))
 
     def _begin(self) -> "_Batch":
-        """A fit of the moments so far and what was gathered since."""
+        """Begin a fit of the moments so far and the observations gathered since."""
         rows = np.array(self._gathered)
         before = self.coefficients or (0.0,) * (rows.shape[1] - 1)
         return _Batch(rows[:, :-1], rows[:, -1], before)
 
     def _run(self, batch: "_Batch") -> bool:
-        """A few rounds of a fit, whose coefficients hold from now on; whether it is done."""
+        """Run some rounds of a fit and use its coefficients; returns whether it is done."""
         features, seconds = batch.features, batch.seconds
         # The last step has the greatest weight.
         fading = _FADING[-len(seconds) :]
@@ -319,9 +321,9 @@ class LinearFit:
         return batch.rounds >= _MOST_ROUNDS
 
     def _solve(self, moments: _Array, products: _Array, before: tuple[float, ...]) -> list[float]:
-        """The coefficients, in plain Python: for five unknowns numpy's calls take thrice as long.
+        """The coefficients, in plain Python: for five unknowns, numpy takes three times as long.
 
-        A feature that was never there, or that would be negative, is left out by a 0.
+        Features that never occurred, or whose coefficient would be negative, get a 0.
         """
         rows, sums = moments.tolist(), products.tolist()
         scale = [math.sqrt(rows[index][index]) for index in range(len(rows))]
@@ -346,16 +348,16 @@ class LinearFit:
 
 @dataclass(slots=True)
 class _Batch:
-    """A fit of some steps under way.
+    """A fit in progress.
 
     Attributes:
         features: [steps, features].
         seconds: [steps], measured.
         before: coefficients before the fit.
-        rounds: that have run.
-        weights: [steps], of the last round.
-        moments: [features, features], of the last round.
-        products: [features], of the last round.
+        rounds: number of rounds so far.
+        weights: [steps], from the last round.
+        moments: [features, features], from the last round.
+        products: [features], from the last round.
     """
 
     features: _Array
@@ -368,9 +370,9 @@ class _Batch:
 
 
 def _weights(fitted: _Array, seconds: _Array, *, is_first: bool) -> _Array:
-    """Huber's weights of steps, given what a fit says of them.
+    """Huber's weights of steps, given the fit's predictions.
 
-    The median tells nothing of the first steps of all: the fit that says it may be wrong.
+    The median distance is not used for the first steps, because their fit may be wrong.
     """
     off = np.abs(seconds - fitted)
     limit = _OUTLIER_SHARE * np.maximum(fitted, 0.0)

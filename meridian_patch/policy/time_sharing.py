@@ -1,4 +1,4 @@
-"""Who makes room for a newcomer: time-sharing by attained service."""
+"""Chooses the thinkers to preempt for a new request: time-sharing by attained service."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import NamedTuple, Self
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.policy.step_time import StepTimeModel
 
-# Credit that can be saved up, in seconds of engine time.
+# Upper bound of the credit, in seconds of engine time.
 _MOST_CREDIT_S = 2.0
-# Thinkers whose blocks are counted, and that make room together, at most.
+# Upper bounds of thinkers whose blocks are counted, and of thinkers preempted together.
 _MOST_TRIED = 8
 _MOST_TOGETHER = 4
 
@@ -19,10 +19,10 @@ class Thinker(NamedTuple):
     """A running request that thinks."""
 
     request_id: str
-    # Tokens that a displacement makes it compute again. What an offload tier keeps costs nothing:
-    # a load is much cheaper, and runs beside the steps.
+    # Tokens that it must compute again after a preemption. Tokens kept by an offload tier do not
+    # count: loading them takes little time and overlaps with steps.
     held_tokens: int
-    # Think tokens so far: the service it had.
+    # Think tokens so far, which are its attained service.
     attained_tokens: int
     num_preemptions: int
 
@@ -42,10 +42,10 @@ class SharingSettings:
 
 
 class TimeSharing:
-    """Displaces the thinkers with the most attained service when a newcomer finds no room.
+    """Chooses the thinkers with the most attained service if a new request does not fit.
 
-    A displaced request computes its tokens again. What that costs is paid from a credit of
-    ``sharing_overhead`` seconds per second, so that throughput loses no more than this share.
+    A preempted request computes its tokens again. The time for that is taken from a credit that
+    grows by ``sharing_overhead`` seconds per second, which bounds the loss of throughput.
     """
 
     def __init__(self, settings: SharingSettings, model: StepTimeModel) -> None:
@@ -55,7 +55,7 @@ class TimeSharing:
         self._seen_s: float | None = None
 
     def advance(self, now_s: float) -> None:
-        """The clock went on."""
+        """Add the credit earned since the last call."""
         if self._seen_s is not None:
             earned = (now_s - self._seen_s) * self._settings.sharing_overhead
             self._credit_s = min(self._credit_s + earned, _MOST_CREDIT_S)
@@ -64,15 +64,16 @@ class TimeSharing:
     def choose(
         self, thinkers: Iterable[Thinker], missing_blocks: int, freed: Callable[[Thinker], int]
     ) -> list[Thinker]:
-        """The thinkers to displace for a newcomer; empty when they would not make room for it.
+        """The thinkers to preempt for a new request; empty if they would not free enough blocks.
 
-        That is the thinker with the most attained service whose blocks suffice, or else several,
-        the most attained service first. What they compute again must fit the credit.
+        This is the thinker with the most attained service whose blocks suffice. If no single one
+        suffices, it is several, by most attained service. The credit must cover what they compute
+        again.
 
         Args:
-            thinkers: running requests that think and that may be displaced.
-            missing_blocks: KV blocks that the newcomer lacks.
-            freed: KV blocks that displacing a thinker would free.
+            thinkers: running thinkers that may be preempted.
+            missing_blocks: KV blocks that the new request lacks.
+            freed: returns the KV blocks that a preemption of a thinker would free.
         """
         settings = self._settings
         affordable = self._model.tokens_within(max(self._credit_s, 0.0)) or 0
@@ -97,7 +98,7 @@ class TimeSharing:
         return []
 
     def _pay(self, chosen: list[Thinker]) -> list[Thinker]:
-        """Take the price from the credit; empty where it does not suffice for all of them."""
+        """Take the price from the credit; returns an empty list if it does not suffice."""
         price_s = self._price_s(chosen)
         if len(chosen) > 1 and price_s > self._credit_s:
             return []
@@ -105,7 +106,7 @@ class TimeSharing:
         return chosen
 
     def refund(self, chosen: list[Thinker]) -> None:
-        """Those that were just chosen stay after all."""
+        """Return the price of thinkers that were chosen but not preempted."""
         self._credit_s += self._price_s(chosen)
 
     def _price_s(self, chosen: list[Thinker]) -> float:

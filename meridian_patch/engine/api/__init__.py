@@ -1,1 +1,1 @@
-"""The API server process: request fields in, how thinking ended out."""
+"""The API server process: checks request fields, and adds how thinking ended to responses."""

@@ -1,4 +1,4 @@
-"""Chat completions: wrong fields refused before a stream begins, and the summary per choice."""
+"""Chat completions: refuses wrong fields before a stream begins, and adds a summary per choice."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -8,12 +8,12 @@ from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 
 
 def build_chat_serving(original: type) -> type:
-    """``original`` with our fields checked and ``meridian`` in each choice."""
+    """``original`` with ``meridian_*`` fields checked and ``meridian`` in each choice."""
 
     class SummaryServingChat(original):
         async def _check_model(self, request: Any) -> Any:
-            # Load-bearing: it comes before anything is sent. The input processor's refusal would
-            # come after the status of a stream.
+            # Load-bearing: upstream calls this before it sends anything. The input processor would
+            # refuse only after the HTTP status of a stream was sent.
             check_fields(getattr(request, "vllm_xargs", None))
             return await super()._check_model(request)
 
@@ -35,7 +35,7 @@ def build_chat_serving(original: type) -> type:
             response = await super().chat_completion_full_generator(
                 request, results, *args, **kwargs
             )
-            # An error response has none.
+            # An error response has no choices.
             summaries.add_to(getattr(response, "choices", ()))
             return response
 

@@ -1,4 +1,4 @@
-"""Completions: wrong fields refused before a stream begins, and the summary per choice."""
+"""Completions: refuses wrong fields before a stream begins, and adds a summary per choice."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -8,12 +8,12 @@ from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 
 
 def build_completion_serving(original: type) -> type:
-    """``original`` with our fields checked and ``meridian`` in each choice."""
+    """``original`` with ``meridian_*`` fields checked and ``meridian`` in each choice."""
 
     class SummaryServingCompletion(original):
         async def _check_model(self, request: Any) -> Any:
-            # Load-bearing: it comes before anything is sent. The input processor's refusal would
-            # come after the status of a stream.
+            # Load-bearing: upstream calls this before it sends anything. The input processor would
+            # refuse only after the HTTP status of a stream was sent.
             check_fields(getattr(request, "vllm_xargs", None))
             return await super()._check_model(request)
 
@@ -41,7 +41,7 @@ def build_completion_serving(original: type) -> type:
                 final_res_batch, *args, **kwargs
             )
             summaries = Summaries()
-            # Load-bearing: choices are numbered through, prompt by prompt.
+            # Load-bearing: upstream numbers choices consecutively over all prompts.
             outputs = (output for result in final_res_batch for output in result.outputs)
             for choice, output in enumerate(outputs):
                 summaries.saw(choice, output)
@@ -55,6 +55,6 @@ async def _watch(results: Any, summaries: Summaries, per_prompt: int) -> AsyncIt
     async with aclosing(results):
         async for prompt, result in results:
             for output in result.outputs:
-                # Load-bearing: the number that upstream gives the choice.
+                # Load-bearing: upstream computes the choice's index in the same way.
                 summaries.saw(prompt * per_prompt + output.index, output)
             yield prompt, result

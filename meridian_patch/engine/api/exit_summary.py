@@ -1,4 +1,4 @@
-"""What callers and the scheduler tell each other: a request's fields, and how thinking ended.
+"""Carries a request's fields to the scheduler, and how thinking ended back to the caller.
 
 ::
 
@@ -7,7 +7,7 @@
     choice["meridian"] ◀── serving class ◀── request state ◀──┘
     CompletionOutput.meridian ◀───────────── takes it out again
 
-All but the scheduler is in the API server, or in the process of ``vllm.LLM``.
+Everything but the scheduler runs in the API server, or in the process of ``vllm.LLM``.
 """
 
 import json
@@ -38,9 +38,9 @@ _EVENT: Final = "data: {"
 
 
 class RequestRefused(VLLMValidationError, ValueError):  # noqa: N818 - the name is what happened
-    """A request asks for something that does not exist.
+    """A request has a wrong ``meridian_*`` field, or one that is not allowed.
 
-    vLLM answers HTTP 400 to the first of the two bases; the second is for callers of ``vllm.LLM``.
+    vLLM turns the first base class into HTTP 400; the second is for callers of ``vllm.LLM``.
     """
 
     def __init__(self, message: str) -> None:
@@ -55,10 +55,10 @@ def allowed_fields() -> frozenset[str]:
 
 
 def check_fields(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a request one of whose fields of ours is wrong, or not allowed here.
+    """Refuse a request with a ``meridian_*`` field that is wrong, or not allowed here.
 
     Raises:
-        RequestRefused: it names the field, what came and what was expected.
+        RequestRefused: the message names the field, its value and what was expected.
     """
     try:
         if parse_options(extra_args) is not NO_OPTIONS:
@@ -68,23 +68,25 @@ def check_fields(extra_args: Mapping[str, Any] | None) -> None:
 
 
 def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, ExitReport]) -> None:
-    """Send how requests' thoughts ended to their callers.
+    """Attach reports on requests' thinking to their outputs.
 
-    To be called in every step that brings something new, not only in the last: a request that ends
-    with a stop string is ended by the API server, and has no last step here.
+    To be called in every step with new reports, not only in the last one: the API server ends a
+    request at a stop string, so the scheduler may not see its last step.
 
     Args:
-        outputs: what ``update_from_output`` returns: ``EngineCoreOutputs`` by client.
-        outcomes: what is new of each request's thinking, by id.
+        outputs: the result of ``update_from_output``: ``EngineCoreOutputs`` by client.
+        outcomes: new reports by request id.
     """
-    # Where nobody takes it out again it would stay in `kv_transfer_params`, which is not ours.
+    # Without the patched request state, the summary would stay in the caller's
+    # `kv_transfer_params`.
     if not outcomes or not hasattr(output_processor.RequestState, MARK):
         return
     for client in outputs.values():
         for output in client.outputs:
             if output.request_id in outcomes:
                 summary = summarize(outcomes[output.request_id])
-                # Load-bearing: the one dict of free keys there; the API server gets it as it is.
+                # Load-bearing: the only dict with free keys there; it reaches the API server
+                # unchanged.
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: summary}
 
 
@@ -97,28 +99,28 @@ def detach(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Summar
 
 
 class Summaries:
-    """The summaries of one response's choices, kept until the choice they belong to is sent."""
+    """The summaries of one response's choices, kept until their choices are sent."""
 
     def __init__(self) -> None:
         self._by_choice: dict[int, Summary] = {}
 
     def saw(self, choice: int, output: Any) -> None:
-        """A ``CompletionOutput`` of the choice of that index passed."""
+        """Keep the summary of a ``CompletionOutput`` that ends the choice with this index."""
         if output.finish_reason is not None:
-            # Beam search makes outputs of its own.
+            # Beam search makes its own outputs, without a summary.
             summary = getattr(output, KEY, None)
             if summary:
                 self._by_choice[choice] = summary
 
     def add_to(self, choices: Iterable[Any]) -> None:
-        """Add to the choices of a whole response."""
+        """Add the summaries to the choices of a whole response."""
         for choice in choices:
             if choice.index in self._by_choice:
-                # Load-bearing: response models keep fields that they do not know.
+                # Load-bearing: response models keep unknown fields.
                 setattr(choice, KEY, self._by_choice[choice.index])
 
     def add_to_event(self, event: str) -> str:
-        """Add to the last chunk of each choice in a stream of server-sent events."""
+        """Add summaries to the last chunk of each choice in a stream of server-sent events."""
         if not self._by_choice or not event.startswith(_EVENT):
             return event
         chunk = json.loads(event.removeprefix("data: "))

@@ -1,4 +1,4 @@
-"""Hands how a request's thinking ended from the engine's outputs to those that callers see."""
+"""Copies how a request's thinking ended from the engine's outputs to the caller's outputs."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ def build_request_state(original: type) -> type:
     class SummaryRequestState(original):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Empty until a thought has ended. One object for all outputs: while nobody takes
-            # them, vLLM merges the later ones into the first, and knows nothing of this.
+            # Empty until a thought has ended. All outputs share this object, because vLLM merges
+            # outputs that were not read yet into the first one, without this attribute.
             self.thinking: dict[str, Any] = {}
 
         def make_request_output(

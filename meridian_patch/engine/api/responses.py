@@ -1,4 +1,4 @@
-"""Responses: wrong fields refused before a stream begins, and the summary in the response."""
+"""Responses: refuses wrong fields before a stream begins, and adds a summary to the response."""
 
 from typing import Any
 
@@ -6,15 +6,16 @@ from meridian_patch.engine.api.exit_summary import KEY, check_fields
 
 
 def build_responses_serving(original: type) -> type:
-    """``original`` with our fields checked and ``meridian`` in the response.
+    """``original`` with ``meridian_*`` fields checked and ``meridian`` in the response.
 
-    Not with OpenAI's own models ("harmony"): there one response is several requests.
+    The summary is left out for OpenAI's own models ("harmony"), where one response consists of
+    several requests.
     """
 
     class SummaryServingResponses(original):
         async def _check_model(self, request: Any) -> Any:
-            # Load-bearing: it comes before anything is sent. The input processor's refusal would
-            # come after the status of a stream, and end it without a word.
+            # Load-bearing: upstream calls this before it sends anything. The input processor would
+            # refuse only after the HTTP status of a stream was sent, and end it without a message.
             check_fields(getattr(request, "vllm_xargs", None))
             return await super()._check_model(request)
 
@@ -27,7 +28,7 @@ def build_responses_serving(original: type) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            # A stream ends with this too.
+            # Upstream calls this at the end of a stream too.
             response = await super().responses_full_generator(
                 request, sampling_params, result_generator, context, *args, **kwargs
             )

@@ -1,4 +1,4 @@
-"""Puts how a request's thinking ended on the OpenTelemetry span that vLLM exports for it."""
+"""Adds how a request's thinking ended to the OpenTelemetry span that vLLM exports for it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from meridian_patch.exit.summary import Summary
 
 PREFIX = "meridian"
-"""Of the attributes' names: ``meridian.exit_reason``, ``meridian.would_exit.think_tokens``, ..."""
+"""Prefix of names: ``meridian.exit_reason``, ``meridian.would_exit.think_tokens``, ..."""
 
 _ADDED: ContextVar[Mapping[str, Any] | None] = ContextVar("added", default=None)
 
@@ -31,14 +31,14 @@ class _Adder(SpanProcessor):
 
 
 def add_to_spans_of(provider: Any) -> None:
-    """Let ``adding`` reach the spans of a tracer provider, in its own way."""
+    """Make ``adding`` apply to the spans of a tracer provider, with a span processor."""
     if isinstance(provider, TracerProvider):
         provider.add_span_processor(_Adder())
 
 
 @contextmanager
 def adding(attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Spans that are started within have these attributes too."""
+    """Context manager: spans that are started within get these attributes."""
     before = _ADDED.set(attributes)
     try:
         yield
@@ -55,11 +55,12 @@ def build_output_processor(original: type) -> type:
         def do_tracing(
             self, engine_core_output: Any, req_state: Any, iteration_stats: Any, *args: Any
         ) -> Any:
-            # Load-bearing: the engine has set its tracer provider by the end of its first request.
+            # Load-bearing: the engine sets its tracer provider before its first request ends.
             if not self._is_added:
                 self._is_added = True
                 add_to_spans_of(trace.get_tracer_provider())
-            # Load-bearing: the span is started, and ended, within; other states have no summary.
+            # Load-bearing: upstream starts and ends the span within this call. Request states of
+            # other classes have no summary.
             with adding(span_attributes(getattr(req_state, "thinking", {}))):
                 return super().do_tracing(engine_core_output, req_state, iteration_stats, *args)
 

@@ -1,8 +1,9 @@
 """vLLM's queue of free KV blocks, with tiers.
 
-One doubly linked list, as upstream's, with a fence behind each tier: adding to a tier is adding
-before its fence. Fences are nodes of upstream's own kind, so that upstream's methods do all the
-linking: this class moves their head and tail to where a tier begins or ends and calls them.
+One doubly linked list, as in upstream, with a fence after each tier. A block is added to a tier by
+inserting it before the tier's fence. Fences are nodes of upstream's own class, so that upstream's
+methods can be reused: this class moves the head or tail to where a tier begins or ends, and calls
+them.
 
     front  blank |  THINK_COMPLETE |  THINK_ACTIVE |  OUTPUT_CRITICAL  back
 
@@ -17,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from meridian_patch.policy.retention import Retention, Tier
 
-# OUTPUT_CRITICAL is split by age into this many parts: decay is late by at most one part.
+# OUTPUT_CRITICAL is divided by age into this many parts, so decay is late by at most one part.
 AGE_PARTS = 8
 # Of a node that is no block; upstream's own two have the id -1.
 FENCE_ID = -2
@@ -26,12 +27,12 @@ FENCE_ID = -2
 class TieredFreeQueue(FreeKVCacheBlockQueue):
     """Drop-in for ``FreeKVCacheBlockQueue``; it orders as stock does while ``retention`` is None.
 
-    Every operation is O(1) per block at upstream's cost; adding under a retention costs one
-    bisection more. Nothing is allocated per block.
+    Every operation takes O(1) per block, as in upstream. Adding under a retention takes one
+    bisection more. No memory is allocated per block.
 
     Args:
-        blocks: the free blocks, in order; they count as blank.
-        retain_s: age in seconds at which OUTPUT_CRITICAL blocks fall in behind THINK_ACTIVE ones.
+        blocks: the free blocks, in order; they start as blank.
+        retain_s: age in seconds at which OUTPUT_CRITICAL blocks move to the end of THINK_ACTIVE.
     """
 
     fake_free_list_head: KVCacheBlock
@@ -39,30 +40,30 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
 
     def __init__(self, blocks: list[KVCacheBlock], retain_s: float) -> None:
         super().__init__(blocks)
-        # Of the request whose blocks are being freed; None adds to the top tier.
+        # Retention of the request whose blocks are being freed; None adds to the highest tier.
         self.retention: Retention | None = None
-        # How many blocks that is, where it is known: a guess that saves a search.
+        # Expected number of blocks with kept tokens; if it is right, no search is needed.
         self.kept_blocks = 0
-        # Tiers of single blocks, by block id, for when they come here.
+        # Tiers of blocks that are not free yet, by block id.
         self.assigned: dict[int, Tier] = {}
-        # Where the part behind a freed request's kept tokens begins: block id to hash and tier.
+        # First blocks after the kept tokens of freed requests: block id to block hash and tier.
         self._entries: dict[int, tuple[object, Tier]] = {}
-        # Blocks taken since the last drain: blank ones, then by tier.
+        # Number of blocks taken since the last drain: blank ones, then by tier.
         self._taken = [0] * (1 + len(Tier))
         self._retain_s = retain_s
         self._next_mark_s = float("-inf")
-        # Load-bearing: upstream's methods read these two attributes anew in each call.
+        # Load-bearing: upstream's methods read these two attributes in each call.
         self.front = self.fake_free_list_head
         self._back = self.fake_free_list_tail
         self._blank_end = make_fence()
-        # Of all tiers but the last, which ends where the list does.
+        # Fences of all tiers but the last, which ends at the end of the list.
         self._tier_ends = [make_fence() for _ in list(Tier)[:-1]]
         self._marks: deque[tuple[KVCacheBlock, float]] = deque()
         self._segment = 0
         self._spare_marks = [make_fence() for _ in range(AGE_PARTS)]
         # All fences, in the list's order.
         self.fences: list[KVCacheBlock] = []
-        # How many fences the head has moved past: there is no block before them.
+        # Number of fences that the head has moved past; no block is before them.
         self._passed = 0
         self._next_fence = self._no_fence = make_fence()
         self._no_fence.next_free_block = self._no_fence
@@ -80,7 +81,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         if self.fake_free_list_head.next_free_block is self._next_fence:
             self._pass_fences()
         taken = super().popleft_n(n)
-        # Load-bearing: a taken node is unlinked, so one look tells whether fences went along.
+        # Load-bearing: upstream unlinks taken nodes, so this shows whether a fence was taken too.
         if self._next_fence.next_free_block is None:
             return self._put_back_fences(taken)
         self._taken[self._segment] += n
@@ -115,26 +116,26 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         return (block for block in super().iter_blocks_after(cursor) if block.block_id >= 0)
 
     def assign(self, block: KVCacheBlock, retention: Retention) -> None:
-        """Remember where a block goes once it comes here; the highest tier counts."""
+        """Set the tier of a block for when it becomes free; the highest assigned tier counts."""
         if end_of(block) > retention.kept_tokens:
             earlier = self.assigned.get(block.block_id, retention.tier)
             self.assigned[block.block_id] = max(earlier, retention.tier)
 
     def tier_from(self, block: KVCacheBlock) -> Tier:
-        """Tier of a block and those behind it, when it stands behind a request's kept tokens."""
+        """Tier of a block and those after it, if it was the first after a request's kept tokens."""
         block_hash, tier = self._entries.get(block.block_id, (None, Tier.OUTPUT_CRITICAL))
         return tier if block_hash == block.block_hash else Tier.OUTPUT_CRITICAL
 
     def drain_evictions(self) -> dict[Tier, int]:
-        """Cached blocks taken since the last call."""
+        """Number of cached blocks taken since the last call, by tier."""
         taken, self._taken = self._taken, [0] * (1 + len(Tier))
         return {tier: taken[tier + 1] for tier in Tier if taken[tier + 1]}
 
     def advance(self, now_s: float) -> None:
-        """Let OUTPUT_CRITICAL blocks age; to be called once per step.
+        """Let OUTPUT_CRITICAL blocks age; call once per step.
 
         Args:
-            now_s: of any steady clock.
+            now_s: time of a monotonic clock.
         """
         if self._marks and now_s - self._marks[0][1] >= self._retain_s:
             self._decay(now_s)
@@ -147,7 +148,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
             self._renumber()
 
     def blank_all(self) -> None:
-        """The whole cache was reset: no block holds anything."""
+        """Make all blocks blank, because the whole cache was reset."""
         self._go_to_front()
         self._spare_marks += [mark for mark, _ in self._marks]
         for fence in self.fences:
@@ -163,7 +164,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         self._go_to_front()
         while self._marks and now_s - self._marks[0][1] >= self._retain_s:
             mark, _ = self._marks.popleft()
-            # What stands before the mark is at the end of THINK_ACTIVE from now on.
+            # Blocks before the mark are at the end of THINK_ACTIVE from now on.
             unlink(self._tier_ends[-1])
             link_before(mark, self._tier_ends[-1])
             unlink(mark)
@@ -171,12 +172,12 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         self._renumber()
 
     def _move(self, first: KVCacheBlock, last: KVCacheBlock, tier: Tier) -> None:
-        """Move neighbours from OUTPUT_CRITICAL to the end of ``tier``.
+        """Move consecutive blocks from OUTPUT_CRITICAL to the end of ``tier``.
 
         Args:
-            first: the one with the most tokens before it.
-            last: the one nearest to the kept tokens.
-            tier: where to.
+            first: the block with the most tokens before it.
+            last: the block nearest to the kept tokens.
+            tier: the target.
         """
         self._entries[last.block_id] = last.block_hash, tier
         if tier is not Tier.OUTPUT_CRITICAL:
@@ -211,7 +212,7 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
     def _pass(self, number: int) -> None:
         self._passed = number
         self._next_fence = self.fences[number] if number < len(self.fences) else self._no_fence
-        # Marks of age stand within the last tier.
+        # Age marks are within the last tier.
         self._segment = min(number, len(Tier))
 
     def _put_back_fences(self, taken: list[KVCacheBlock]) -> list[KVCacheBlock]:
@@ -236,12 +237,12 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
 
 
 def count_behind(blocks: list[KVCacheBlock], kept_tokens: int, kept_blocks: int) -> int:
-    """How many of ``blocks`` end behind ``kept_tokens``.
+    """How many of ``blocks`` end after ``kept_tokens``.
 
     Args:
-        blocks: in falling order of their ends, not empty.
-        kept_tokens: ends up to here are kept.
-        kept_blocks: a guess at the number of blocks that do not end behind.
+        blocks: in descending order of their ends, not empty.
+        kept_tokens: blocks that end at or before it are kept.
+        kept_blocks: a guess of the number of kept blocks.
     """
     guess = len(blocks) - kept_blocks
     if (
@@ -255,8 +256,8 @@ def count_behind(blocks: list[KVCacheBlock], kept_tokens: int, kept_blocks: int)
 
 def end_of(block: KVCacheBlock) -> int:
     """Tokens of the prefix that ends with a cached block; 0 for a blank one."""
-    # Load-bearing: upstream notes it for every cached block of every cache group. The attribute
-    # behind the property: this runs several times per freed request.
+    # Load-bearing: upstream sets it for every cached block of every cache group. The attribute
+    # behind the property is read because this runs several times per freed request.
     return block._block_hash_num_tokens or 0
 
 
@@ -266,7 +267,7 @@ def make_fence() -> KVCacheBlock:
 
 
 def link_before(node: KVCacheBlock, fence: KVCacheBlock) -> None:
-    """Put a fence that is nowhere before ``node``."""
+    """Insert an unlinked fence before ``node``."""
     before = node.prev_free_block
     assert before is not None
     before.next_free_block = fence
@@ -276,7 +277,7 @@ def link_before(node: KVCacheBlock, fence: KVCacheBlock) -> None:
 
 
 def unlink(fence: KVCacheBlock) -> None:
-    """Take a fence out of the list."""
+    """Remove a fence from the list."""
     before, after = fence.prev_free_block, fence.next_free_block
     assert before is not None
     assert after is not None
@@ -286,7 +287,7 @@ def unlink(fence: KVCacheBlock) -> None:
 
 
 def move_before(node: KVCacheBlock, first: KVCacheBlock, last: KVCacheBlock) -> None:
-    """Move the neighbours from ``first`` to ``last`` before ``node``."""
+    """Move the consecutive nodes from ``first`` to ``last`` to just before ``node``."""
     before, after = first.prev_free_block, last.next_free_block
     target = node.prev_free_block
     assert before is not None

@@ -1,4 +1,4 @@
-"""Checks a block pool against what must always hold of its free blocks."""
+"""Checks the invariants of a block pool's free blocks."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from meridian_patch.engine.kv_cache.free_queue import FENCE_ID
 
 
 def find_faults(pool: Any) -> list[str]:
-    """What is wrong with a block pool; empty when all is well. O(blocks), changes nothing.
+    """Describes violated invariants of a block pool; empty if there are none. O(blocks), read-only.
 
-    1. Links agree in both directions, fences stand in order, no block is in the queue twice.
-    2. A block is free exactly when it has no holder: free and used blocks are all blocks.
+    1. Links agree in both directions, fences are in order, no block is in the queue twice.
+    2. A block is in the queue exactly when it has no holder.
 
     Args:
         pool: a vLLM ``BlockPool`` whose queue is a ``TieredFreeQueue``.
@@ -20,7 +20,7 @@ def find_faults(pool: Any) -> list[str]:
         count = pool.free_block_queue.num_free_blocks
         faults.append(f"{len(free)} blocks are in the queue, but it counts {count}")
     for block in pool.blocks:
-        # The null block is nobody's and never free; upstream does not count its holders.
+        # The null block is never free, and upstream does not count its holders.
         if block.is_null:
             continue
         if block.ref_cnt < 0:

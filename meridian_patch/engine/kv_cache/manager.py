@@ -1,7 +1,7 @@
 """The phase-aware KV cache manager: vLLM's own, over tiered queues of free blocks.
 
-Runs in the EngineCore process. It decides nothing about what a request may use: only where a block
-stands in the order of eviction once nobody uses it.
+Runs in the EngineCore process. It changes only the order in which free blocks are evicted, not
+which blocks a request may use.
 """
 
 import time
@@ -24,10 +24,10 @@ else:
 
 
 class Phases(Protocol):
-    """What the scheduler knows of requests; it binds itself after construction."""
+    """What the manager asks of the scheduler's part, which sets itself after construction."""
 
     def skipped(self, request_id: str) -> Retention | None:
-        """Retention of what a running request no longer attends to."""
+        """Retention of blocks that a running request no longer attends to."""
 
     def admitted(self, request: Any, num_hit_tokens: int) -> None:
         """A request was admitted with this many tokens found in the cache."""
@@ -36,15 +36,15 @@ class Phases(Protocol):
 class PhaseKVCaching(UpstreamManager):
     """Mixin over vLLM's ``KVCacheManager``.
 
-    1. Blocks freed between ``begin_free`` and ``end_free`` go where the given ``Retention`` says;
-       all others go where stock puts them.
-    2. A block that others still use keeps the highest tier that anyone gave it.
+    1. Blocks freed between ``begin_free`` and ``end_free`` go into the tiers of the given
+       ``Retention``; all others go where stock puts them.
+    2. A block that other requests still use gets the highest tier assigned by any request.
     3. Lookups, hits, allocation and events are upstream's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Seconds of a steady clock.
+        # Seconds of a monotonic clock.
         self.clock: Callable[[], float] = time.monotonic
         self.phases: Phases | None = None
         managers = self.coordinator.single_type_managers
@@ -56,17 +56,17 @@ class PhaseKVCaching(UpstreamManager):
         retain_s = load_config(envs.environment()).config.kv.retain_s
         self.pools += {id(m.block_pool): m.block_pool for m in managers}.values()
         for pool in self.pools:
-            # Load-bearing: the pool alone holds its queue, and reads it anew in each call.
+            # Load-bearing: only the pool refers to its queue, and reads the attribute in each call.
             queue = TieredFreeQueue(pool.free_block_queue.get_all_free_blocks(), retain_s)
             pool.free_block_queue = queue
             self.queues.append(queue)
-        # Load-bearing: with full attention alone, allocation frees nothing. A wrapper that does
-        # nothing would still cost every request of every step.
+        # Load-bearing: with full attention only, allocation frees no block. The wrapper is left out
+        # then, because it would cost time for every request of every step.
         if any(type(manager.kv_cache_spec) is not FullAttentionSpec for manager in managers):
             self.allocate_slots = self._allocate_and_retain
 
     def begin_free(self, request_id: str, retention: Retention | None) -> None:
-        """What is freed from now on are blocks of this request, to be kept like this."""
+        """Apply a retention to the blocks freed from now on, which are this request's."""
         if retention is None:
             return
         for manager in self.coordinator.single_type_managers:
@@ -79,7 +79,7 @@ class PhaseKVCaching(UpstreamManager):
             queue.retention = retention
 
     def end_free(self) -> None:
-        """What is freed from now on is nobody's."""
+        """Stop applying the retention."""
         for queue in self.queues:
             queue.retention = None
 
@@ -90,7 +90,7 @@ class PhaseKVCaching(UpstreamManager):
             queue.advance(now_s)
 
     def pop_blocks_for_free(self, request: Any) -> Any:
-        # The blocks come back to their pool later, by themselves.
+        # The caller returns the blocks to their pool later.
         blocks = super().pop_blocks_for_free(request)
         retention = self.queues[0].retention if self.queues else None
         if retention is not None:
@@ -101,7 +101,7 @@ class PhaseKVCaching(UpstreamManager):
         if isinstance(request, ProbeRequest):
             return
         super().record_prefix_cache_stats(request, num_hits)
-        # Load-bearing: called once per admission, when the hit blocks are the request's.
+        # Load-bearing: called once per admission, after the request took the hit blocks.
         if self.phases is not None and num_hits:
             self.phases.admitted(request, num_hits)
 
@@ -113,7 +113,7 @@ class PhaseKVCaching(UpstreamManager):
         return is_reset
 
     def _allocate_and_retain(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """``allocate_slots``; what the request no longer attends to goes where it belongs."""
+        """``allocate_slots`` with a retention for blocks that the request no longer attends to."""
         retention = self.phases.skipped(request.request_id) if self.phases else None
         for queue in self.queues:
             queue.retention = retention
@@ -123,14 +123,14 @@ class PhaseKVCaching(UpstreamManager):
             self.end_free()
 
     def _assign(self, blocks: Iterable[Any], retention: Retention) -> None:
-        """Remember the tier of blocks that are not free yet."""
+        """Assign a tier to blocks that are not free yet."""
         for block in blocks:
-            # Load-bearing: a block knows its pool.
+            # Load-bearing: a block refers to its pool.
             queue = block.pool.free_block_queue
             if not block.is_null and isinstance(queue, TieredFreeQueue):
                 queue.assign(block, retention)
 
 
 def build_phase_kv_cache_manager(original: type) -> type:
-    """A subclass of the installed KV cache manager."""
+    """A phase-aware subclass of vLLM's KV cache manager."""
     return type("PhaseKVCacheManager", (PhaseKVCaching, original), {"__module__": __name__})

@@ -1,4 +1,4 @@
-"""Which of a request's blocks other requests use too."""
+"""Finds which blocks of a request other requests also hold."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ def count_shared(blocks: Sequence[Any]) -> int:
     Args:
         blocks: of one cache group, in order. Null blocks count as shared.
     """
-    # Load-bearing: who holds a block of a prefix holds those before it. Where two requests computed
-    # the same prefix at once that may fail, and a block's place in the order is stock's.
+    # Load-bearing: a request that holds a block of a prefix holds all blocks before it. This may
+    # not hold if two requests computed the same prefix at once; a block may then be evicted in
+    # stock's order.
     return bisect_left(range(len(blocks)), True, key=lambda i: is_own(blocks[i]))
 
 
 def is_own(block: Any) -> bool:
-    """True for a block that no second request holds."""
+    """Whether no second request holds the block; False for null blocks."""
     return not block.is_null and block.ref_cnt <= 1

@@ -1,4 +1,4 @@
-"""What phases mean for KV blocks: tells the cache manager what to keep, and counts."""
+"""Sets the retention of freed KV blocks by the phases of requests; counts hits and evictions."""
 
 import math
 from collections.abc import Mapping
@@ -31,15 +31,15 @@ logger = init_logger("vllm.meridian_patch")
 
 
 class KVTiers(SchedulerPart):
-    """The scheduler's side of the KV tiers.
+    """The scheduler's part for KV tiers.
 
     Args:
-        manager: the phase-aware cache manager; this binds itself to it.
+        manager: the phase-aware cache manager; its ``phases`` is set to this object.
         tracker: phases of all requests.
-        history: rule to go by; ``keep`` makes every decision stock's.
-        tool_call: token sequences of which any one opens a tool call.
-        check_interval_s: least time between two integrity checks.
-        requests: those in the scheduler, by id.
+        history: the history rule; ``keep`` makes every decision stock's.
+        tool_call: token sequences, any of which opens a tool call.
+        check_interval_s: least seconds between two integrity checks.
+        requests: the scheduler's requests by id.
     """
 
     name = counters.KV_TIERS
@@ -71,7 +71,7 @@ class KVTiers(SchedulerPart):
         manager.phases = self
 
     def on_freed(self, request: Any) -> None:
-        # Its blocks are freed now or, by a connector, later.
+        # Its blocks are freed right after this or, with a connector, later.
         state = self._tracker.get(request.request_id)
         if state is not None:
             has_tool_call = self._has_tool_call(request, state)
@@ -79,8 +79,8 @@ class KVTiers(SchedulerPart):
             self._finished[request.request_id] = retention
 
     def after_schedule(self, output: Any) -> None:
-        # Load-bearing: after the last request there is one more step, which tells the workers;
-        # its tokens are on their way by then.
+        # Load-bearing: after the last request ended, upstream schedules one more step without
+        # tokens, which tells the workers. So the check delays no request.
         if not self._requests:
             self.check()
 
@@ -95,7 +95,7 @@ class KVTiers(SchedulerPart):
         self.end_free()
 
     def begin_free(self, request: Any) -> None:
-        """The blocks of a finished request are about to be freed."""
+        """Apply the retention of a finished request, whose blocks are about to be freed."""
         if self._is_off:
             return
         with self._guard.protect(self.name, request.request_id):
@@ -103,7 +103,7 @@ class KVTiers(SchedulerPart):
             self._manager.begin_free(request.request_id, retention)
 
     def begin_preemption(self, request: Any) -> None:
-        """The blocks of a request that is being preempted are about to be freed."""
+        """Apply the retention of a preempted request, whose blocks are about to be freed."""
         if self._is_off:
             return
         with self._guard.protect(self.name, request.request_id):
@@ -113,7 +113,7 @@ class KVTiers(SchedulerPart):
                 self._manager.begin_free(request.request_id, retention)
 
     def end_free(self) -> None:
-        """The blocks have been freed."""
+        """Stop applying the retention, because the blocks were freed."""
         self._manager.end_free()
 
     def skipped(self, request_id: str) -> Retention | None:
@@ -122,9 +122,9 @@ class KVTiers(SchedulerPart):
         return None if state is None else retain_skipped(state, self.history)
 
     def admitted(self, request: Any, num_hit_tokens: int) -> None:
-        """Count hit tokens by the tier they were in, or as in use by others.
+        """Count hit tokens by the tier of their blocks, or as in use by other requests.
 
-        With several cache groups the first one is looked at.
+        With several cache groups, the first one is used.
         """
         with self._guard.protect(self.name, request.request_id):
             manager = self._manager.coordinator.single_type_managers[0]
@@ -148,9 +148,9 @@ class KVTiers(SchedulerPart):
                 self._counters.count(counters.EVICTION, tier.label, number)
 
     def check(self) -> None:
-        """Check the free blocks, when no request is left and the last check is long ago.
+        """Check the free blocks, if the last check is at least ``check_interval_s`` ago.
 
-        A fault makes every further decision stock's.
+        After a fault, every further decision is stock's.
         """
         now_s = self._manager.clock()
         if now_s - self._last_check_s < self._check_interval_s:
@@ -160,7 +160,7 @@ class KVTiers(SchedulerPart):
         if faults:
             self._counters.count(counters.FALLBACK, Fallback.KV_INTEGRITY)
             self.history = "keep"
-            # Said once: a fault does not go away.
+            # Reported once, because a fault does not go away.
             self._check_interval_s = math.inf
             logger.error(
                 "meridian_patch: the free KV blocks are not in order, KV tiers are off from now "
@@ -171,7 +171,8 @@ class KVTiers(SchedulerPart):
     def _has_tool_call(self, request: Any, state: RequestPhase) -> bool:
         if self.history != "keep_in_tool_loop" or state.phase is not Phase.ANSWER:
             return False
-        # A marker that ends thinking too is counted among the think tokens.
+        # A tool-call marker that also ends thinking is counted among the think tokens, so the
+        # search begins that much earlier.
         length = state.tokens_in_phase + self._longest_tool_call
         return holds_any(request._output_token_ids[-length:], self._tool_call)
 
@@ -189,7 +190,7 @@ def build_kv_tiers(
     phase_counters: PhaseCounters,
     requests: Mapping[str, Any],
 ) -> KVTiers | None:
-    """The scheduler's side of the KV tiers; None when the cache has none."""
+    """The scheduler's part for KV tiers; None if the cache has no tiers."""
     if not isinstance(manager, PhaseKVCaching):
         logger.warning(
             "meridian_patch: KV tiers are inactive: the KV cache manager is vLLM's own, as always "

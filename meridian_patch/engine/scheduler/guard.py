@@ -19,7 +19,7 @@ class StepGuard:
     """Catches exceptions of the plug-in's code, and counts the steps in which they occur.
 
     It is also a circuit breaker. A part that fails in ``MOST_FAILED_STEPS`` of the last
-    ``WATCHED_STEPS`` steps is switched off; ``meridian status`` then lists it as ``parts_off``.
+    ``WATCHED_STEPS`` steps is switched off, and listed as ``parts_off`` in the status report.
     The first failure of a part within ``WATCHED_STEPS`` steps is logged with its traceback.
     Further ones are only counted.
     """

@@ -1,1 +1,1 @@
-"""The worker process: signals of the logits that are sampled from."""
+"""The worker process: measures signals of the logits before sampling."""

@@ -1,4 +1,4 @@
-"""Measures rows of logits and brings the numbers to the host without stopping the GPU."""
+"""Measures rows of logits and copies the results to the host without blocking the GPU."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,12 +13,12 @@ VOCAB_PADDING = 64
 
 
 class Spans:
-    """Which rows of a step's logits belong to whom.
+    """Which rows of a step's logits belong to which request.
 
     Attributes:
-        names: request ids that have rows, in the order of the batch.
-        counts: how many each has; None: one each, as nearly always.
-        rows: the rows, those of a request side by side; int64.
+        names: ids of requests with rows, in the order of the batch.
+        counts: number of rows of each; None: one each, the usual case.
+        rows: row indices, with those of a request next to each other; int64.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class Spans:
         """Pick the planned requests' rows.
 
         Args:
-            plan: whose rows.
+            plan: the requests to measure.
             req_ids: the requests of the batch, in its order.
-            starts: the first row of each, and after them the number of rows; None: one each.
+            starts: first row of each request, followed by the number of rows; None: one row each.
         """
         self._asked = plan.request_ids, list(req_ids), starts
         wanted = set(plan.request_ids)
@@ -46,12 +46,12 @@ class Spans:
     def are_of(
         self, plan: MeasurePlan, req_ids: Sequence[str], starts: Sequence[int] | None
     ) -> bool:
-        """Whether these arguments would make the same again."""
+        """Whether these arguments would make an equal object."""
         return self._asked == (plan.request_ids, req_ids, starts)
 
 
 class Measured:
-    """Signals of one step, on their way to the host."""
+    """Signals of one step, which may still be being copied to the host."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Measured:
         copied: torch.cuda.Event | None = None,
         source: torch.Tensor | None = None,
     ) -> None:
-        """Take over a step's numbers.
+        """Hold a step's values.
 
         Args:
-            spans: whose they are.
-            values: [n_rows, 4], readable once ``copied`` has happened.
-            copied: None when the values are there.
-            source: what is copied from; kept until then, because another stream reads it.
+            spans: the rows that were measured.
+            values: [n_rows, 4], readable once the event ``copied`` has occurred.
+            copied: None if the values are readable already.
+            source: source of the copy; kept alive because another stream reads it.
         """
         self._spans = spans
         self._values = values
@@ -74,13 +74,13 @@ class Measured:
         self._source = source
 
     def read(self) -> Signals:
-        """Wait for the numbers, on this thread alone."""
+        """Wait for the values and return them; blocks only this thread."""
         if self._copied is not None:
             self._copied.synchronize()
         values, spans = self._values, self._spans
         if isinstance(values, torch.Tensor):
-            # A copy: scheduler and controllers keep rows for long, and a view would keep pinned
-            # memory for as long.
+            # Copied, because the scheduler keeps rows for long, and a view would keep the pinned
+            # memory alive.
             values = values.numpy().copy()
         return Signals(spans.names, spans.counts, values)
 
@@ -88,14 +88,14 @@ class Measured:
 class Meter:
     """Measures on one device, for one vocabulary.
 
-    The kernel runs on the current stream, because samplers go on to change the logits in place;
-    only the copy to the host, 16 bytes per row, has a stream of its own. Nothing here waits.
+    The kernel runs on the current stream, because samplers change the logits in place afterwards.
+    Only the copy to the host, 16 bytes per row, has its own stream. No method waits for the GPU.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._copy_stream: torch.cuda.Stream | None = None
-        # In place of ``row_signals``.
+        # Replaces ``row_signals`` on a CPU without Triton.
         self._on_host: Callable[[torch.Tensor, np.ndarray, int, int], np.ndarray] | None = None
 
     def measure(self, logits: torch.Tensor, spans: Spans, boundary_id: int) -> Measured:
@@ -104,10 +104,10 @@ class Meter:
         Args:
             logits: [n_rows, at least vocab_size], as the sampler gets them. Not modified.
             spans: the rows to measure.
-            boundary_id: the token whose probability is wanted.
+            boundary_id: the token whose probability is measured.
 
         Raises:
-            ValueError: ``boundary_id`` is outside of the vocabulary, or what row_signals raises.
+            ValueError: ``boundary_id`` is outside of the vocabulary, or raised by row_signals.
         """
         if self._on_host is not None:
             values = self._on_host(logits, spans.rows, boundary_id, self._vocab_size)
@@ -126,10 +126,10 @@ class Meter:
         return Measured(spans, host, copied, source=values)
 
     def warm_up(self, device: torch.device, dtypes: set[torch.dtype]) -> None:
-        """Compile what :meth:`measure` will run, for logits of these types, padded or not."""
+        """Compile the kernels of :meth:`measure`, for logits of these types, padded or not."""
         if usable_backend(device) != "triton":
             if device.type == "cpu":
-                # Compiles, which nobody else needs.
+                # Imported here because the import compiles code that only this case needs.
                 from meridian_patch.engine.worker.row_signals_cpu import row_signals_cpu
 
                 self._on_host = row_signals_cpu
@@ -140,8 +140,8 @@ class Meter:
         for dtype in dtypes:
             for width in {self._vocab_size, padded}:
                 logits = torch.zeros(1, width, dtype=dtype, device=device)
-                # Few rows are split, many are not, and each way has kernels of its own. Rows that
-                # logits does not have are not read.
+                # A few rows are split and many are not, with different kernels. Row indices beyond
+                # the logits are not read.
                 for n_rows in (1, rows_that_fill(device)):
                     spans = Spans(MeasurePlan(("",), 0), [""], [0, n_rows])
                     self.measure(logits, spans, 0).read()
@@ -155,5 +155,5 @@ class Meter:
     def _on_device(rows: np.ndarray, device: torch.device) -> torch.Tensor:
         if device.type != "cuda":
             return torch.from_numpy(rows).to(device)
-        # From pinned memory, or the copy would wait for the GPU to come to it.
+        # Copied from pinned memory, because otherwise the copy would wait for the GPU.
         return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)

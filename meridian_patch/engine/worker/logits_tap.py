@@ -1,15 +1,15 @@
-"""Reads the logits that a model runner is about to sample from, in the steps that ask for it.
+"""Reads the logits that a model runner is about to sample from, in steps that have a plan.
 
 ::
 
-    execute_model(scheduler_output)   takes the step's plan
-    the samplers' input               measured, once per step: raw logits after the grammar's mask,
-                                      as vLLM's own ``raw_logits``
-    sample_tokens() returns           the signals go with its result to the scheduler
+    execute_model(scheduler_output)   take the step's plan
+    the samplers' input               measure it, once per step: raw logits after the grammar's
+                                      mask, as vLLM's own ``raw_logits``
+    sample_tokens() returns           attach the signals to its result for the scheduler
 
-A runner that is never asked is left as it is. What fails here is logged once, and that step's
-result goes without signals. Where a runner cannot be measured at all, the results of the steps that
-ask for it say so, and the scheduler asks no more.
+Without a plan the runner is not changed. An error here is logged once, and the step's result has no
+signals. If a runner cannot be measured at all, the results of steps with a plan say so, and the
+scheduler stops asking.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ logger = init_logger("vllm.meridian_patch")
 
 
 def _guarded(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: an exception ends a method of the tap, is reported, and goes no further."""
+    """Decorator: an exception in a method of the tap is reported and not raised further."""
 
     def decorate(method: Callable[..., None]) -> Callable[..., None]:
         @wraps(method)
@@ -48,7 +48,7 @@ def _guarded(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 class Refused:
-    """Goes to the scheduler in place of a step's signals, where there never will be any."""
+    """Is sent to the scheduler in place of signals, if the runner cannot be measured."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -65,10 +65,10 @@ class Tap:
         self._meter = Meter(vocab_size)
         self._plan: MeasurePlan | None = None
         self._measured: Measured | None = None
-        # The last step's: those of the next are the same nearly always.
+        # Spans of the last step, reused because they rarely change.
         self._spans: Spans | None = None
         self._is_fitted = False
-        # Why signals cannot be had, set for good.
+        # Why signals cannot be measured; never reset.
         self._refusal: str | None = None
         self._is_reported = False
 
@@ -77,8 +77,8 @@ class Tap:
         self._meter.warm_up(device, dtypes)
 
     def begin(self, scheduler_output: Any) -> None:
-        """A step begins: take its plan, if it has one."""
-        # Only read: executors may hand the same object to a later pipeline stage.
+        """Take the plan of a step that begins, if it has one."""
+        # Read only, because executors may pass the same object to a later pipeline stage.
         self._plan = getattr(scheduler_output, PLAN_FIELD, None)
         self._measured = None
         if self._plan is None or self._is_fitted:
@@ -87,7 +87,7 @@ class Tap:
         self._fit()
 
     def end(self, result: Any) -> Any:
-        """A step ends: let the signals go with what the runner returns."""
+        """Attach the signals of a step that ends to the runner's result."""
         measured: Measured | Refused | None = self._measured
         if self._refusal is not None and self._plan is not None:
             measured = Refused(self._refusal)
@@ -100,7 +100,7 @@ class Tap:
     def see(
         self, logits: torch.Tensor, req_ids: Sequence[str], starts: Sequence[int] | None
     ) -> None:
-        """A sampler is given logits; see ``Spans`` for the layout."""
+        """Measure the logits that a sampler receives; see ``Spans`` for the layout."""
         plan = self._plan
         if plan is None or self._refusal is not None:
             return
@@ -116,15 +116,17 @@ class Tap:
     @_guarded("fitting it to the model runner")
     def _fit(self) -> None:
         runner = self._runner
-        # Load-bearing: V1 samples in _sample and calls its samplers nowhere else but in dummy
-        # runs; under speculation the rejection sampler calls the plain one on part of the rows.
+        # Load-bearing: V1 calls its samplers only in `_sample` and in dummy runs. The samplers
+        # cannot be wrapped: under speculation the rejection sampler calls the plain one on some of
+        # the rows.
         if hasattr(runner, "_sample"):
             runner._sample = _before(runner._sample, self._see_v1)
         elif getattr(runner, "batch_sharder", None) is not None:
-            # Each rank samples some of the requests, and only one rank answers the scheduler.
+            # Each rank samples some of the requests, but only one sends its output.
             self._close("its ranks share the sampling")
         else:
-            # Load-bearing: V2 computes the logits and calls one of these two in one method.
+            # Load-bearing: V2 passes the logits to one of these two in the method that computes
+            # them, which has no other place to read them.
             for sampler in (runner.sampler, runner.rejection_sampler):
                 if sampler is not None:
                     _call_before(sampler, self._see_v2)
@@ -133,8 +135,8 @@ class Tap:
     def _see_v1(self, logits: torch.Tensor, spec_decode_metadata: Any) -> None:
         if self._plan is None:
             return
-        # Load-bearing: row i is the batch's request i; with drafts each has one row more than it
-        # has drafts, the bonus token's last.
+        # Load-bearing: row i belongs to the batch's request i. With drafts, each request has one
+        # row per draft and a last one for the bonus token.
         drafts, starts = getattr(spec_decode_metadata, "num_draft_tokens", None), None
         if drafts is not None:
             starts = list(accumulate((1 + number for number in drafts), initial=0))
@@ -144,8 +146,8 @@ class Tap:
     def _see_v2(self, logits: torch.Tensor, input_batch: Any, *_: Any, **__: Any) -> None:
         if self._plan is None:
             return
-        # Load-bearing: what V2 has on the host; adaptive verification moves rows on the device
-        # alone, and then there are fewer of them.
+        # Load-bearing: V2's row offsets on the host. Adaptive verification drops rows on the device
+        # only, so these would not match.
         starts: list[int] | None = input_batch.cu_num_logits_np.tolist()
         if starts == list(range(len(input_batch.req_ids) + 1)):
             starts = None
@@ -153,11 +155,11 @@ class Tap:
 
     @_guarded("handing on its numbers")
     def _attach_later(self, result: Any, measured: Measured | Refused) -> None:
-        """Load-bearing: whoever wants the output calls ``get_output`` on this object, once."""
+        """Attach when the output is read. Load-bearing: ``get_output`` is called on it, once."""
 
         def get_output() -> Any:
-            # The class's own again, or result and function would keep each other alive, and the
-            # GPU's tensors with them.
+            # Restore the class's own method: the reference cycle of result and function would keep
+            # the GPU's tensors alive.
             del result.get_output
             output = result.get_output()
             self._attach(output, measured)
@@ -167,7 +169,7 @@ class Tap:
 
     @_guarded("reading its numbers")
     def _attach(self, output: Any, measured: Measured | Refused) -> None:
-        # Load-bearing: the empty output is one object for all steps.
+        # Load-bearing: the empty output is one shared object for all steps.
         if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
             setattr(output, SIGNALS_FIELD, measured.read())
 
@@ -178,7 +180,7 @@ class Tap:
         )
 
     def report(self, what: str, error: Exception) -> None:
-        """Something of ours failed, and nothing else may."""
+        """Log an error of the tap once; the step continues without signals."""
         if not self._is_reported:
             self._is_reported = True
             logger.error(
@@ -189,7 +191,7 @@ class Tap:
 
 
 def _before(inner: Callable[..., Any], look: Callable[..., None]) -> Callable[..., Any]:
-    """A function that lets ``look`` have the arguments first."""
+    """A function that calls ``look`` with its arguments before ``inner``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         look(*args, **kwargs)
@@ -199,9 +201,9 @@ def _before(inner: Callable[..., Any], look: Callable[..., None]) -> Callable[..
 
 
 def _call_before(instance: Any, look: Callable[..., None]) -> None:
-    """Make calls of one callable object go to ``look`` first.
+    """Make calls of one callable object call ``look`` first.
 
-    ``instance()`` looks ``__call__`` up on the class, so the object gets a subclass of its own.
+    Python looks ``__call__`` up on the class, so the object's class is replaced by a subclass.
     """
     cls = type(instance)
 

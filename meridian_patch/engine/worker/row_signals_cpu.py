@@ -1,6 +1,6 @@
-"""``row_signals`` of logits in main memory, where there is no Triton.
+"""``row_signals`` for logits in main memory, on machines without Triton.
 
-Numba comes with vLLM, which needs it itself.
+Numba is a dependency of vLLM.
 """
 
 import numba
@@ -8,25 +8,25 @@ import numpy as np
 import torch
 from llvmlite.binding import ffi
 
-# Load-bearing: an engine that starts on a CPU asks every global of every module for its `__dict__`.
-# The handle of LLVM's library takes that for one of LLVM's functions, and without this a second
-# engine in a process would not start.
+# Load-bearing: an engine that starts on a CPU reads `__dict__` of every global of every module. The
+# handle of LLVM's library treats that as the name of an LLVM function, and without this line a
+# second engine in a process would not start.
 ffi.lib._fntab["__dict__"] = {}
 
 
 def row_signals_cpu(
     logits: torch.Tensor, rows: np.ndarray, boundary_id: int, n_cols: int
 ) -> np.ndarray:
-    """As ``row_signals``, in one call.
+    """Same as ``row_signals``, in one compiled call.
 
-    A step of a small model takes a millisecond, and leaves the caches full of its weights: each of
-    a dozen calls of NumPy or torch, which take one microsecond in a loop, takes five there.
+    A step of a small model takes about 1 ms and fills the CPU caches with its weights. A dozen
+    calls of NumPy or torch, which take 1 us each in a loop, take 5 us each after it.
 
     Args:
         logits: [n_rows, n_cols or more] of any floating dtype.
-        rows: which of them; int64.
-        boundary_id: the token whose probability is wanted.
-        n_cols: how many columns take part.
+        rows: indices of the rows to measure; int64.
+        boundary_id: the token whose probability is measured.
+        n_cols: number of columns to use.
 
     Returns:
         [len(rows), 4] float32.
@@ -37,7 +37,7 @@ def row_signals_cpu(
     if not 0 <= boundary_id < n_cols:
         raise ValueError(f"boundary_id is {boundary_id}, expected 0 to {n_cols - 1}")
     out = np.empty((len(rows), 4), np.float32)
-    # Another call that takes longer than it would seem, and nearly always for nothing.
+    # Checked first, because the call takes time and is rarely needed.
     if logits.dtype is not torch.float32:
         logits = logits.float()
     _row_signals(logits.numpy(), rows, boundary_id, n_cols, out)
@@ -46,10 +46,10 @@ def row_signals_cpu(
 
 _LEAST = np.float32(-87.0)
 _LOG2_E = np.float32(1.44269504)
-# The natural logarithm of 2 in two parts, the first with zeros behind it.
+# The natural logarithm of 2 as a sum; the last bits of the first part are zero.
 _LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _ONE, _HALF, _ZERO = np.float32(1), np.float32(0.5), np.float32(0)
-# Of (e^x - 1 - x) / x^2 between -ln 2 / 2 and ln 2 / 2, the highest power first.
+# Coefficients of (e^x - 1 - x) / x^2 between -ln 2 / 2 and ln 2 / 2, the highest power first.
 _C5, _C4, _C3 = (
     np.float32(1.9875691500e-4),
     np.float32(1.3981999507e-3),
@@ -64,7 +64,7 @@ _C2, _C1, _C0 = (
 
 @numba.njit(inline="always")
 def _exp(x: np.float32) -> np.float32:
-    """e^x for x of -87 and more, to 1e-7 (``expf`` of Cephes): a call would not be vectorised."""
+    """e^x for x >= -87, to 1e-7 (``expf`` of Cephes); a library call would not be vectorised."""
     power = np.floor(x * _LOG2_E + _HALF)
     r = x - power * _LN_2_HIGH - power * _LN_2_LOW
     series = ((((_C5 * r + _C4) * r + _C3) * r + _C2) * r + _C1) * r + _C0
@@ -73,7 +73,7 @@ def _exp(x: np.float32) -> np.float32:
 
 
 # Compiled when this module is imported, for rows that may be part of a padded table. Sums may be
-# in any order, as vectors need it.
+# reordered, which vectorisation needs.
 @numba.njit(
     "void(float32[:, :], int64[:], int64, int64, float32[:, ::1])",
     fastmath={"reassoc", "nsz", "contract"},
@@ -81,16 +81,16 @@ def _exp(x: np.float32) -> np.float32:
 def _row_signals(
     logits: np.ndarray, rows: np.ndarray, boundary_id: int, n_cols: int, out: np.ndarray
 ) -> None:
-    """The sums of ``triton_kernels/_softmax.py``, in float64.
+    """Computes the sums of ``triton_kernels/_softmax.py`` in float64.
 
-    A row with NaN or +inf in it, or with nothing but -inf, gives four NaN.
+    A row that contains NaN or +inf, or only -inf, gives four NaN.
     """
     for i in range(len(rows)):
         x = logits[rows[i], :n_cols]
         m = x[0]
         for value in x:
             m = max(m, value)
-        # Small terms are not lost behind a probability near 1.
+        # In float64, so that small terms are not lost beside a probability near 1.
         s = t = 0.0
         for value in x:
             distance = value - m

@@ -1,6 +1,6 @@
-"""The worker with a tap on its model runner: signals of chosen rows go back to the scheduler.
+"""Puts a tap on a worker's model runner, which sends signals of chosen rows to the scheduler.
 
-Runs in every process that has a worker: EngineCore itself, or one per GPU.
+Runs in every process that has a worker: EngineCore itself, or one process per GPU.
 """
 
 from typing import Any
@@ -11,20 +11,20 @@ from meridian_patch.engine.worker.logits_tap import Tap
 
 logger = init_logger("vllm.meridian_patch")
 
-# What a model runner of either generation has, and one from elsewhere may not.
+# Attributes of both of vLLM's model runners, which a third-party runner may lack.
 NEEDED = ("device", "execute_model", "sample_tokens")
 
 
 def build_tapped_worker(original: type) -> type:
-    """``original``, the base of all workers, with a tap put on whatever runner it is given.
+    """``original``, the base class of all workers, with a tap on the runner that it is given.
 
-    Load-bearing: a worker's process loads plug-ins in ``WorkerWrapperBase.init_worker``, when the
-    wrapper is there already, and only then imports the worker's class, which derives from what
-    the site holds. The wrapper itself would be replaced too late in a spawned process.
+    Load-bearing: a worker process loads plug-ins in ``WorkerWrapperBase.init_worker`` and only
+    then imports the worker's class, which derives from this replacement. The wrapper itself exists
+    before plug-ins are loaded, so in a spawned process it would be replaced too late.
     """
 
     class TappedWorkerBase(original):
-        # Load-bearing: the runner is assigned once, when the device and the ranks are known.
+        # Load-bearing: the runner is assigned once, after the device and the ranks are known.
         @property
         def model_runner(self) -> Any:
             return self._runner
@@ -40,21 +40,21 @@ def build_tapped_worker(original: type) -> type:
 
 
 def answers_scheduler(rank: int, parallel: Any) -> bool:
-    """True for the worker whose outputs a scheduler reads; only there logits are measured."""
-    # Load-bearing: with an external launcher every worker has a scheduler of its own, and all
-    # must decide alike.
+    """Whether a scheduler reads this worker's outputs; only such workers measure logits."""
+    # Load-bearing: with an external launcher every worker has its own scheduler, and all must
+    # decide alike.
     if parallel.distributed_executor_backend == "external_launcher":
         return True
-    # Load-bearing: the executors' choice, the first rank of the last pipeline stage.
+    # Load-bearing: executors read the output of the first rank of the last pipeline stage.
     stage_size = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return bool(rank == parallel.world_size - stage_size)
 
 
 def put_tap(runner: Any, model_config: Any) -> None:
-    """Let the runner's steps pass through a tap of its own.
+    """Wrap the runner's methods with a new tap.
 
     The methods are replaced on the runner and not on the worker, because Ray's compiled graph
-    calls the runner itself.
+    calls the runner directly.
     """
     missing = [name for name in NEEDED if not hasattr(runner, name)]
     if missing:
@@ -65,7 +65,7 @@ def put_tap(runner: Any, model_config: Any) -> None:
         )
         return
     tap = Tap(runner, model_config.get_vocab_size())
-    # Before the engine serves, and before vLLM watches for kernels that compile while it does.
+    # Compile before the engine serves, and before vLLM starts to warn of kernels compiled late.
     tap.warm_up(runner.device, {model_config.dtype, model_config.head_dtype})
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
