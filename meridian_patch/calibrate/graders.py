@@ -67,16 +67,17 @@ class Grader(NamedTuple):
 
 
 def make_grader(spec: str) -> Grader:
-    r"""The grader of a name.
+    r"""Return the grader that a name stands for.
 
-    1. ``exact``: the answer is the right one, but for white space around it.
-    2. ``numeric``: its last number, or that in its last ``\boxed{}``, equals the right one.
-    3. ``regex:PATTERN``: the pattern's last match, its first group if it has one, is the right one.
-    4. ``MODULE:FUNCTION``: ``function(answer_text, answer)`` says so; the working directory is
-       looked in too.
+    1. ``exact``: the texts are equal, without white space around them.
+    2. ``numeric``: the last number of the answer (in its last ``\boxed{}`` if it has one) is
+       within 1e-6, relative, of the right one.
+    3. ``regex:PATTERN``: the last match, or its first group, equals the right answer.
+    4. ``MODULE:FUNCTION``: ``function(answer_text, answer)`` is true; the module is imported now,
+       and the working directory is searched last.
 
     Raises:
-        CalibrationError: an unknown name, a wrong pattern, or nothing to call.
+        CalibrationError: unknown name, invalid pattern, or no such module or function.
     """
     kind, colon, rest = spec.partition(":")
     if spec == "exact":

@@ -33,7 +33,10 @@ _LOG = "engine.log"
 
 
 def calibrate_model(request: Request) -> int:
-    """Run the passes, choose, write and print; the exit status.
+    """Run or resume a calibration, write its report and profile, and print them; returns 0.
+
+    An earlier report, result and profile are deleted first. Where no threshold meets the goal, the
+    report is written and the profile is not.
 
     Raises:
         CalibrationError: nothing can be calibrated, no threshold will do, or the engine failed.

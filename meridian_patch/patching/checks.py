@@ -16,7 +16,11 @@ from meridian_patch.patching.source import SourceTree
 
 
 def check_live(candidate: Candidate, record: Candidate) -> None:
-    """The patch is the one that was applied, and its sites still hold the replacement."""
+    """Check a patch whose name was applied before; never raises.
+
+    Sets ``candidate.outcome`` to ALREADY_APPLIED if it equals the patch of ``record`` and all sites
+    still hold the replacement; otherwise adds a failed check.
+    """
     if candidate.patch != record.patch:
         candidate.failed("live", f"another patch named {candidate.patch.name!r} is live")
         return

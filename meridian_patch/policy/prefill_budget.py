@@ -86,14 +86,18 @@ class PrefillBudget:
         now_s: float,
         least: int = 1,
     ) -> int:
-        """Token budget of the next step while any request answers.
+        """Return the token budget of the next step, decode and prefill, while a request answers.
+
+        Prefill gets what the model predicts to end within ``target_s``, or more where its fixed
+        cost makes a small chunk wasteful. A step from which the decode time is to be learnt gets
+        none. The budget never exceeds that of the engine, even if ``least`` does.
 
         Args:
             shape: decode tokens and context of the requests that decode.
-            before: computed tokens of the next prompt in line.
-            target_s: how long the step may take; None while that is not known.
-            now_s: time of a monotonic clock.
-            least: least prefill tokens with which a prompt can be scheduled.
+            before: tokens of the next prompt in line that are computed already.
+            target_s: seconds that the step may take; None while that is not known.
+            now_s: monotonic seconds; after ``drain_s`` of used-up steps the target is widened.
+            least: tokens of prefill below which no prompt could be scheduled.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):

@@ -27,7 +27,7 @@ def add_probe_micro(benches: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Measure and print.
+    """Measure what a probe adds to CPU time, print the table and write probe-micro.json.
 
     Raises:
         BenchError: a wrong argument.

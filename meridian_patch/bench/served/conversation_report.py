@@ -137,7 +137,11 @@ def served_data(runs: Sequence[ServedRun], origin: ServedOrigin) -> dict[str, An
 
 
 def served_tables(runs: Sequence[ServedRun], title: str) -> list[Table]:
-    """Figures by arm, then ratios of arms; median over seeds, lowest and highest below."""
+    """Return a table of figures by arm and, where arms can be compared, one of their ratios.
+
+    A cell is the median over seeds, then (lowest..highest). Each arm is compared with stock, and
+    each patched arm with the one before it. Failed runs are left out.
+    """
     arms = by_arm(runs)
     table = _table(title, "", *arms)
     for name, label, scale in _rows():

@@ -8,7 +8,11 @@ from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 
 
 def build_completion_serving(original: type) -> type:
-    """``original`` with ``meridian_*`` fields checked and ``meridian`` in each choice."""
+    """Return a subclass of vLLM's completion server.
+
+    It refuses a request with a wrong ``meridian_*`` field before it sends anything, and adds
+    ``meridian`` to each choice that has a summary; in a stream, to the last chunk of the choice.
+    """
 
     class SummaryServingCompletion(original):
         async def _check_model(self, request: Any) -> Any:

@@ -161,13 +161,17 @@ class ForcedCloses:
         return GrammarOutput(names, rows, acceptable)
 
     def _next_tokens(self, closing: _Closing, num_scheduled: int, num_drafts: int) -> TokenIds:
-        """The tokens to force from this step on; empty if this step samples freely.
+        """Return the tokens that are still to be forced, from this step's on; () for none.
+
+        None while the prompt is being computed, or while an earlier sampled token is not back yet.
+        Sets where ``closing`` begins the first time, and anew when a token differs from the forced
+        one.
 
         Args:
-            closing: the close of a request in the step.
+            closing: of a request in the step; changed.
             num_scheduled: tokens of the request in the step.
-            num_drafts: drafts of the request in the step. Load-bearing: a request that resumes with
-                one token to compute is padded with drafts that represent no token.
+            num_drafts: draft tokens of the request in the step. Load-bearing: a request that comes
+                back with one token to compute keeps drafts that stand for no token.
         """
         request = closing.request
         # Load-bearing: True if known tokens remain uncomputed after the step, so it samples none.

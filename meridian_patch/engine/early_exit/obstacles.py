@@ -19,7 +19,10 @@ class Finding(NamedTuple):
 
 
 def against_signals(config: Any) -> Iterator[Finding]:
-    """Reasons why no worker of an engine with this ``VllmConfig`` can measure."""
+    """Yield each reason why an engine with this ``VllmConfig`` cannot measure signals.
+
+    Reasons: workers that are not patched, sampling that ranks share, adaptive drafts.
+    """
     if not hasattr(worker_base.WorkerBase, MARK):
         yield Finding(
             Obstacle.NO_SIGNALS,

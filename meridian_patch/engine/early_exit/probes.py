@@ -197,7 +197,12 @@ class Probes:
             self._scheduler.waiting.prepend_request(request)
 
     def settle(self, output: Any) -> None:
-        """Take back probes that were not scheduled or were preempted; call after scheduling."""
+        """Update the probes after a step was scheduled.
+
+        A probe that the step did not admit leaves the queue and is due again. A preempted probe is
+        aborted, unless its sample is still on the way. A step that computes a probe starts a pause
+        of ``every_steps`` - 1 steps; any other step with tokens shortens the pause by one.
+        """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
         displaced, self._displaced = self._displaced, []

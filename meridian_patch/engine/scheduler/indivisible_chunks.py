@@ -221,9 +221,10 @@ def _left_of(request: Any) -> int:
 
 
 def first_prompt(scheduler: Any) -> Any:
-    """The waiting request that upstream examines first; None: none waits.
+    """Return the waiting request that upstream tries first, or None.
 
-    Paused sessions are skipped, because they have nothing to compute.
+    Requests that hold KV blocks come first. Paused streaming sessions are skipped: they have
+    nothing to compute. None also where the first 16 of both queues are paused sessions.
     """
     # Load-bearing: requests that hold blocks come before all others.
     for queue in (scheduler.kv_holding_waiting, scheduler.waiting):

@@ -17,22 +17,23 @@ ffi.lib._fntab["__dict__"] = {}
 def row_signals_cpu(
     logits: torch.Tensor, rows: np.ndarray, boundary_id: int, n_cols: int
 ) -> np.ndarray:
-    """Same as ``row_signals``, in one compiled call.
+    """Compute the signals of ``triton_kernels.row_signals`` for logits in main memory, in one call.
 
     A step of a small model takes about 1 ms and fills the CPU caches with its weights. A dozen
     calls of NumPy or torch, which take 1 us each in a loop, take 5 us each after it.
 
     Args:
         logits: [n_rows, n_cols or more] of any floating dtype.
-        rows: indices of the rows to measure; int64.
-        boundary_id: the token whose probability is measured.
-        n_cols: number of columns to use.
+        rows: indices of the rows to compute; int64.
+        boundary_id: the token whose probability is wanted.
+        n_cols: how many columns take part.
 
     Returns:
-        [len(rows), 4] float32.
+        [len(rows), 4] float32: entropy in nats, log-sum-exp, highest probability, probability of
+        ``boundary_id``. Four NaN for a row with NaN, with +inf, or with -inf alone.
 
     Raises:
-        ValueError: ``boundary_id`` is outside of the vocabulary.
+        ValueError: ``boundary_id`` is not in [0, n_cols).
     """
     if not 0 <= boundary_id < n_cols:
         raise ValueError(f"boundary_id is {boundary_id}, expected 0 to {n_cols - 1}")
