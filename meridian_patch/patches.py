@@ -201,8 +201,8 @@ SCHEDULER_STATS: Final = Patch(
         "The subclass exports the counts that arrive with vLLM's own statistics."
     ),
     upstream=(
-        "none: the entry point group `vllm.stat_logger_plugins` turns statistics on for everyone "
-        "who has the package installed, active or not"
+        "none: the entry point group `vllm.stat_logger_plugins` turns statistics on wherever the "
+        "package is installed, active or not"
     ),
     remove_when="vLLM exports plug-in statistics to `/metrics`, or loads stat loggers on request",
 )
@@ -302,8 +302,8 @@ REQUEST_STATE: Final = Patch(
     process="api_server",
     why=(
         "How a request's thinking ended is known in the EngineCore process, whose outputs have no "
-        "field for it. It travels in `kv_transfer_params`; the subclass takes it out, so that "
-        "nobody else sees it there, and puts it on every `CompletionOutput` as `meridian`."
+        "field for it. It is sent in `kv_transfer_params`; the subclass removes it from there, so "
+        "that callers do not see it, and puts it on every `CompletionOutput` as `meridian`."
     ),
     upstream="none: engine outputs have no field for a scheduler's own data",
     remove_when="vLLM carries a scheduler's data per request to `CompletionOutput`",

@@ -49,7 +49,7 @@ class JsonChild:
             )
 
     def send(self, value: Mapping[str, Any]) -> None:
-        """Raises what ``failure`` makes when nobody is there to read it."""
+        """Raises what ``failure`` makes if the reader is gone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(value) + "\n")

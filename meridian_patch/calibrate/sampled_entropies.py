@@ -10,7 +10,7 @@ from meridian_patch.engine.in_process import core_of
 from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.engine.worker.worker import answers_scheduler, put_tap
 
-# Nobody wants the probability of the boundary here.
+# The probability of the boundary is not used here.
 _ANY_TOKEN = 0
 
 

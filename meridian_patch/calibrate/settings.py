@@ -16,7 +16,7 @@ from meridian_patch.errors import CalibrationError
 
 _JOURNAL = "replies.jsonl"
 _MOST_TEMPERATURE = 2.0
-# What vLLM's own seed is where nobody sets one; it is written down with the replies.
+# vLLM's seed if none is set; it is recorded with the replies.
 _ENGINE = {"seed": 0}
 
 

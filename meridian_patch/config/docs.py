@@ -153,7 +153,7 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _code(value: object) -> str:
-    """As code; line breaks and bars must not end the table's cell."""
+    """As code, with line breaks and bars escaped, because they would end the table's cell."""
     text = str(value).replace("\n", "\\n").replace("|", "\\|")
     return f"`{text}`"
 

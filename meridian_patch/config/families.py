@@ -49,13 +49,13 @@ def load_families(families_dir: Path | None = None) -> Families:
 
 
 def packaged_directory() -> Path:
-    """Where the family files of this release are."""
+    """Directory of the family files of this release."""
     # Load-bearing: the package is installed as files, never imported from an archive.
     return Path(str(resources.files("meridian_patch.configs"))) / "families"
 
 
 def get_family(families: Families, name: str, origin: str) -> FamilyFile:
-    """The family called ``name``; ``origin`` says in the error where the name was set."""
+    """The family called ``name``; the error names ``origin``, where the name was set."""
     if name in families:
         return families[name]
     close = difflib.get_close_matches(name, families, n=1)
@@ -116,14 +116,14 @@ def _merge(packaged: dict[str, FamilyFile], own: Iterable[FamilyFile]) -> dict[s
 
 
 def exit_config(config: Config, family: str) -> ExitConfig:
-    """Section ``exit`` as it counts for a family: the configuration's fields, then the family's.
+    """Section ``exit`` for a family: the configuration's fields, then the family's.
 
     Args:
-        config: of the server.
-        family: name of a family; one without a file has nothing to say.
+        config: the server's configuration.
+        family: name of a family; one without a file changes nothing.
 
     Raises:
-        ConfigError: the two do not go together; it names the family's file.
+        ConfigError: the two contradict each other; the message names the family's file.
     """
     file = load_families(config.families_dir).get(family)
     if file is None:

@@ -1,4 +1,4 @@
-"""What a family file says about the models of one family."""
+"""The schema of a family file, which describes the models of one family."""
 
 from typing import Annotated, Literal, Self
 
@@ -26,7 +26,7 @@ def _lower_case(text: str) -> str:
 Marker = Annotated[str, AfterValidator(_not_blank)]
 Excerpt = Annotated[str, Field(max_length=160), AfterValidator(_not_blank)]
 NameGlob = Annotated[str, AfterValidator(_lower_case)]
-# YAML has lists; a list is taken for a tuple, its items are still checked strictly.
+# YAML has only lists: a list is converted to a tuple, and its items are checked strictly.
 Ids = Annotated[tuple[int, ...], Field(strict=False, min_length=1)]
 
 
@@ -52,7 +52,7 @@ class MarkerPair(StrictModel):
 
 
 class DocumentedIds(StrictModel):
-    """Token ids as others documented them: compared with the tokenizer, never used."""
+    """Documented token ids, which are compared with the tokenizer's but never used."""
 
     start: Ids | None = Field(default=None, description="Ids of `start`.")
     end: Ids | None = Field(default=None, description="Ids of `end`.")
@@ -73,7 +73,7 @@ class DocumentedIds(StrictModel):
 
 
 class HistoryEvidence(StrictModel):
-    """What shows the history rule."""
+    """The evidence for the history rule."""
 
     line: Excerpt | None = Field(
         default=None, description="The line that decides, at most 160 characters; unset: not seen."
@@ -102,7 +102,7 @@ class Family(StrictModel):
     version: Literal[1] = Field(description="Version of this format.")
     family: Marker = Field(description="Equal to the file's name without its suffix.")
     replaces: bool = Field(
-        default=False, description="This file stands in for the packaged file of the same family."
+        default=False, description="Whether this file replaces the packaged one of this family."
     )
     match: ModelMatch = Field(default_factory=ModelMatch)
     parsers: tuple[str, ...] = Field(
@@ -114,17 +114,17 @@ class Family(StrictModel):
         default=(), strict=False, description="Other spellings that the models also use."
     )
     close: Marker | None = Field(
-        default=None, description="Text to force when thinking must be ended; unset: `end`."
+        default=None, description="Text that is forced to end thinking; unset: `end`."
     )
     probe: Marker | None = Field(
         default=None,
-        description="Text to put behind a thought for a moment, to see how sure its answer is; it "
-        "holds an end marker. Unset: a line break, `end`, a blank line.",
+        description="Trial boundary: text that a probe appends to a thought to measure how certain "
+        "its answer is; it contains an end marker. Unset: a line break, `end`, a blank line.",
     )
     exit: ExitConfig = Field(
         default_factory=ExitConfig,
-        description="Early exit for this family: any fields of section `exit`. They count where "
-        "the configuration does not set the same field.",
+        description="Early exit for this family: any fields of section `exit`. The configuration's "
+        "value of a field takes precedence.",
     )
     implicit_end: tuple[Marker, ...] = Field(
         default=(), strict=False, description="Texts that end thinking without the end marker."
@@ -135,18 +135,18 @@ class Family(StrictModel):
         "model writes it), `answer` with closed thinking. Each request's prompt decides."
     )
     history: History = Field(
-        description="What the chat template does with earlier turns' thinking."
+        description="What the chat template does with the thinking of earlier turns."
     )
     history_evidence: HistoryEvidence | None = Field(
         default=None,
-        description="The template's `line`, the `source` and `provenance` of the rule, a `note`; "
-        "every packaged file with a history has it.",
+        description="Evidence for the rule: the template's `line`, `source`, `provenance` and a "
+        "`note`; required in packaged files with a history.",
     )
     tool_call: tuple[Marker, ...] = Field(
         default=(),
         strict=False,
-        description="Texts by which a tool call in the output is known, only used with history "
-        "`keep_in_tool_loop`; without one, outputs are kept as stock does.",
+        description="Texts that mark a tool call in the output; used only with history "
+        "`keep_in_tool_loop`. Without one, outputs are kept as in stock.",
     )
     notes: str = Field(default="", description="What else a reader should know.")
 
@@ -157,12 +157,12 @@ class Family(StrictModel):
 
     @property
     def probe_text(self) -> str:
-        """``probe``, or what stands in for it (EAT, arXiv:2509.26522)."""
+        """``probe``, or its default (EAT, arXiv:2509.26522)."""
         return self.probe or probe_around(self.end)
 
     @property
     def markers(self) -> tuple[object, ...]:
-        """What must be equal in two families for a model to be either of them."""
+        """The fields that must be equal in all families that fit a model equally well."""
         return self.pairs, self.close, self.implicit_end
 
     @model_validator(mode="after")
@@ -177,5 +177,5 @@ class Family(StrictModel):
 
 
 def probe_around(end: str) -> str:
-    """The probe of a family that states none (EAT, arXiv:2509.26522)."""
+    """The trial boundary of a family that sets none (EAT, arXiv:2509.26522)."""
     return f"\n{end}\n\n"

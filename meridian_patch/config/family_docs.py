@@ -52,11 +52,11 @@ def _row(family: Family) -> str:
 
 
 def _code(text: str) -> str:
-    """As code, whatever quotes it holds."""
+    """As code, also if the text contains backquotes."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{text}{fence}"
 
 
 def _escaped(cell: str) -> str:
-    """Line breaks and bars must not end the table's cell."""
+    """With line breaks and bars escaped, because they would end the table's cell."""
     return cell.strip().replace("\n", "\\n").replace("|", "\\|")

@@ -22,7 +22,7 @@ class LoadedConfig:
     Attributes:
         config: the validated values.
         origins: dotted key to ``"default"``, ``"file PATH"`` or ``"env NAME"``.
-        digest: equal in two processes when their configurations are.
+        digest: hash of the values; equal for equal configurations.
     """
 
     config: Config
@@ -31,7 +31,7 @@ class LoadedConfig:
 
 
 def load_config(env: Mapping[str, str]) -> LoadedConfig:
-    """Load the configuration that an environment asks for.
+    """Load the configuration from the file and variables that the environment names.
 
     Args:
         env: names and values, for example ``envs.environment()``.
@@ -122,6 +122,6 @@ def _check_trace(config: Config, origins: Mapping[str, str]) -> None:
 
 
 def _long_name(origin: str) -> str:
-    """``env NAME`` is short for tables; a sentence says what NAME is."""
+    """The origin in a sentence: ``env NAME``, used in tables, becomes ``environment variable``."""
     kind, _, name = origin.partition(" ")
     return f"environment variable {name}" if kind == "env" else origin

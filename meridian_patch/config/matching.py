@@ -13,7 +13,7 @@ How = Literal["config", "name", "architecture", "parser"]
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What is known about a served model before its tokenizer is asked.
+    """What is known about a served model without its tokenizer.
 
     Attributes:
         names: basename of the path or repository, served names, name in config.json.
@@ -31,10 +31,10 @@ class FamilyMatch:
     """A model's family and how it was found.
 
     Attributes:
-        label: the family's name, or ``<architecture X>`` when several families fit alike.
-        family: the file's values; of several families, only what they agree on.
+        label: the family's name, or ``<architecture X>`` if several families fit equally well.
+        family: the file's values; for several families, only those that are equal in all.
         files: the file or files, for messages.
-        how: what decided.
+        how: the criterion by which the family was found.
         evidence: the glob, architecture or parser that fitted.
     """
 
@@ -48,9 +48,9 @@ class FamilyMatch:
 def match_family(families: Families, model: ModelIdentity) -> FamilyMatch | None:
     """The family that fits best, or None.
 
-    1. The longest name glob wins; two families with equally long globs are an error.
-    2. Without a name, the architecture counts when all its families agree on the markers.
-    3. Without that, the reasoning parser counts under the same condition.
+    1. The family with the longest fitting name glob; two with equally long globs are an error.
+    2. If no name fits, the families of the architecture, if all agree on the markers.
+    3. If that fails, the families of the reasoning parser, under the same condition.
 
     Raises:
         ConfigError: two families fit equally well; names both.
@@ -72,7 +72,7 @@ def match_family(families: Families, model: ModelIdentity) -> FamilyMatch | None
 
 
 def forced_match(file: FamilyFile, origin: str) -> FamilyMatch:
-    """The match that an operator asked for."""
+    """The match for a family that the operator forced."""
     return FamilyMatch(file.family.family, file.family, str(file.path), "config", origin)
 
 
@@ -109,7 +109,7 @@ def _match_agreeing(fitting: list[FamilyFile], how: How, evidence: str) -> Famil
 
 
 def _common(fitting: list[FamilyFile]) -> Family:
-    """The first family, with nothing left that the others do not say too."""
+    """The first family, without the values in which the others differ."""
     families = [file.family for file in fitting]
     histories = {family.history for family in families}
     prompt_starts = {family.prompt_start for family in families}
@@ -131,7 +131,7 @@ def _common(fitting: list[FamilyFile]) -> Family:
             "probe": probes.pop() if len(probes) == 1 else None,
             "history": histories.pop() if len(histories) == 1 else "unverified",
             "history_evidence": None,
-            # A loop that any of them would go on with is kept.
+            # The tool-call markers of all families, so that every tool loop is kept.
             "tool_call": tuple({text: None for family in families for text in family.tool_call}),
             "prompt_start": prompt_starts.pop() if len(prompt_starts) == 1 else "unverified",
             "notes": "",

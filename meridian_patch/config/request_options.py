@@ -1,4 +1,4 @@
-"""What a request may ask for by itself, in ``vllm_xargs``: every field of ours, parsed once."""
+"""Parses the ``meridian_*`` fields that a request sets in ``vllm_xargs``."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,17 +11,17 @@ from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
 
-# JSON numbers up to here are whole in every client.
+# Up to this number, integers in JSON are exact in every client.
 _MOST = 2**53
 
 
 class RequestOptions(StrictModel):
-    """The options of one request; None leaves one to the configuration.
+    """The options of one request; None: the configuration's value.
 
     Attributes:
-        meridian_itl_ms: inter-token latency that the answer is to keep, in milliseconds.
-        meridian_priority: as vLLM's own, lower goes first; 0 where nothing is asked for.
-        meridian_max_think_tokens: an upper bound on the request's thinking.
+        meridian_itl_ms: target of the answer's inter-token latency, in milliseconds.
+        meridian_priority: lower goes first, as in vLLM; 0 if it is not set.
+        meridian_max_think_tokens: upper bound of the length of one thought, in tokens.
         meridian_min_think_tokens: think tokens before which no strategy closes the thought.
         meridian_exit: the mode of early exit.
         meridian_eat_delta: threshold of EAT, in nats squared; switches it on.
@@ -53,14 +53,14 @@ class RequestOptions(StrictModel):
 
     @property
     def has_exit_options(self) -> bool:
-        """Whether the request asks for anything of early exit."""
+        """Whether the request sets any option of early exit."""
         return bool(self._exit_settings())
 
     def exit_config(self, config: ExitConfig) -> ExitConfig:
-        """The configuration of early exit as this request has it.
+        """The configuration of early exit with this request's options applied.
 
-        Where only one bound is the request's and the floor comes out above the maximum, the maximum
-        counts.
+        If the request sets only one bound and the floor is then above the maximum, the maximum is
+        used.
         """
         settings = self._exit_settings()
         return config.model_copy(update=settings) if settings else config
@@ -82,15 +82,15 @@ NO_OPTIONS: Final = RequestOptions()
 
 
 def allowed_names(allowed: Sequence[str] | Literal["all"]) -> frozenset[str]:
-    """The names of the fields that ``requests.allowed_fields`` lets through."""
+    """The names of the fields that ``requests.allowed_fields`` allows."""
     return frozenset(RequestOptions.model_fields if allowed == "all" else allowed)
 
 
 def check_allowed(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str]) -> None:
-    """Refuse fields of ours that exist and that the operator does not allow.
+    """Refuse known ``meridian_*`` fields that the operator does not allow.
 
     Raises:
-        ConfigError: it names the first such field, and those that are allowed.
+        ConfigError: the message names the first such field, and those that are allowed.
     """
     refused = refused_names(extra_args, allowed)
     if refused:
@@ -101,7 +101,7 @@ def check_allowed(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str
 
 
 def refused_names(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str]) -> list[str]:
-    """Our fields among a request's extra arguments that exist and are not allowed."""
+    """The known ``meridian_*`` fields among a request's extra arguments that are not allowed."""
     known = RequestOptions.model_fields
     if len(allowed) == len(known):
         return []
@@ -109,11 +109,11 @@ def refused_names(extra_args: Mapping[str, Any] | None, allowed: AbstractSet[str
 
 
 def parse_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
-    """The options among a request's extra arguments; the fields of others are left alone.
+    """The options among a request's extra arguments; other arguments are ignored.
 
     Raises:
-        ConfigError: an unknown name of ours, or a value out of its range; it names the field,
-            what came and what was expected.
+        ConfigError: an unknown ``meridian_*`` field or a value out of range; the message names the
+            field, its value and what was expected.
     """
     ours = {name: value for name, value in (extra_args or {}).items() if name.startswith(PREFIX)}
     if not ours:

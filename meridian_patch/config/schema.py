@@ -1,4 +1,4 @@
-"""What can be configured. The defaults are the product's behaviour."""
+"""The schema of the configuration, with all defaults."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -24,14 +24,14 @@ class PolicyConfig(StrictModel):
 
     name: Literal["latency", "throughput", "fair", "noop"] = Field(
         default="latency",
-        description="`latency` serves answers before thinking and lets newcomers in; `throughput` "
-        "spends what answers are ahead of their pace on prefill; `fair` makes nobody pay for "
-        "having thought for long; `noop` decides as stock vLLM does.",
+        description="`latency` serves answers before thinking, and may preempt long thinkers to "
+        "admit new requests; `throughput` spends the slack of answers ahead of their ITL target on "
+        "prefill; `fair` preempts no thinker for thinking long; `noop` decides as stock vLLM.",
     )
     order: bool | None = Field(
         default=None,
-        description="Rule: answers are served first and preempted last. Unset, as for all rules: "
-        "as the policy named above has it.",
+        description="Rule: answers are served first and preempted last. Unset: as in the policy "
+        "`policy.name`; the same holds for the other rules.",
     )
     victims: bool | None = Field(
         default=None,
@@ -39,99 +39,101 @@ class PolicyConfig(StrictModel):
     )
     step_cut: bool | None = Field(
         default=None,
-        description="Rule: while somebody reads an answer, prefill may make a step only so much "
-        "longer.",
+        description="Rule: while any request answers, the token budget of a step limits how long "
+        "prefill makes it.",
     )
     pacing: bool | None = Field(
         default=None,
-        description="Rule: what answers are ahead of their pace is time that prefill may use.",
+        description="Rule: prefill may use the slack of answers that are ahead of their ITL "
+        "target.",
     )
     admission: bool | None = Field(
         default=None,
-        description="Rule: a request is admitted when what runs is forecast to leave room for it.",
+        description="Rule: a request is admitted only if the forecast KV demand of the running "
+        "requests leaves room for it.",
     )
     time_sharing: bool | None = Field(
         default=None,
-        description="Rule: a newcomer may take the place of a request that has thought for long.",
+        description="Rule: a long thinker may be preempted to admit a new request.",
     )
     protected_answer_tokens: int = Field(
         default=16,
         ge=0,
-        description="Answer tokens after the boundary during which a request stands before all "
-        "others, so that its first words come without a stall.",
+        description="Number of answer tokens after the boundary during which a request goes before "
+        "all others, so that its first words do not stall.",
     )
     max_preemptions: int = Field(
         default=3,
         ge=1,
-        description="A thinking request that was preempted this often is protected among "
+        description="A thinking request that was preempted this often is preempted after all other "
         "thinking requests.",
     )
     answer_itl_ms: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Inter-token latency that answers are to keep, in milliseconds. Unset: "
-        "`step_cut_factor` times what a step takes without prefill. A request sets its own with "
-        "`vllm_xargs: {meridian_itl_ms: ...}`.",
+        description="Target of the inter-token latency of answers, in milliseconds. Unset: "
+        "`step_cut_factor` times the duration of a step without prefill. A request sets its own "
+        "with `vllm_xargs: {meridian_itl_ms: ...}`.",
     )
     step_cut_factor: float = Field(
         default=1.2,
         gt=1,
         allow_inf_nan=False,
-        description="How much longer than without prefill a step may take at most while somebody "
-        "reads an answer, where no inter-token latency is asked for.",
+        description="Upper bound of a step's duration while any request answers, as a multiple of "
+        "its duration without prefill; used if no inter-token latency is set.",
     )
     think_batch_multiplier: float = Field(
         default=2.5,
         ge=1,
         allow_inf_nan=False,
-        description="The engine's token budget per step over the greatest budget while somebody "
-        "answers, until enough steps were timed to predict their length.",
+        description="Divisor of the engine's token budget per step while any request answers, "
+        "until enough steps were measured to predict their duration.",
     )
     min_prefill_tokens: int = Field(
         default=64,
         ge=1,
-        description="Prefill tokens that a step may always have, whatever answers ask for.",
+        description="Prefill tokens that a step may always have, regardless of latency targets.",
     )
     drain_s: float = Field(
         default=5.0,
         gt=0,
         allow_inf_nan=False,
-        description="Saturation guard: where a cut was used up in every step for this many "
-        "seconds, steps may take twice as long each time as many seconds pass, until prefill has "
-        "half of them.",
+        description="Saturation guard: if the lowered token budget was used up in every step for "
+        "this many seconds, steps may take twice as long with each further such period, until "
+        "prefill has half of a step.",
     )
     admission_reserve_tokens: int = Field(
         default=64,
         ge=0,
-        description="Growth that admission expects of each running request until enough requests "
-        "have ended to forecast it.",
+        description="Growth in tokens that admission assumes for each running request until enough "
+        "requests have ended to forecast it.",
     )
     admission_overcommit: float = Field(
         default=1.4,
         gt=0,
         allow_inf_nan=False,
-        description="How much of the KV pool the forecast peak of all running requests may take; "
-        "above 1 counts on requests ending sooner than forecast.",
+        description="Upper bound of the forecast peak of all running requests, as a share of the "
+        "KV pool; a value above 1 assumes that requests end sooner than forecast.",
     )
     sharing_min_tokens: int = Field(
         default=2000,
         ge=1,
-        description="Think tokens after which a request may be made to wait for newcomers.",
+        description="Think tokens after which a request may be preempted to admit a new request.",
     )
     sharing_overhead: float = Field(
         default=0.05,
         ge=0,
         le=1,
-        description="Share of the engine's time that may go into computing again what "
-        "time-sharing threw away.",
+        description="Share of the engine's time that may be spent on computing tokens again that "
+        "time-sharing preempted.",
     )
     aging_s: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="A request that was preempted stands before all others after waiting this "
-        "long, and long thinkers make room for it; with time_sharing only.",
+        description="Seconds of waiting after which a preempted request goes before all others, "
+        "and long thinkers are preempted for it; only with `time_sharing`.",
     )
     time_budget_us: int = Field(
         default=3000,
@@ -146,26 +148,26 @@ class KvConfig(StrictModel):
 
     tiers: bool = Field(
         default=True,
-        description="Evict finished thoughts before what can be hit again. Off, and with policy "
-        "`noop`: vLLM's own order, least recently used first.",
+        description="Evict blocks of finished thoughts before blocks that can be hit again. If "
+        "off, or with policy `noop`: vLLM's own order, least recently used first.",
     )
     retain_s: float = Field(
         default=300.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds after which a block that nobody hit loses its precedence over "
-        "blocks of preempted thinkers.",
+        description="Seconds without a hit after which a block loses its precedence over blocks of "
+        "preempted thinkers.",
     )
     history: Literal["auto", "strip", "keep", "keep_in_tool_loop"] = Field(
         default="auto",
-        description="What clients and chat template do with earlier turns' thinking. `auto`: as "
-        "the model's family file says; where it does not know, outputs are kept as stock does.",
+        description="What clients and chat template do with the thinking of earlier turns. `auto`: "
+        "as in the model's family file; if it is unknown there, outputs are kept as in stock.",
     )
     check_interval_s: float = Field(
         default=60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Least seconds between two integrity checks of the free blocks. They run "
+        description="Least seconds between two integrity checks of the free blocks. A check runs "
         "when no request is left.",
     )
 
@@ -181,34 +183,32 @@ class ExitConfig(StrictModel):
     observed_at_a_time: int = Field(
         default=8,
         ge=1,
-        description="Mode `observe`: a request that begins while so many thoughts are being "
-        "measured is not; of its thinking only end and length are known. A request that asks for "
-        "anything of early exit is always measured, and so are all in mode `enforce`.",
+        description="Mode `observe`: upper bound of requests measured at a time. For a request "
+        "that begins beyond it, only end and length of its thinking are known. A request that sets "
+        "options of early exit is always measured, and so are all in mode `enforce`.",
     )
     min_think_tokens: int = Field(
         default=512,
         ge=0,
-        description="Floor, in tokens: a thought is not closed before it is this long, however "
-        "sure a strategy is. Thinking that is cut below about a seventh of its natural length "
-        "goes on in the answer.",
+        description="Floor, in tokens: a shorter thought is not closed by any strategy. Thinking "
+        "that is closed below about a seventh of its natural length continues in the answer.",
     )
     max_think_tokens: int | None = Field(
         default=None,
         ge=1,
         description="Upper bound of one thought, in tokens; unset: none. A request's "
-        "`thinking_token_budget` is one too. Where a bound is lower than the floor, the bound "
-        "counts.",
+        "`thinking_token_budget` is one too. A bound takes precedence over a higher floor.",
     )
     grace_tokens: int = Field(
         default=64,
         ge=0,
-        description="Tokens that a strategy waits for the end of a line before it closes in the "
-        "middle of one. Upper bounds are kept: for them the wait lies before the bound.",
+        description="Tokens to wait for the end of a line before a thought is closed in the middle "
+        "of one. Upper bounds still hold: for them the wait begins before the bound.",
     )
     eat: bool = Field(
         default=True,
-        description="Strategy: close a thought whose answer no longer changes, seen by the "
-        "entropy after a trial boundary (EAT, arXiv:2509.26522). Costs one probe per paragraph.",
+        description="Strategy: close a thought when the entropy after a trial boundary no longer "
+        "changes (EAT, arXiv:2509.26522). Takes one probe per paragraph.",
     )
     eat_alpha: float = Field(
         default=0.2,
@@ -222,76 +222,78 @@ class ExitConfig(StrictModel):
         gt=0,
         allow_inf_nan=False,
         description="EAT: close when the moving variance is below this, in nats squared. The "
-        "default is 1e-3 bits squared of the authors' figures, measured there at temperature "
-        "0.6. A request sets its own with `vllm_xargs: {meridian_eat_delta: ...}`.",
+        "default is the authors' 1e-3 bits squared, which they measured at temperature 0.6. A "
+        "request sets its own with `vllm_xargs: {meridian_eat_delta: ...}`.",
     )
     eat_warmup_probes: int = Field(
         default=20,
         ge=1,
-        description="EAT: probes of a thought before it may close; about 4 / `eat_alpha`, or the "
-        "variance has not forgotten its start.",
+        description="EAT: probes of a thought before it may be closed. Use about 4 / `eat_alpha`: "
+        "with fewer, the variance still depends on its initial value.",
     )
     eat_max_entropy_nats: float | None = Field(
         default=1.0,
         gt=0,
         allow_inf_nan=False,
-        description="EAT: no close while the last probe's entropy is not below this, in nats: "
-        "steadily unsure is not converged. Unset: no such gate. The default is a guess.",
+        description="EAT: a thought is closed only if the last probe's entropy is below this, in "
+        "nats, because a steady high entropy is not convergence. Unset: no such condition. The "
+        "default is a guess.",
     )
     probe_min_gap_tokens: int = Field(
         default=64,
         ge=1,
-        description="EAT: a paragraph's end is probed when the last probe is at least this many "
+        description="EAT: the end of a paragraph is probed if the last probe is at least this many "
         "tokens back.",
     )
     probe_max_gap_tokens: int = Field(
         default=256,
         ge=1,
-        description="EAT: most tokens from one probe to the next, paragraph or not.",
+        description="EAT: upper bound of tokens between two probes, also within a paragraph.",
     )
     probes_in_flight: int = Field(
         default=16,
         ge=1,
-        description="EAT: most probes in one step.",
+        description="EAT: upper bound of probes in one step.",
     )
     probe_every_steps: int = Field(
         default=8,
         ge=1,
-        description="EAT: steps from one with probes to the next; those that are due meanwhile go "
-        "together. A step with probes does not run in the full CUDA graph of steps that only "
-        "decode: with 8, at most one step in 8 pays for that. A result comes up to this number "
-        "less 1 steps later, 7 by default, and the close with it: one token each, against the 64 "
-        "tokens of `probe_min_gap_tokens`. Calibration counts them as part of the lag.",
+        description="EAT: at most one step in so many has probes; those that become due in between "
+        "run together. A step with probes cannot use the full CUDA graph of decode steps, so this "
+        "bounds how many steps are slower. It delays a result, and a close, by up to this number "
+        "minus 1 steps of one token each (7 by default, compared with the 64 tokens of "
+        "`probe_min_gap_tokens`). Calibration includes this in the lag.",
     )
     probe_context_tokens: int = Field(
         default=32_768,
         ge=1,
-        description="EAT: most tokens before the trial boundaries of the probes of one step, all "
-        "together; a single probe may have more. A probe's CPU time grows with its context: "
-        "`meridian bench probe-micro` prints it.",
+        description="EAT: upper bound of the tokens before the trial boundaries, summed over the "
+        "probes of one step; a single probe may have more. A probe's CPU time grows with its "
+        "context; `meridian bench probe-micro` prints it.",
     )
     rpdi: bool = Field(
         default=True,
-        description="Strategy: close a thought that has derailed, seen by its tokens' entropy "
-        "against its own mean (RPDI, arXiv:2603.14251). Needs no probe.",
+        description="Strategy: close a thought that has derailed, which shows as a high entropy of "
+        "its last tokens relative to its mean (RPDI, arXiv:2603.14251). Needs no probe.",
     )
     rpdi_window_tokens: int = Field(
         default=512,
         ge=1,
-        description="RPDI: last think tokens whose mean entropy is compared with the whole "
-        "thought's.",
+        description="RPDI: number of last think tokens whose mean entropy is compared with that of "
+        "the whole thought.",
     )
     rpdi_lambda: float = Field(
         default=2.0,
         gt=1,
         allow_inf_nan=False,
-        description="RPDI: close at a sentence's end when the quotient of both means is above "
-        "this. It can be no sooner than after `rpdi_lambda` windows. A request sets its own with "
+        description="RPDI: close at the end of a sentence when the quotient of both means is above "
+        "this, at the earliest after `rpdi_lambda` windows. A request sets its own with "
         "`vllm_xargs: {meridian_rpdi_lambda: ...}`.",
     )
     end_probability: bool = Field(
         default=False,
-        description="Strategy: close a thought that the model itself is about to end.",
+        description="Strategy: close a thought when the model gives its end boundary a high "
+        "probability.",
     )
     end_probability_threshold: float = Field(
         default=0.5,
@@ -303,16 +305,16 @@ class ExitConfig(StrictModel):
     end_probability_patience: int = Field(
         default=3,
         ge=1,
-        description="Tokens of a thought at which the boundary must have been this probable, the "
-        "closing one included; they need not follow each other.",
+        description="Number of tokens of a thought, not necessarily adjacent, at which the "
+        "boundary must have at least this probability; the thought is closed at the last of them.",
     )
     trace: Path | None = Field(
         default=None,
         strict=False,
         description="File to which probe results, verdicts and ends of thoughts are appended, as "
-        "JSON lines ([what they hold](exit-trace.md)). A relative path counts from the "
-        "configuration file's directory, or from the working directory when set in the "
-        "environment. Unset: none is written.",
+        "JSON lines ([format](exit-trace.md)). A relative path is relative to the configuration "
+        "file's directory, or to the working directory if set in the environment. Unset: no trace "
+        "is written.",
     )
 
     @model_validator(mode="after")
@@ -350,13 +352,13 @@ def _field_names(value: Any) -> Any:
 
 
 class RequestsConfig(StrictModel):
-    """What requests may ask for by themselves."""
+    """Which options requests may set."""
 
     allowed_fields: Annotated[Literal["all"] | list[str], BeforeValidator(_field_names)] = Field(
         default="all",
         description="Fields of `vllm_xargs` that requests may set: `all`, or a list of "
-        "[their names](requests.md); an empty list allows none. A request with another field of "
-        "ours is refused with HTTP 400.",
+        "[their names](requests.md); an empty list allows none. A request with another "
+        "`meridian_*` field is refused with HTTP 400.",
     )
 
 
@@ -373,9 +375,9 @@ class Config(StrictModel):
     families_dir: Path | None = Field(
         default=None,
         strict=False,
-        description="Directory of additional or replacing family files. A relative path counts "
-        "from the configuration file's directory, or from the working directory when set in the "
-        "environment.",
+        description="Directory of family files that are added or replace packaged ones. A relative "
+        "path is relative to the configuration file's directory, or to the working directory if "
+        "set in the environment.",
     )
     policy: PolicyConfig = Field(
         default_factory=PolicyConfig, description="How running requests are ordered."
@@ -387,11 +389,11 @@ class Config(StrictModel):
         default_factory=ExitConfig, description="When thinking is ended early."
     )
     requests: RequestsConfig = Field(
-        default_factory=RequestsConfig, description="What requests may ask for by themselves."
+        default_factory=RequestsConfig, description="Which options requests may set."
     )
     provenance: dict[str, Any] | None = Field(
         default=None,
         description="Where the file's values come from: `meridian calibrate` writes model, data, "
-        "date and curve here. Only its `lag` is read: an engine with another one says so in the "
-        "log when it starts.",
+        "date and curve here. Only its `lag` is read: an engine with a different lag logs a "
+        "warning when it starts.",
     )

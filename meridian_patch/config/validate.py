@@ -1,4 +1,4 @@
-"""From pydantic's errors to one ConfigError that says where, what and what instead."""
+"""Converts pydantic's errors to one ConfigError that names origin, value and expectation."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def validate(
     Args:
         model: a pydantic model.
         data: keys and values, as read.
-        origin_of: from a key path to the name of its file or variable.
+        origin_of: returns the name of the file or variable of a key path.
 
     Raises:
         ConfigError: names every wrong field, its origin, its value and what was expected.
@@ -34,7 +34,7 @@ def validate(
 
 
 def field_names(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
-    """Names of the fields below a key path; empty when it leads to a value or to nothing."""
+    """Names of the fields below a key path; empty if it leads to a value or does not exist."""
     section: type[BaseModel] | None = model
     for key in path:
         if section is None:

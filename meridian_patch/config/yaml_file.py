@@ -1,4 +1,4 @@
-"""Reads one YAML file that starts with ``version: 1``; refuses what YAML would let pass."""
+"""Reads one YAML file that starts with ``version: 1``; refuses duplicate keys and other types."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from meridian_patch.errors import ConfigError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """``yaml.safe_load`` keeps the last of two equal keys; this one refuses them."""
+    """A safe loader that refuses duplicate keys; PyYAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
@@ -47,7 +47,7 @@ def parse_mapping(text: str, origin: str) -> dict[str, Any]:
 
     Args:
         text: the file's content.
-        origin: what to call the file in messages.
+        origin: name of the file in messages.
 
     Raises:
         ConfigError: bad YAML, a duplicate key, no mapping, or another version.
@@ -72,7 +72,7 @@ def parse_mapping(text: str, origin: str) -> dict[str, Any]:
 
 
 def parse_value(text: str, origin: str) -> Any:
-    """One YAML value; ``origin`` names its place in messages."""
+    """One YAML value; ``origin`` is the name of its source in messages."""
     loader = _UniqueKeyLoader(text)
     loader.name = origin
     try:

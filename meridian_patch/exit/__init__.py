@@ -1,1 +1,1 @@
-"""When to end thinking early: decides, never acts."""
+"""Decides when to end thinking early; pure code without side effects."""

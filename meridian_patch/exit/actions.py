@@ -1,4 +1,4 @@
-"""What the controller asks for and reports."""
+"""The types of the exit controller's decisions and reports."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,19 +8,19 @@ from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import Reason
 
 Obstacles = Mapping[Reason, Obstacle]
-"""Strategies that could not close a thought, and why."""
+"""Strategies that cannot close a thought, and why."""
 
 NO_OBSTACLES: Final[Obstacles] = MappingProxyType({})
 
 
 class Close(NamedTuple):
-    """A thought should be closed now.
+    """The decision to close a thought now.
 
     Attributes:
-        reason: of the strategy that fired first.
+        reason: the strategy that fired first.
         fired_at: think tokens when it fired.
-        close_at: think tokens at which the close was due: a line's end, or the end of the grace.
-        why: the figures behind it, for people.
+        close_at: think tokens at which the close was due: the end of a line, or of the grace.
+        why: the measured values and thresholds, as text.
     """
 
     reason: Reason
@@ -30,11 +30,11 @@ class Close(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A thought should be probed.
+    """The decision to probe a thought.
 
     Attributes:
-        thought: which thought of the request, from 1.
-        think_tokens: its tokens that stand before the trial boundary.
+        thought: number of the thought in the request, from 1.
+        think_tokens: number of its tokens before the trial boundary.
     """
 
     thought: int
@@ -42,7 +42,7 @@ class Probe(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What is to be done now; never both."""
+    """What to do now: a close or a probe, never both."""
 
     close: Close | None = None
     probe: Probe | None = None
@@ -53,11 +53,11 @@ class Outcome(NamedTuple):
 
     Attributes:
         reason: what ended it.
-        think_tokens: its accepted tokens, the boundary's included.
-        verdict: when it was to be closed, or would have been in mode ``observe``; None: never.
-        num_invalid: signals, of tokens and probes, that were no finite numbers.
-        is_measured: False where only the end was seen.
-        too_soon: strategies that the thought's end came too soon for; none where a verdict is.
+        think_tokens: its accepted tokens, including the boundary's.
+        verdict: the decision to close it, in mode ``observe`` too; None: there was none.
+        num_invalid: number of signals of tokens and probes that were not finite.
+        is_measured: False if only its end is known.
+        too_soon: strategies that could not fire before the thought ended; empty with a verdict.
     """
 
     reason: Reason
@@ -69,12 +69,12 @@ class Outcome(NamedTuple):
 
 
 class ExitReport(NamedTuple):
-    """What a request's caller is told of its thinking so far.
+    """The report to a request's caller on its thinking so far.
 
     Attributes:
         outcome: how its last thought ended; None: none has ended.
-        think_tokens: of all its thoughts that ended.
-        not_enforced: where closing was asked for: strategies that could not, and why.
+        think_tokens: sum over all its thoughts that ended.
+        not_enforced: in mode ``enforce``, the strategies that could not close, and why.
     """
 
     outcome: Outcome | None

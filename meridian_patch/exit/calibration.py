@@ -1,4 +1,4 @@
-"""Chooses a strategy's threshold from labelled problems, with a bound on what it costs."""
+"""Chooses a strategy's threshold from labelled problems, with a bound of the accuracy loss."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +15,10 @@ class Point(NamedTuple):
 
     Attributes:
         threshold: as configured.
-        saving_ratio: share of all think tokens that are not thought.
+        saving_ratio: share of all think tokens that early exit saves.
         accuracy: share of right answers.
-        lost, won: problems that are answered right only without, only with early exit.
-        lost_bound: upper bound of the share lost, with the confidence asked for.
+        lost, won: number of problems answered right only without, only with early exit.
+        lost_bound: upper bound of the share lost, with confidence 1 - ``risk``.
         hoeffding_bound: the same by Hoeffding's inequality, for comparison.
         conformal_risk: the share lost as conformal risk control estimates it.
         is_safe: whether the bound is proven for this threshold, see ``calibrate``.
@@ -36,14 +36,14 @@ class Point(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """A threshold, and what it was chosen from.
+    """The chosen threshold, and the points that it was chosen from.
 
     Attributes:
-        chosen: the safe point with the largest saving; None when no threshold is safe.
-        curve: all points, the most careful first.
+        chosen: the safe point with the largest saving; None if no threshold is safe.
+        curve: all points, in the order in which they were tested, the most careful first.
         natural_accuracy: share of right answers without early exit.
-        num_problems: that count.
-        num_unlabelled: that had nothing to compare with and were left out.
+        num_problems: number of labelled problems.
+        num_unlabelled: number of problems without a reference answer, which were left out.
     """
 
     chosen: Point | None
@@ -63,27 +63,27 @@ def calibrate(
 ) -> Calibration:
     """The threshold with the largest saving whose accuracy loss is bounded.
 
-    A problem is lost when its natural answer is right and its early one is not (the loss of
-    arXiv:2602.03814 for a stop that is too early). Accuracy falls by the share lost less the share
-    won, hence by no more than the share lost.
+    A problem is lost if its natural answer is right and its early one is not (the loss of
+    arXiv:2602.03814 for a stop that is too early). Accuracy falls by the share lost minus the share
+    won, so by at most the share lost.
 
-    Thresholds are tested from the most careful on, each by the exact binomial bound of its share
-    lost; the first that fails ends it, and those before it are safe. Tested in an order that does
-    not come from the data, so many thresholds need no correction, and the share lost need not
-    rise with the threshold (fixed sequence testing; Angelopoulos et al., "Learn then test",
+    Thresholds are tested in order, the most careful first, each by the exact binomial bound of its
+    share lost. The first one that fails ends the test, and those before it are safe. The order does
+    not depend on the data, so testing many thresholds needs no correction, and the share lost need
+    not rise with the threshold (fixed sequence testing; Angelopoulos et al., "Learn then test",
     arXiv:2110.01052). So with confidence 1 - ``risk`` over labelled sets, every safe threshold
     loses at most ``tolerance`` of all problems like these.
 
     Args:
         records: one per problem, drawn independently.
-        thresholds: of one strategy; not taken from these records.
-        fires_below: True where a value below the threshold fires (EAT), False where one above it
-            does (RPDI).
+        thresholds: thresholds of one strategy, not derived from these records.
+        fires_below: True if a value below the threshold fires (EAT), False if one above it does
+            (RPDI).
         tolerance: epsilon, share of problems that may be lost, between 0 and 1.
         risk: eta, probability that the bound does not hold, between 0 and 1.
 
     Raises:
-        CalibrationError: the records cannot carry such a bound; says what is missing.
+        CalibrationError: the records do not suffice for such a bound; the message says why.
     """
     labelled = _labelled(records, thresholds, tolerance, risk)
     ordered = sorted(set(thresholds), reverse=not fires_below)

@@ -1,4 +1,4 @@
-"""Decides for one request when its thinking is to be closed and when it is to be probed."""
+"""Decides when to close and when to probe the thinking of one request."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from meridian_patch.exit.thought_monitor import ThoughtMonitor
 class ExitController:
     """Watches one request's thoughts, one after the other.
 
-    1. ``off``: nothing is asked for. ``observe``: probes are; verdicts are kept in the outcome.
-       ``enforce``: closes are asked for too, one per thought.
-    2. Behind a boundary nothing is asked for until a new thought starts, which is watched anew:
-       floor, bounds and strategies are those of one thought.
+    1. In mode ``off`` it returns no action. In ``observe`` it returns probes, and verdicts are only
+       kept in the outcome. In ``enforce`` it also returns closes, one per thought.
+    2. After an end boundary it returns no action until a new thought starts. The new thought has a
+       new monitor: floor, bounds and strategies apply to each thought separately.
 
-    Tokens may be known late: what is due at a token is asked for when the token is known.
+    Tokens may become known late, so an action may come later than the token at which it is due.
 
     Args:
-        config: of the request.
-        breaks: of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: none.
+        config: the request's configuration.
+        breaks: text breaks of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ExitController:
         self._config = config
         self._breaks = breaks
         self._budget_tokens = budget_tokens
-        # None behind the boundary, and before the first start.
+        # None outside of a thought.
         self._watch: ThoughtMonitor | None = None
         self._num_thoughts = 0
         self._is_closing = False
@@ -41,58 +41,58 @@ class ExitController:
 
     @property
     def is_thinking(self) -> bool:
-        """A thought is under way; never so in mode ``off``."""
+        """Whether the request is in a thought; always False in mode ``off``."""
         return self._watch is not None
 
     @property
     def quiet_tokens(self) -> float:
-        """Think tokens that may come at once and nothing is due before the last; 0: unknown.
+        """How many tokens may be passed together, with no action due before the last; 0: unknown.
 
-        Ends of lines and paragraphs are not among them, but for the first ``quiet_lines_tokens``
-        and ``quiet_paragraphs_tokens``.
+        It does not hold for ends of lines after the first ``quiet_lines_tokens`` tokens, nor for
+        ends of paragraphs after the first ``quiet_paragraphs_tokens``.
         """
         return 0 if self._watch is None else self._watch.quiet_tokens
 
     @property
     def quiet_lines_tokens(self) -> float:
-        """As ``quiet_tokens``, ends of lines included."""
+        """Same as ``quiet_tokens``, but for ends of lines."""
         return 0 if self._watch is None else self._watch.quiet_lines_tokens
 
     @property
     def quiet_paragraphs_tokens(self) -> float:
-        """As ``quiet_tokens``, ends of paragraphs included."""
+        """Same as ``quiet_tokens``, but for ends of paragraphs."""
         return 0 if self._watch is None else self._watch.quiet_paragraphs_tokens
 
     @property
     def num_thoughts(self) -> int:
-        """Thoughts so far, the one under way included: its number, from 1."""
+        """Number of thoughts so far, including the current one."""
         return self._num_thoughts
 
     @property
     def think_tokens(self) -> int:
-        """Accepted tokens of the thought under way; 0 when there is none."""
+        """Accepted tokens of the current thought; 0 if there is none."""
         return self._watch.think_tokens if self._watch else 0
 
     @property
     def verdict(self) -> Close | None:
-        """Of the thought under way: when it was to be closed; None: not yet."""
+        """The decision to close the current thought; None: there is none yet."""
         return self._watch.verdict if self._watch else None
 
     @property
     def eat_variance(self) -> float:
-        """EAT's debiased variance in the thought under way, in nats squared; else infinite."""
+        """EAT's debiased variance in the current thought, in nats squared; else infinite."""
         return self._watch.eat_variance if self._watch else math.inf
 
     @property
     def too_soon(self) -> Obstacles:
-        """Strategies that an end of the thought under way would come too soon for, and why."""
+        """Strategies that could not have fired in the current thought yet, and why."""
         return self._watch.too_soon() if self._watch else NO_OBSTACLES
 
     def start(self, think_tokens: int = 0) -> None:
-        """A thought begins: the prompt's, or one behind a new start marker.
+        """Begin a thought: the one that the prompt opens, or one after a new start marker.
 
         Args:
-            think_tokens: that it has already, in the prompt; they were not measured.
+            think_tokens: number of its tokens so far, which were not measured.
         """
         if self._config.mode == "off":
             return
@@ -103,14 +103,14 @@ class ExitController:
         )
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
-        """Take in think tokens that were accepted; of a step that ends the thought see ``end``.
+        """Process accepted think tokens; for a step that ends the thought, call ``end`` instead.
 
         Args:
-            token_ids: in order, of one step or several.
+            token_ids: tokens of one or more steps, in order.
             rows: their signals, one row per token.
 
         Returns:
-            What is to be done now; None for nothing.
+            The action to take now; None: no action.
         """
         if self._watch is None:
             return None
@@ -118,22 +118,24 @@ class ExitController:
         return None if action is None else self._permitted(action)
 
     def probed(self, probe: Probe, entropy_nats: float) -> Action | None:
-        """Take in a probe's result; one of another thought, or older than the last, is dropped."""
+        """Process a probe's result; it is dropped if it is of another thought or out of order."""
         if self._watch is None:
             return None
         action = self._watch.probed(probe, entropy_nats)
         return None if action is None else self._permitted(action)
 
     def closing(self) -> None:
-        """The close is being forced: what ends the thought now is no longer its own end."""
+        """Note that the close is being forced, so the thought no longer ends by itself."""
         self._is_closing = True
 
     def end(self, num_tokens: int) -> Outcome | None:
-        """The boundary was accepted; None when no thought was under way.
+        """End the thought, because the boundary was accepted.
 
         Args:
-            num_tokens: think tokens that came with it, its own included, and did not go through
-                ``accept``.
+            num_tokens: think tokens that were not passed to ``accept``, including the boundary's.
+
+        Returns:
+            The outcome; None if the request was not in a thought.
         """
         watch, self._watch = self._watch, None
         if watch is None:

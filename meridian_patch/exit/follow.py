@@ -1,4 +1,4 @@
-"""Brings what the phase tracker saw of a request to its exit controller."""
+"""Passes a request's new tokens and phase changes to its exit controller."""
 
 from collections.abc import Sequence
 
@@ -11,26 +11,26 @@ from meridian_patch.phase.tracker import Phase, RequestPhase
 def follow(
     controller: ExitController, state: RequestPhase, seen: int, rows: Sequence[Row]
 ) -> Action | None:
-    """Take in what a request came to know since it knew ``seen`` tokens.
+    """Process the tokens of a request after its first ``seen`` known tokens.
 
-    A boundary among these tokens ends the thought, whatever its last tokens would have led to:
-    there is nothing left to close.
+    A boundary among these tokens ends the thought. The tokens before it are then not judged,
+    because the thought can no longer be closed.
 
     Args:
-        controller: of the request.
-        state: after the tracker has observed these tokens.
-        seen: known tokens before.
-        rows: signals of the tokens since, one row each.
+        controller: the request's controller.
+        state: the request's phase, after the tracker has observed these tokens.
+        seen: number of known tokens that were processed before.
+        rows: signals of the new tokens, one row each.
 
     Returns:
-        What is to be done now; None for nothing.
+        The action to take now; None: no action.
     """
     if state.phase is not Phase.THINK:
         controller.end(max(state.tokens_before - seen, 0))
         return None
     begin = state.tokens_before
     if begin > seen:
-        # A thought that was under way ended among these tokens too, its length is not kept.
+        # An earlier thought ended among these tokens too; its length is not recorded.
         controller.end(0)
     if not controller.is_thinking:
         controller.start(max(seen - begin, 0))

@@ -1,14 +1,15 @@
-"""Why a thought that was to be closed early could not be: one closed vocabulary."""
+"""Lists all reasons why a thought cannot be closed early."""
 
 from enum import StrEnum
 from typing import Final
 
 
 class Obstacle(StrEnum):
-    """One reason; its text is what callers and metrics see.
+    """One reason; callers and metrics see its value.
 
-    The first eight hold for the engine and stop strategies from judging. The next eight concern
-    the close itself: something behind our masks would undo it. The last three concern one thought.
+    The first eight apply to the whole engine and disable strategies. The next eight apply to a
+    close, which something applied after the plug-in's masks would undo. The last three apply to
+    one thought.
     """
 
     NO_BOUNDARY = "no_boundary"
@@ -44,4 +45,4 @@ TO_CLOSES: Final = (
     Obstacle.TRACE_REPLAY,
     Obstacle.BUDGET,
 )
-"""Those that are found when a close is due."""
+"""Obstacles that are found when a close is due."""

@@ -1,4 +1,4 @@
-"""When a thought is due for a probe."""
+"""Decides at which tokens a thought is due for a probe."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,13 +6,16 @@ from meridian_patch.exit.text_breaks import Breaks
 
 
 class ProbeSchedule:
-    """Probes at paragraph ends, neither too often nor too rarely.
+    """Schedules probes at ends of paragraphs, with a least and a greatest distance.
 
-    1. A paragraph's end is due when the last due point is at least ``min_gap_tokens`` back.
-    2. Any token is due when it is ``max_gap_tokens`` back.
+    1. The end of a paragraph is due if the last due point is at least ``min_gap_tokens`` back.
+    2. Any token is due if the last due point is ``max_gap_tokens`` back.
 
     Args:
-        think_tokens: that the thought has already.
+        min_gap_tokens: least distance, in tokens.
+        max_gap_tokens: greatest distance, in tokens.
+        breaks: text breaks of the served vocabulary.
+        think_tokens: number of tokens that the thought has already.
     """
 
     def __init__(
@@ -22,25 +25,25 @@ class ProbeSchedule:
         self._max_gap_tokens = max_gap_tokens
         self._breaks = breaks
         self._seen = think_tokens
-        # Think tokens at the last due point, at first of the thought's begin.
+        # Think tokens at the last due point; initially at the beginning of the thought.
         self._last = think_tokens
         self._last_token: int | None = None
 
     @property
     def due_by(self) -> int:
-        """Think tokens at which a probe is due in any case."""
+        """Think tokens at which a probe is due at any token."""
         return self._last + self._max_gap_tokens
 
     @property
     def due_from(self) -> int:
-        """Think tokens at which a probe may be due, at a paragraph's end."""
+        """Think tokens from which on a probe is due at the end of a paragraph."""
         return min(self._last + self._min_gap_tokens, self.due_by)
 
     def accept(self, token_ids: Sequence[int]) -> int | None:
-        """Take in the thought's next tokens.
+        """Process the thought's next tokens.
 
         Returns:
-            Think tokens at the due point; the last one when there are several.
+            Think tokens at the last due point among them; None if there is none.
         """
         before, due = self._seen, None
         self._seen += len(token_ids)
@@ -54,7 +57,7 @@ class ProbeSchedule:
         return due
 
     def is_paragraph_end_in(self, token_ids: Sequence[int], number: int) -> bool:
-        """Whether a paragraph ends in the last of these tokens, which were not taken in yet."""
+        """Whether a paragraph ends in the last ``number`` of these unprocessed tokens."""
         first = len(token_ids) - number
         last_token = token_ids[first - 1] if first else self._last_token
         pairs = _with_predecessors(token_ids[first:], last_token)

@@ -1,4 +1,4 @@
-"""What a labelled replay records of each problem."""
+"""The records of problems from which calibration chooses thresholds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 
 class Stop(NamedTuple):
-    """A place at which a thought could be closed.
+    """A point at which a thought could be closed.
 
     Attributes:
-        think_tokens: before the close.
-        is_correct: whether the answer that was forced there is right.
-        value: of the strategy's figure there: EAT's variance (nats squared) or RPDI.
+        think_tokens: number of think tokens before the close.
+        is_correct: whether the answer after a forced close there is right.
+        value: the strategy's value there: EAT's variance (nats squared) or RPDI.
     """
 
     think_tokens: int
@@ -22,13 +22,13 @@ class Stop(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One problem, thought to its natural end.
+    """One problem with a thought that came to its natural end.
 
     Attributes:
         problem: its name.
-        think_tokens: of the natural thought.
-        is_correct: whether its answer is right; None where there is nothing to compare with.
-        stops: places at which the strategy was asked, in order.
+        think_tokens: length of the natural thought.
+        is_correct: whether its answer is right; None without a reference answer.
+        stops: points at which the strategy was evaluated, in order.
     """
 
     problem: str
@@ -47,7 +47,7 @@ class Ending(NamedTuple):
 def ending(record: Record, threshold: float, *, fires_below: bool) -> Ending:
     """The first stop whose value is below the threshold (EAT), or above it (RPDI).
 
-    A value that is no number fires neither way. Without a firing the natural end counts.
+    NaN never fires. If no stop fires, the natural end is returned.
     """
     for stop in record.stops:
         fires = stop.value < threshold if fires_below else stop.value > threshold

@@ -1,4 +1,4 @@
-"""How sure a threshold's figures are: upper bounds of shares, and resampled intervals."""
+"""Confidence of a threshold's figures: upper bounds of shares, and bootstrap intervals."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.records import Record, endings
 
-# Halvings of [0, 1]: to the last bit of a double.
+# Bisection steps of [0, 1] down to the last bit of a double.
 _HALVINGS = 60
 _RESAMPLES = 2000
 
@@ -59,16 +59,16 @@ def conformal_risk(hits: int, trials: int) -> float:
 
 
 def trials_needed(tolerance: float, risk: float) -> int:
-    """Fewest trials in which no hit at all bounds the share by ``tolerance``."""
+    """Fewest trials with which zero hits bound the share by ``tolerance``."""
     return math.ceil(math.log(risk) / math.log1p(-tolerance))
 
 
 class Bands(NamedTuple):
-    """Low and high of two figures.
+    """Intervals (low, high) of two figures.
 
     Attributes:
-        saving_ratio: share of all think tokens that are not thought.
-        accuracy_loss: share of right answers without early exit less that with it.
+        saving_ratio: share of all think tokens that early exit saves.
+        accuracy_loss: share of right answers without early exit minus that with it.
     """
 
     saving_ratio: tuple[float, float]
@@ -80,11 +80,11 @@ def bootstrap_bands(
 ) -> Bands:
     """Percentile intervals over resampled labelled problems; deterministic.
 
-    They show the spread. The bound of ``calibrate`` does not rest on them.
+    They show the spread; the bound of ``calibrate`` does not depend on them.
 
     Args:
         records: one per problem; unlabelled ones are left out.
-        threshold: of the strategy.
+        threshold: the strategy's threshold.
         fires_below: as in ``calibrate``.
         coverage: share of resamples inside an interval.
 

@@ -1,25 +1,25 @@
-"""How a request's thinking ended, as its caller is told."""
+"""Builds the summary of a request's thinking for its caller."""
 
 from typing import Any
 
 from meridian_patch.exit.actions import ExitReport
 
 Summary = dict[str, Any]
-"""Plain values only: it crosses processes, and stands in HTTP responses.
+"""Has plain values only, because it is sent between processes and in HTTP responses.
 
 * ``exit_reason``: what ended the last thought;
-* ``think_tokens``: accepted tokens of all thoughts, the boundaries' included;
-* ``would_exit``: only where the last thought ended otherwise than it was to be closed, as in mode
-  ``observe``: ``exit_reason`` and ``think_tokens`` of the close that was due;
-* ``measured``: only where the last thought was not, and then False: whether it was to be closed is
-  not known;
-* ``not_enforced``: only where the request asked for thoughts to be closed and a strategy could not:
-  strategies, and the ``Obstacle`` of each. The only key where no thought has ended.
+* ``think_tokens``: accepted tokens of all thoughts, including boundaries;
+* ``would_exit``: only if the last thought was due to be closed but ended for another reason, as in
+  mode ``observe``: ``exit_reason`` and ``think_tokens`` of the close that was due;
+* ``measured``: False if the last thought was not measured, so that it is not known whether it was
+  due to be closed; otherwise missing;
+* ``not_enforced``: only in mode ``enforce`` if strategies could not close: each with its
+  ``Obstacle``. It is the only key if no thought has ended.
 """
 
 
 def summarize(told: ExitReport) -> Summary:
-    """One request's thinking so far."""
+    """The summary of one request's report."""
     summary: Summary = {}
     last = told.outcome
     if last is not None:

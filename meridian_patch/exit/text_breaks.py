@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary end a sentence, a line or a paragraph, by their text."""
+"""Finds the tokens of a vocabulary that end a sentence, a line or a paragraph, by their text."""
 
 import re
 from collections.abc import Iterable
@@ -12,16 +12,16 @@ _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 @dataclass(frozen=True)
 class Breaks:
-    """Ids of tokens, by what they do to the text before them.
+    """Sets of token ids by the breaks that they contain.
 
-    A tokenizer merges line breaks with what stands before them, so that hundreds of ids end a
-    paragraph, not one.
+    Tokenizers merge line breaks with the text before them, so hundreds of ids may end a paragraph.
 
     Attributes:
-        sentence: end a sentence, or a line.
-        line: end a line; white space may follow.
-        paragraph: hold a blank line.
-        newline: begin with a line break; behind a token of ``line`` this makes a blank line.
+        sentence: tokens that end a sentence or a line.
+        line: tokens that end a line; white space may follow.
+        paragraph: tokens that contain a blank line.
+        newline: tokens that begin with a line break; after a token of ``line`` this is a blank
+            line.
     """
 
     sentence: frozenset[int]
@@ -30,12 +30,12 @@ class Breaks:
     newline: frozenset[int]
 
     def ends_paragraph(self, token_id: int, before: int | None) -> bool:
-        """Whether a token does, behind another; None: behind something else than a line's end."""
+        """Whether a token ends a paragraph, given the token before it; None: not known."""
         return token_id in self.paragraph or (token_id in self.newline and before in self.line)
 
 
 def find_breaks(texts: Iterable[tuple[int, str]]) -> Breaks:
-    """Sort a vocabulary's tokens.
+    """Classify a vocabulary's tokens.
 
     Args:
         texts: id and decoded text of every token; special tokens may be left out.

@@ -1,4 +1,4 @@
-"""Watches one thought: when it is to be closed, and when it is to be probed."""
+"""Decides when to close and when to probe one thought."""
 
 import math
 from collections.abc import Sequence
@@ -14,29 +14,28 @@ from meridian_patch.exit.text_breaks import Breaks
 
 
 class ThoughtMonitor:
-    """One thought, from its start to its verdict or its end.
+    """Monitors one thought from its start to its verdict or its end.
 
-    1. Strategies see every token of the thought, and probes. The one that fires at the earliest
-       token counts; below the floor none does.
-    2. The floor is ``min_think_tokens``, or a lower upper bound: ``max_think_tokens`` or vLLM's
-       budget.
-    3. From the firing on, the close is due at the first line's end, and at the latest behind
-       ``grace_tokens`` or at an upper bound. That is the verdict; behind it only tokens are
-       counted.
+    1. Strategies see every token of the thought, and the probe results. The strategy that fires at
+       the earliest token is used; below the floor none fires.
+    2. The floor is ``min_think_tokens``, or an upper bound that is lower: ``max_think_tokens`` or
+       vLLM's budget.
+    3. After a strategy fired, the close is due at the first end of a line, at the latest after
+       ``grace_tokens`` or at an upper bound. This is the verdict. After it tokens are only counted.
 
-    Invariant: the verdict depends on the tokens, their signals and the place of probe results
-    among them, not on how many tokens came at once.
+    Invariant: the verdict depends on the tokens, their signals and the order of probe results among
+    them, not on how many tokens are passed at once.
 
-    Nearly every token is only kept. They are looked at together at the ends of lines, once
-    something may be due there, and at least once per grace from where on a strategy may fire, so
-    that no close is late for it.
+    Most tokens are only stored. The strategies process them together: at ends of lines, once a
+    close may be due there, and at least once per ``grace_tokens`` from the token on at which a
+    strategy may fire. So no close is late because of this.
 
     Args:
-        number: of the thought in its request, from 1.
-        config: of the request.
-        breaks: of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: none.
-        think_tokens: that the thought has already.
+        number: number of the thought in its request, from 1.
+        config: the request's configuration.
+        breaks: text breaks of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        think_tokens: number of tokens that the thought has already.
     """
 
     def __init__(
@@ -64,57 +63,57 @@ class ThoughtMonitor:
             )
         # Accepted tokens of the thought.
         self.think_tokens = think_tokens
-        # When the thought was to be closed; final once it is there.
+        # The decision to close the thought; it is not changed once set.
         self.verdict: Close | None = None
-        # Tokens that were not looked at yet, and their signals.
+        # Stored tokens that were not processed yet, and their signals.
         self._tokens: list[int] = []
         self._rows: list[Row] = []
-        # Signals that were no finite numbers, of what was looked at.
+        # Number of signals that were not finite, of processed tokens and of probes.
         self._num_invalid = 0
-        # The strategy that fired, at how many think tokens, and why.
+        # The strategy that fired, the think tokens at that time, and why.
         self._fired: tuple[Reason, int, str] | None = None
-        # Think tokens at the last probe whose result came.
+        # Think tokens of the last probe whose result arrived.
         self._probed_at = -1
-        # Probes that were asked for.
+        # Number of requested probes.
         self._num_asked = 0
-        # The last token that was looked at ends a line.
+        # Whether the last processed token ends a line.
         self._is_line_end = False
-        # Think tokens at which to look in any case; when a strategy fired, the end of the grace.
+        # Think tokens at which to process at the latest; after a firing, the end of the grace.
         self._look_at = self._next_look()
 
     @property
     def num_invalid(self) -> int:
-        """Signals, of tokens and probes, that were no finite numbers."""
+        """Number of signals of tokens and probes that were not finite."""
         return self._num_invalid + _count_invalid([row[0] for row in self._rows])
 
     @property
     def quiet_tokens(self) -> float:
-        """Tokens up to the next look that is due in any case, behind a verdict: the grace."""
+        """Tokens until the stored ones must be processed; after a verdict, the grace."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._look_at - self.think_tokens
 
     @property
     def quiet_lines_tokens(self) -> float:
-        """Tokens up to the first line's end at which a close may be; at most 0: the next."""
+        """Tokens until an end of a line may lead to a close; at most 0: the next one may."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._lines_from - self.think_tokens
 
     @property
     def quiet_paragraphs_tokens(self) -> float:
-        """As ``quiet_lines_tokens``, for probes at the ends of paragraphs."""
+        """Same as ``quiet_lines_tokens``, for probes at ends of paragraphs."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._paragraphs_from - self.think_tokens
 
     @property
     def eat_variance(self) -> float:
-        """EAT's debiased variance in nats squared; infinite before the first probe's result."""
+        """EAT's debiased variance in nats squared; infinite before the first result of a probe."""
         return math.inf if self._eat is None else self._eat.variance
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
-        """Take in the next tokens and their signals; what is to be done now."""
+        """Store the next tokens and their signals; returns the action to take now, if any."""
         self.think_tokens += len(token_ids)
         if self.verdict is not None:
             return None
@@ -123,8 +122,8 @@ class ThoughtMonitor:
         return self._look() if self._is_something_due(token_ids) else None
 
     def probed(self, probe: Probe, entropy_nats: float) -> Action | None:
-        """Take in a probe's result; one of another thought, or older than the last, is dropped."""
-        # What came before it is looked at before it.
+        """Process a probe's result; it is dropped if it is of another thought or out of order."""
+        # Tokens that came before the result are processed first.
         action = self._look() if self.verdict is None else None
         is_stale = probe.thought != self._number or probe.think_tokens <= self._probed_at
         if self.verdict is not None or self._fired is not None or is_stale:
@@ -141,7 +140,7 @@ class ThoughtMonitor:
         return None
 
     def too_soon(self) -> Obstacles:
-        """Strategies that could not have fired in the thought so far, and why."""
+        """Strategies that could not have fired in the thought yet, and why."""
         judges = [each for each in self._strategies if each.reason not in BOUNDS]
         if self.think_tokens < self._floor_tokens:
             return dict.fromkeys((each.reason for each in judges), Obstacle.FLOOR)
@@ -232,5 +231,5 @@ class ThoughtMonitor:
 
 
 def _count_invalid(entropies: Sequence[float]) -> int:
-    # A sum is finite when all are, but for overflow, which entropies are far from.
+    # Fast path: the sum of finite entropies is finite, because they are far from overflow.
     return 0 if math.isfinite(sum(entropies)) else sum(not math.isfinite(e) for e in entropies)

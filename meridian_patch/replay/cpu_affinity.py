@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
-# With more cores than these nobody is in anybody's way.
+# With more cores than these, the processes do not share a core.
 _MOST_CORES = 4
 # Load-bearing: vLLM names its processes, and Linux keeps 15 characters.
 _ENGINE_CORE = "VLLM::EngineCor"

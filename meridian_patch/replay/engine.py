@@ -164,7 +164,7 @@ class ReplayEngine:
         return finished
 
     def _wait_for_copies(self) -> None:
-        # Whoever arrives meanwhile is admitted behind the copy: late by one copy at most.
+        # Requests that arrive meanwhile are admitted after the copy: late by one copy at most.
         if self._offload is not None and self._offload.is_copying:
             self.now = self._offload.next_done_s(self.now)
         elif self._live:

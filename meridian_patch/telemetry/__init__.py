@@ -1,1 +1,1 @@
-"""Counters of the phases and where they are exported."""
+"""Counts the scheduler's events and exports them as metrics."""

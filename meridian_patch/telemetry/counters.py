@@ -1,4 +1,4 @@
-"""Counts of what the scheduler did, kept in EngineCore and exported by the API server."""
+"""Counts the scheduler's events in EngineCore; the API server exports them."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -15,8 +15,8 @@ class Fallback(StrEnum):
 class PhaseCounters:
     """Event counts since the last ``drain``; names are ``<event>:<label>``.
 
-    The counts travel from EngineCore to one API server per step, so they are differences: with
-    several API servers their sums stay right.
+    EngineCore sends the counts of a step to one API server. They are differences, so that their
+    sums are right with several API servers.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class PhaseCounters:
     def drain_with(
         self, entered: Iterable[tuple[str, int]], requests: Iterable[tuple[str, int]]
     ) -> dict[str, int]:
-        """The same, and what a phase tracker counts.
+        """Events since the last call, with the counts of a phase tracker.
 
         Args:
-            entered: phases, and how often each was entered since the last call.
-            requests: phases, and how many are in each now; left out where nothing changed.
+            entered: how often each phase was entered since the last call.
+            requests: the number of requests in each phase now; added only if it changed.
         """
         events = self.drain()
         for phase, number in entered:
@@ -57,7 +57,7 @@ class PhaseCounters:
         return events
 
 
-# Events, by the names they are counted under. ``metrics.METRICS`` says what each is.
+# Names of events. ``metrics.METRICS`` describes each.
 PREEMPTION = "preemption"
 FALLBACK = "fallback"
 PART_OFF = "part_off"
@@ -84,5 +84,5 @@ PHASE_TRACKER, POLICY, KV_TIERS, EARLY_EXIT = PARTS = (
     "early exit",
 )
 
-# Label of hit tokens whose blocks other requests were using; the others are tiers.
+# Label of hit tokens whose blocks other requests were using; the other labels are tiers.
 IN_USE = "in_use"

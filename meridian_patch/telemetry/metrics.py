@@ -1,6 +1,6 @@
-"""Every metric of ours, declared once: the exporter and docs/metrics.md are built from here.
+"""Declares every ``meridian_*`` metric once, for the exporter and for docs/metrics.md.
 
-A new metric is one row of ``METRICS`` and one name in ``counters``, under which it is counted.
+A new metric needs one row in ``METRICS`` and the name of its event in ``counters``.
 """
 
 from collections.abc import Iterable
@@ -33,10 +33,10 @@ class Metric:
         name: as registered with Prometheus, which appends ``_total`` to counters.
         kind: counter or gauge.
         label: the one further label.
-        values: every value that the label may have; counters stand at zero for each from the start.
+        values: every value that the label may have; each counter is exported as 0 from the start.
         unit: what is counted.
         help: the HELP text, one sentence without markup.
-        operator: what it tells an operator and what to do then, in Markdown.
+        operator: what the value means for an operator and what to do, in Markdown.
     """
 
     event: str
@@ -50,7 +50,7 @@ class Metric:
 
     @property
     def exported_name(self) -> str:
-        """As it stands on ``/metrics``."""
+        """The name on ``/metrics``."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
 
 
@@ -84,7 +84,8 @@ METRICS: Final = (
         unit="steps",
         help="Scheduler steps that ran as stock, by reason.",
         operator=(
-            "`exception`: our code failed; the log has the first traceback, please report it. "
+            "`exception`: the plug-in's code failed; the log has the first traceback, please "
+            "report it. "
             "`slow`: a decision exceeded `policy.time_budget_us`; raise it, or use a faster core. "
             "`kv_integrity`: the free KV blocks were found out of order, and the KV tiers are off "
             "until the next start; please report it"
@@ -99,7 +100,8 @@ METRICS: Final = (
         help="Parts that the circuit breaker switched off until the next start, by name.",
         operator=(
             "Should stay 0. A part that failed in 10 of 100 steps is off, and requests go on as in "
-            "stock; the log has the traceback of its first failure, please report it"
+            "stock. `meridian status --json` lists it as `parts_off`; the log has the traceback of "
+            "its first failure, please report it"
         ),
     ),
     Metric(
@@ -110,8 +112,8 @@ METRICS: Final = (
         unit="changes",
         help="Requests that entered a phase.",
         operator=(
-            "If `think` stays 0 on a reasoning model, its boundaries are not known: "
-            "`meridian boundaries MODEL_DIR` says why"
+            "If `think` stays 0 with a reasoning model, its boundaries are not known: "
+            "`meridian boundaries MODEL_DIR` prints why"
         ),
     ),
     Metric(
@@ -142,9 +144,9 @@ METRICS: Final = (
         label="tier",
         values=(*_TIERS, counters.IN_USE),
         unit="tokens",
-        help="Prefix-cache hit tokens, by the tier of the free block, or in use by others.",
+        help="Prefix-cache hit tokens, by tier of the free block, or in use by other requests.",
         operator=(
-            "Hits in `think_complete` say that earlier thinking does come back: the family's "
+            "Hits in `think_complete` show that prompts do contain earlier thinking: the family's "
             "history rule is wrong, see [model families](model-families.md)"
         ),
     ),
@@ -212,8 +214,9 @@ METRICS: Final = (
         unit="probes",
         help="Probes of thoughts, by result.",
         operator=(
-            "`lost` came back without a signal: check with `meridian status` that every worker is "
-            "patched. `invalid` has a signal that is no finite number: look for NaN in the logits"
+            "`lost`: the probe ended without a signal; check with `meridian status` that every "
+            "worker is patched. `invalid`: its signal is not a finite number; look for NaN in the "
+            "logits"
         ),
     ),
     Metric(
@@ -222,7 +225,7 @@ METRICS: Final = (
         label="phase",
         values=(str(Phase.THINK),),
         unit="signals",
-        help="Signals that were no finite numbers, by phase.",
+        help="Signals that were not finite numbers, by phase.",
         operator="Not measured, or NaN in the logits: look at the workers' logs and the weights",
     ),
     Metric(
@@ -233,8 +236,8 @@ METRICS: Final = (
         unit="fields",
         help="Fields of requests ignored, because requests.allowed_fields does not name them.",
         operator=(
-            "Requests came past the API server's check, for example with `--scheduler-cls` alone: "
-            "allow the field, or leave it out"
+            "Requests did not pass through the API server's check, for example with "
+            "`--scheduler-cls` alone: allow the field, or leave it out"
         ),
     ),
     Metric(
@@ -245,9 +248,10 @@ METRICS: Final = (
         unit="steps",
         help="Steps that ran, and steps that the step-time model learnt from.",
         operator=(
-            "Where `learnt` stays below nine tenths of `ran`, steps cannot be kept as short as "
-            "they should be; please report it. Updated every 64 steps, not under policy `noop`"
+            "If `learnt` stays below nine tenths of `ran`, predictions of step times are poor and "
+            "steps may take too long; please report it. Updated every 64 steps, not under policy "
+            "`noop`"
         ),
     ),
 )
-"""In the order of the page."""
+"""All metrics, in the order of docs/metrics.md."""

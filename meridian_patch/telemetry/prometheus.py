@@ -1,7 +1,7 @@
 """Exports the table of metrics with Prometheus, in the API server process.
 
-Plain counters and gauges with a multiprocess mode, so that they also work with several API
-servers (custom collectors do not).
+Uses plain counters and gauges with a multiprocess mode, because custom collectors do not work with
+several API servers.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class PhaseMetrics:
                 )
 
     def initialize(self, engine: int) -> None:
-        """Export zeros for an engine before anything happened."""
+        """Export zeros for an engine at its start."""
         for metric in METRICS:
             if metric.kind is Kind.COUNTER:
                 for value in metric.values:
@@ -62,7 +62,7 @@ def _arguments(metric: Metric) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _unregister_earlier(registry: CollectorRegistry) -> None:
-    """Drop the metrics of an engine that this process ran before, as vLLM does with its own."""
+    """Unregister the metrics of an earlier engine in this process, as vLLM does with its own."""
     for collector in list(registry._collector_to_names):
         if getattr(collector, "_name", "").startswith("meridian_"):
             registry.unregister(collector)

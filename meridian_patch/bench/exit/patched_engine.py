@@ -78,7 +78,7 @@ class ExitWatch:
 
     def _mask(self, output: Any, grammar: Any) -> Any:
         result = self._add_rows(output, grammar)
-        # Nobody asks for structured output here: every row is a close's.
+        # No request has structured output here, so every row belongs to a close.
         for name in result.structured_output_request_ids if result is not None else ():
             request = self._scheduler.requests[name]
             # Load-bearing: tokens on the way count from this step on, its own among them.

@@ -37,7 +37,7 @@ class KVMicro:
         self._rng = None if in_order else random.Random(0)
         # Any hash does; the cheapest shows most of the rest.
         init_none_hash(_hash)
-        # Two sets take turns, so that nobody allocates what is still cached; a third one grows.
+        # Two sets take turns, so that no block is allocated while cached; a third one grows.
         self._sets = [
             [_make_request(f"{name}{number}", tokens) for number in range(REQUESTS)]
             for name, tokens in (("a", TOKENS), ("b", TOKENS), ("grow", BLOCK_SIZE))

@@ -12,7 +12,7 @@ from meridian_patch.replay.types import ReplayArm, ReplayRequest
 SCHEDULE, UPDATE = "schedule", "update_from_output"
 # What a call takes beside the call of vLLM's own that it makes, by call.
 OWN = {SCHEDULE: "own part of schedule", UPDATE: "own part of update"}
-# Mean context that the pool has room for; nobody is preempted then, and all arms do the same.
+# Mean context that the pool has room for; no request is preempted, so all arms do the same.
 CONTEXT_TOKENS = 3072
 # Of the requests that run, how many decode at least once the load has settled.
 _DECODING_SHARE = 0.97
@@ -22,7 +22,7 @@ SETTLING_STEPS = 30
 class PolicyMicro:
     """One scheduler per arm, in lock step, each with ``running`` requests running.
 
-    Whoever finishes is replaced at once, so ``running`` run and ``waiting`` wait at all times.
+    A finished request is replaced at once, so ``running`` run and ``waiting`` wait at all times.
 
     Args:
         arms: the schedulers to compare.
@@ -137,7 +137,7 @@ class _Lane:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the first requests are; with many, somebody always is who came later."""
+        """Whether the first requests are; with many, a later request always is."""
         decoding = sum(
             not request.is_prefill_chunk and request.num_output_tokens > 0
             for request in self.engine.scheduler.running

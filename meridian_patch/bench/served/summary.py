@@ -52,7 +52,7 @@ class ArmSummary:
         spreads: by figure name; a figure that no seed has is left out.
         is_partial: True when a run broke off.
         error: what ended the arm early.
-        has_whole_runs: False when no run was complete: its figures compare with nobody's.
+        has_whole_runs: False when no run was complete: its figures are not comparable.
         ttfat_s: by seed and request, for comparing the same request on two arms.
     """
 

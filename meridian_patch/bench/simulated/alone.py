@@ -8,7 +8,7 @@ from meridian_patch.replay.types import StepWork
 
 
 class AloneTimes:
-    """Times of a request that shares the engine with nobody and finds nothing cached.
+    """Times of a request that runs alone in the engine and finds nothing cached.
 
     Its prompt is computed in chunks, then each step computes one token with all before it.
 

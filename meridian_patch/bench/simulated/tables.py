@@ -149,7 +149,7 @@ def by_place(rows: Sequence[Row]) -> dict[Place, list[Row]]:
 
 
 def place_cells(rows: Sequence[Row], *, is_brief: bool) -> list[Cells]:
-    """The lines of one place's table, a cell per arm; figures that nobody has are left out."""
+    """The lines of one place's table, a cell per arm; figures that no arm has are left out."""
     lines = []
     if len({row.seeds for row in rows}) > 1:
         lines.append(Cells("seeds that ended", [str(len(row.seeds)) for row in rows]))

@@ -39,7 +39,7 @@ AGENT_ROUNDS_MEAN = 10.0
 AGENT_PAUSE_MEAN_S = 60.0
 # With less, all of a trace comes at a few instants.
 _SMALLEST_SHAPE = 0.01
-# Means are taken over this many requests of a seed that nobody replays.
+# Means are taken over this many requests of a seed that is not replayed.
 _MEAN_REQUESTS = 8_000
 _MEAN_SEED = 0
 # Tokens of s-turns are drawn and only counted; the tiny reasoner has this many plain ids, and with

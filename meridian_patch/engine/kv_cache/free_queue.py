@@ -20,7 +20,7 @@ from meridian_patch.policy.retention import Retention, Tier
 
 # OUTPUT_CRITICAL is divided by age into this many parts, so decay is late by at most one part.
 AGE_PARTS = 8
-# Of a node that is no block; upstream's own two have the id -1.
+# Id of a fence, which represents no block; upstream's own head and tail nodes have the id -1.
 FENCE_ID = -2
 
 

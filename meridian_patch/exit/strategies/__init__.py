@@ -1,1 +1,1 @@
-"""The strategies that may close a thought; each is one file."""
+"""The strategies that may close a thought, one file each."""

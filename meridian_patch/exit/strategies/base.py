@@ -1,4 +1,4 @@
-"""What a strategy for ending thinking sees and says."""
+"""The interface of strategies: their inputs, results and reasons."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -6,15 +6,15 @@ from typing import Final, NamedTuple, Self
 
 # Signals of one accepted token, as the device writes them; see ``Signals`` for the columns.
 Row = Sequence[float]
-# Of a token that was not measured.
+# The row of a token that was not measured.
 NO_SIGNALS: Final[Row] = (float("nan"),) * 4
 
 
 class Signals(NamedTuple):
     """Signals of several accepted tokens, one element per token.
 
-    Each is of softmax(raw logits) of the row that the token was sampled from, before temperature
-    and penalties. NaN where it was not measured.
+    Each is computed from softmax(raw logits) of the row that the token was sampled from, before
+    temperature and penalties. NaN for a token that was not measured.
 
     Attributes:
         entropy: in nats.
@@ -46,27 +46,28 @@ class Reason(StrEnum):
 
 
 BOUNDS: Final = frozenset({Reason.HARD_CAP, Reason.BUDGET})
-"""Reasons that are bounds of a thought's length, and judge nothing."""
+"""Reasons that only bound a thought's length, and use no signals."""
 
 BY_SIGNALS: Final = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
 """Strategies that need signals or probes: callers are told where an engine has none."""
 
 
 def own_end(think_tokens: int, budget_tokens: int | None) -> Reason:
-    """What ended a thought that nobody here closed.
+    """The reason of an end that the plug-in did not force.
 
-    ``budget`` when it is longer than vLLM's budget: vLLM does not say when it closes one.
+    ``budget`` if the thought is longer than vLLM's budget, because vLLM does not report its own
+    closes; otherwise ``natural``.
     """
     is_over = budget_tokens is not None and think_tokens > budget_tokens
     return Reason.BUDGET if is_over else Reason.NATURAL
 
 
 class Firing(NamedTuple):
-    """A strategy would close a thought.
+    """A strategy's decision that a thought should be closed.
 
     Attributes:
-        at: index of the token, among those that were just taken in, behind which it would.
-        why: the figures behind it, for people.
+        at: index, among the tokens just passed, of the token after which to close.
+        why: the measured values and thresholds, as text.
     """
 
     at: int
@@ -74,31 +75,31 @@ class Firing(NamedTuple):
 
 
 class Strategy:
-    """Says when one thought should be closed; a new thought gets a new strategy.
+    """Decides when one thought should be closed; each thought has its own instance.
 
-    A strategy overrides the method for what it measures. Both take in all they are given, in
-    order; a signal that is no finite number is left out and never fires.
+    A strategy overrides the method for the signals that it uses. Both methods process all of their
+    input, in order. A signal that is not finite is ignored and never fires.
     """
 
     reason: Reason
-    # Think tokens of a thought before which ``accept`` never fires: until then tokens may be kept.
+    # ``accept`` never fires before this many think tokens; until then tokens may be stored.
     fires_from: float = 0
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
-        """Take in the thought's next tokens.
+        """Process the thought's next tokens.
 
         Args:
-            token_ids: accepted tokens, however many steps they came in.
-            signals: of these tokens.
+            token_ids: accepted tokens of one or more steps.
+            signals: signals of these tokens.
             first: index of the first token at which the strategy may fire.
 
         Returns:
-            The first firing at or after ``first``.
+            The first firing at or after ``first``; None if there is none.
         """
         del token_ids, signals, first
         return None
 
     def probed(self, entropy_nats: float) -> str | None:
-        """Take in the entropy behind a trial boundary; why the thought should be closed now."""
+        """Process the entropy after a trial boundary; returns why to close now, or None."""
         del entropy_nats
         return None

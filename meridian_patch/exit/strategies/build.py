@@ -1,4 +1,4 @@
-"""The strategies that watch one thought, by configuration."""
+"""Builds the strategies of one thought from the configuration."""
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.strategies.base import Reason, Strategy
@@ -8,20 +8,20 @@ from meridian_patch.exit.strategies.hard_cap import HardCap
 from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
 
-# Of max_think_tokens, the most that may be given up to find the end of a line.
+# At most 1/8 of max_think_tokens may be given up to find the end of a line.
 _MOST_LEAD_SHARE = 8
 
 
 def build_strategies(
     config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None, think_tokens: int = 0
 ) -> list[Strategy]:
-    """New strategies for a thought; of those that fire at the same token the first counts.
+    """New strategies for a thought; if several fire at the same token, the first is used.
 
     Args:
-        config: of the request.
-        breaks: of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: none.
-        think_tokens: that the thought has already.
+        config: the request's configuration.
+        breaks: text breaks of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        think_tokens: number of tokens that the thought has already.
     """
     strategies: list[Strategy] = []
     if config.eat:
@@ -43,6 +43,6 @@ def build_strategies(
         lead = min(config.grace_tokens, config.max_think_tokens // _MOST_LEAD_SHARE)
         strategies.append(HardCap(config.max_think_tokens, lead, think_tokens))
     if budget_tokens is not None:
-        # vLLM ends the thought there itself, so there is no time to look for the end of a line.
+        # vLLM itself ends the thought there, so there is no time to wait for the end of a line.
         strategies.append(HardCap(budget_tokens, 0, think_tokens, Reason.BUDGET))
     return strategies

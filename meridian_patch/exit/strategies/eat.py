@@ -1,4 +1,4 @@
-"""Entropy after </think>: closes thoughts that have converged."""
+"""EAT (entropy after </think>): closes thoughts that have converged."""
 
 import math
 
@@ -6,7 +6,7 @@ from meridian_patch.exit.strategies.base import Reason, Strategy
 
 
 class Eat(Strategy):
-    """Closes when the entropy behind a trial boundary no longer moves (EAT, arXiv:2509.26522).
+    """Closes when the entropy after a trial boundary no longer changes (EAT, arXiv:2509.26522).
 
     With probe entropies x_1, x_2, ... in nats:
 
@@ -15,19 +15,19 @@ class Eat(Strategy):
         fires when n > warmup, v_n / (1 - (1 - alpha)^n) < delta, and x_n < max_entropy
 
     Recurrences and warm-up are those of the authors' code (xidulu/EAT), in nats instead of bits:
-    1 bit squared is 0.4805 nats squared. The division, which makes up
-    for v_1 = 0, is that of xidulu/reasoning_risk_control. The last condition is the authors'
-    optional one: a model that is steadily unsure has not converged.
+    1 bit squared is 0.4805 nats squared. The division corrects for v_1 = 0, as in
+    xidulu/reasoning_risk_control. The last condition is optional in the authors' code: a steady
+    high entropy is not convergence.
 
     Args:
         alpha: weight of the newest probe, between 0 and 1.
         delta: bound of the variance, in nats squared.
-        warmup_probes: probes before the rule counts.
+        warmup_probes: number of probes before the rule applies.
         max_entropy_nats: bound of the last probe's entropy; None: no bound.
     """
 
     reason = Reason.EAT
-    # By probes alone.
+    # Only probes make it fire.
     fires_from = math.inf
 
     def __init__(
@@ -51,7 +51,7 @@ class Eat(Strategy):
 
     @property
     def is_warm(self) -> bool:
-        """Whether there were enough probes for the rule to count."""
+        """Whether there were enough probes for the rule to apply."""
         return self.count > self.warmup_probes
 
     def probed(self, entropy_nats: float) -> str | None:

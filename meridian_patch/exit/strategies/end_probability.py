@@ -1,4 +1,4 @@
-"""Closes thoughts that the model itself is about to end."""
+"""Closes thoughts in which the model gives the end boundary a high probability."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -9,15 +9,15 @@ from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strateg
 class EndProbability(Strategy):
     """Closes at the n-th token at which p(end boundary) was at least a threshold.
 
-    p is the probability of the boundary's first token in softmax of the raw logits that the token
-    was sampled from: the model could have ended the thought there and did not. Such tokens need
-    not follow each other, for between two places at which a thought may end p is about 0. The
-    rule is ours, after the observation behind RCPD (arXiv:2508.17627) that p(</think>) says when a
-    thought is complete; there is no published threshold. For a boundary of several tokens p says
-    less: other words may begin with its first token.
+    p is the probability of the boundary's first token, in softmax of the raw logits that the token
+    was sampled from: the model could have ended the thought there but did not. Such tokens need
+    not be adjacent, because p is about 0 within a sentence. The rule is specific to this project.
+    It is based on the observation of RCPD (arXiv:2508.17627) that p(</think>) indicates a complete
+    thought; no threshold is published. For a boundary of several tokens p is less informative,
+    because other words may begin with its first token.
 
     Args:
-        threshold: of p, from 0 to 1.
+        threshold: threshold of p, from 0 to 1.
         patience: n, in tokens.
     """
 
@@ -26,7 +26,7 @@ class EndProbability(Strategy):
     def __init__(self, threshold: float, patience: int) -> None:
         self._threshold = threshold
         self._patience = patience
-        # Tokens at which p was as high as that.
+        # Number of tokens at which p was at least the threshold.
         self._seen = 0
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:

@@ -6,16 +6,16 @@ from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strateg
 
 
 class HardCap(Strategy):
-    """Closes when a thought has a number of tokens, whatever they are.
+    """Closes when a thought reaches a number of tokens.
 
-    It fires ``lead_tokens`` before the bound, so that there is time to find the end of a line
-    and the bound still holds.
+    It fires ``lead_tokens`` before the bound, so that the close can wait for the end of a line and
+    the bound still holds.
 
     Args:
         most_tokens: the bound.
-        lead_tokens: less than the bound.
-        think_tokens: that the thought has already.
-        reason: whose bound it is: our ``hard_cap``, or vLLM's ``budget``.
+        lead_tokens: how many tokens before the bound it fires.
+        think_tokens: number of tokens that the thought has already.
+        reason: ``hard_cap`` for ``max_think_tokens``, ``budget`` for vLLM's own budget.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reasoning path deviation index: closes thoughts that have derailed."""
+"""RPDI (reasoning path deviation index): closes thoughts that have derailed."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -11,20 +11,20 @@ from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strateg
 
 
 class Rpdi(Strategy):
-    """Closes when the last tokens are much less sure than the thought was (arXiv:2603.14251).
+    """Closes when the entropy of the last tokens is far above the thought's (arXiv:2603.14251).
 
     With token entropies H_1 ... H_i of the raw logits, in nats:
 
         RPDI_i = (1/W sum of H_(i-W+1) ... H_i) / (1/i sum of H_1 ... H_i)
         fires at the end of a sentence when i >= W and RPDI_i > lambda
 
-    RPDI_i is at most i / W, so that nothing fires before lambda W tokens. Formula and W = 512,
-    lambda = 2 are from two accounts of the paper that agree; its own set of boundary tokens is
-    not known.
+    RPDI_i is at most i / W, so it never fires before lambda W tokens. The formula and W = 512,
+    lambda = 2 are from two summaries of the paper that agree; the paper's own set of boundary
+    tokens is not known.
 
-    O(1) per token. Nothing is ever taken from a sum, so that small entropies behind large ones
-    are not lost in rounding: the window's sum is the tail of the block of W tokens before, whose
-    tails are summed once, and the block that is being filled.
+    O(1) per token. The window's sum is never computed by subtraction, because rounding could lose
+    small entropies after large ones. It is the sum of a tail of the previous block of W tokens,
+    whose tail sums are computed once, and of the block that is being filled.
 
     Args:
         window_tokens: W.
@@ -39,11 +39,11 @@ class Rpdi(Strategy):
     ) -> None:
         self._window_tokens = window_tokens
         self._threshold = threshold
-        # Tokens that it takes more than, for the quotient to be above the threshold.
+        # The quotient can be above the threshold only after more tokens than this.
         self._earliest = threshold * window_tokens
         self.fires_from = self._earliest
         self._sentence_ends = sentence_ends
-        # By index, the sum of the last full block from there on; empty before there is one.
+        # Sums of the last full block from each index to its end; empty before the first block.
         self._tails: list[float] = []
         self._block: list[float] = []
         self._block_sum = 0.0
@@ -53,7 +53,7 @@ class Rpdi(Strategy):
 
     @property
     def ratio(self) -> float | None:
-        """RPDI so far; None before W tokens, or where all entropies are 0."""
+        """RPDI so far; None before W tokens, or if all entropies are 0."""
         total = self._before_sum + self._block_sum
         if not self._tails or total <= 0:
             return None
@@ -93,7 +93,8 @@ class Rpdi(Strategy):
             room = self._window_tokens - len(self._block)
             part, values = values[:room], values[room:]
             self._block += part
-            # One after the other, as `sum` does not: how many come at once must not show.
+            # Added one by one, which `sum` does not guarantee: the result must not depend on how
+            # many tokens are passed at once.
             self._block_sum = reduce(add, part, self._block_sum)
             if len(part) == room:
                 self._tails = list(accumulate(reversed(self._block)))[::-1]
