@@ -146,6 +146,9 @@ def _print_status(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         if report.get("limited_by"):
             print(f"process {report['pid']}: {report['limited_by']}")
+        if report.get("parts_off"):
+            off = ", ".join(report["parts_off"])
+            print(f"process {report['pid']}: off since they failed too often: {off}; see the log")
 
 
 if __name__ == "__main__":

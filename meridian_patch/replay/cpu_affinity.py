@@ -1,7 +1,7 @@
 """Who runs on which core when vLLM serves on a small CPU machine.
 
 The model runs within EngineCore there, as on a single GPU, and EngineCore's thread has a core that
-nobody else of its server uses. API server and clients read each token of a step while the next
+no other process of its server uses. API server and clients read each token of a step while the next
 one is computed: on EngineCore's core, the more it has to do the longer it would wait for them.
 """
 
@@ -36,7 +36,7 @@ def keep_to_the_engines_core(environment: Mapping[str, str]) -> None:
 
 
 def separate(group: int, environment: Mapping[str, str]) -> None:
-    """The engine of a process group gets its core, and everybody else of the group leaves it.
+    """The engine of a process group gets its core, and all others of the group leave it.
 
     The engine is what vLLM has bound to that core already, as it does with a worker process; else
     EngineCore's first thread.

@@ -41,7 +41,7 @@ class ReplayEngine:
     the time of their tokens. No thought is closed: the model says what its request says.
 
     Attributes:
-        now: the virtual clock, in seconds; whoever drives may set it forward while idle.
+        now: the virtual clock, in seconds; a caller may set it forward while idle.
         totals: sums since the start.
     """
 

@@ -100,7 +100,7 @@ METRICS: Final = (
         help="Parts that the circuit breaker switched off until the next start, by name.",
         operator=(
             "Should stay 0. A part that failed in 10 of 100 steps is off, and requests go on as in "
-            "stock. `meridian status --json` lists it as `parts_off`; the log has the traceback of "
+            "stock. `meridian status` lists it as `parts_off`; the log has the traceback of "
             "its first failure, please report it"
         ),
     ),

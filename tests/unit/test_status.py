@@ -213,3 +213,12 @@ def test_command_fails_when_a_patch_is_not_live(capsys):
     assert run(["status"], capsys)[0] == 1
     status.publish(patches=[{"patch": "scheduler", "outcome": "contract_broken"}])
     assert run(["status"], capsys)[0] == 1
+
+
+def test_a_part_that_is_off_is_shown(capsys):
+    """One line below the table names the process and the parts."""
+    applied = [{"patch": "scheduler", "outcome": "applied"}]
+    status.publish(role="engine_core", patches=applied, parts_off=["the policy", "early exit"])
+    code, printed = run(["status"], capsys)
+    assert code == 0
+    assert "off since they failed too often: the policy, early exit; see the log" in printed.out

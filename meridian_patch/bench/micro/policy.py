@@ -212,7 +212,7 @@ class Load:
         prompt, think, answer = (
             int(draw_lengths(fit, rng, 1)[0]) for fit in (CHAT_PROMPT, CHAT_THINK, CHAT_ANSWER)
         )
-        # What is done already counts as prompt; somebody who answers thinks for one token more.
+        # What is done already counts as prompt; a request that answers thinks for one token more.
         done = int(rng.random() * (think + answer)) if number < self._running else 0
         answer = max(1, answer - max(0, done - think))
         think = max(1, think - done)

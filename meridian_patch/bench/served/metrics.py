@@ -156,7 +156,7 @@ def run_figures(
 def longest_silence(records: Sequence[RequestRecord]) -> float | None:
     """Longest time in which no stream got a token although one was under way.
 
-    The scheduler serves somebody in every step, so a long silence is the machine's doing (or one
+    The scheduler serves a request in every step, so a long silence is the machine's doing (or one
     very long step), and answer gaps of its size say nothing about scheduling.
     """
     streams = [record.token_s for record in records if record.token_s]
