@@ -44,7 +44,7 @@ def send(driver, one):
 
 @SYNC_AND_ASYNC
 def test_the_next_chunk_of_a_session_keeps_the_step_short(demo_model, monkeypatch, is_async):
-    """It holds blocks, and waits in a queue of its own; somebody else reads an answer."""
+    """The session holds blocks and waits in a queue of its own while another request answers."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US", "10000000")
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__ANSWER_ITL_MS", "20.0")
     driver = driver_for(demo_model, is_async=is_async, blocks=200, max_num_batched_tokens=BUDGET)

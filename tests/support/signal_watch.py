@@ -30,7 +30,7 @@ class SignalWatch:
             if self.is_on:
                 from meridian_patch.engine.early_exit.signals import MeasurePlan
 
-                wanted = (*output.num_scheduled_tokens, "nobody")
+                wanted = (*output.num_scheduled_tokens, "unknown")
                 setattr(output, PLAN_FIELD, MeasurePlan(wanted, boundary_id))
             return output
 

@@ -133,11 +133,11 @@ def test_single_phase_model():
 def test_unknown_and_empty_are_harmless():
     """Tokens of untracked requests and empty steps change nothing."""
     tracker = SpokenTracker(SIMPLE)
-    assert not tracker.say("nobody", [END])
+    assert not tracker.say("unknown", [END])
     tracker.add("r", [START])
     assert not tracker.say("r", [])
     assert phase(tracker) is Phase.PREFILL
-    tracker.remove("nobody")
+    tracker.remove("unknown")
     tracker.remove("r")
     assert len(tracker) == 0
     assert set(tracker.counts.values()) == {0}

@@ -91,6 +91,9 @@ class SchedulerPart:
 
     name: str
 
+    def before_added(self, request: Any, options: RequestOptions) -> None:
+        """A request is about to be added, or a session took up its next chunk."""
+
     def on_added(self, request: Any, options: RequestOptions) -> None:
         """A new request was added to the scheduler."""
 

@@ -53,6 +53,9 @@ class PolicyPart(SchedulerPart):
         self._counters = phase_counters
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
 
+    def before_added(self, request: Any, options: RequestOptions) -> None:
+        self.limiter.before_added(request, options, self._scheduler.policy)
+
     def on_added(self, request: Any, options: RequestOptions) -> None:
         self.limiter.arrived(request, self._scheduler.waiting)
 

@@ -83,8 +83,7 @@ class PhaseScheduling(UpstreamScheduler):
         options = NO_OPTIONS
         with self._guard.protect("reading vllm_xargs", request.request_id):
             options = self._options_parser.parse(request)
-        with self._guard.protect(counters.POLICY, request.request_id):
-            self.step_limiter.before_added(request, options, self.policy)
+        self._parts.call("before_added", request, options, request_id=request.request_id)
         return options
 
     def _end_turn(self, session: Any) -> None:
