@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Final
 
 from meridian_patch.config.schema import PolicyConfig
@@ -27,9 +28,9 @@ class Rules:
     admission: bool
     time_sharing: bool
 
-    @property
+    @cached_property
     def are_all_off(self) -> bool:
-        """Whether no rule is on, so that every decision is stock's."""
+        """Whether no rule is on, so that every decision is stock's. Asked in every step."""
         return not any(asdict(self).values())
 
 
