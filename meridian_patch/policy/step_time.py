@@ -21,10 +21,11 @@ _FORGETTING: Final = 0.995
 # distance, whichever is greater. It limits the weight of steps that were delayed by other causes.
 _OUTLIER_SHARE: Final = 0.05
 _OUTLIER_MEDIANS: Final = 4.0
-# Rounds of computing weights and fit from each other: the maximum, and the number in one step. The
-# fit is done when no weight changes by more than `_SAME_WEIGHT`.
+# Rounds of computing weights and fit from each other: the maximum, and the number in each of the
+# first steps. Later a step runs one. The fit is done when no weight changes by more than
+# `_SAME_WEIGHT`.
 _MOST_ROUNDS: Final = 12
-_ROUNDS_A_STEP: Final = 2
+_EARLY_ROUNDS: Final = 2
 _SAME_WEIGHT: Final = 0.01
 _MIN_STEPS: Final = 4
 # The first steps are fitted one by one; later ones together, every `_REFIT_EVERY` steps.
@@ -278,9 +279,9 @@ class LinearFit:
             # These observations stay gathered, because it is not known yet which are outliers.
             # Each fit starts from the previous one.
             if self._steps >= _MIN_STEPS:
-                self._run(self._begin())
+                self._run(self._begin(), _EARLY_ROUNDS)
         elif self._batch is not None:
-            if self._run(self._batch):
+            if self._run(self._batch, 1):
                 self._moments, self._products = self._batch.moments, self._batch.products
                 self._batch, self._is_first = None, False
         elif self._steps % _REFIT_EVERY == 0:
@@ -299,13 +300,13 @@ class LinearFit:
         before = self.coefficients or (0.0,) * (rows.shape[1] - 1)
         return _Batch(rows[:, :-1], rows[:, -1], before)
 
-    def _run(self, batch: "_Batch") -> bool:
+    def _run(self, batch: "_Batch", rounds: int) -> bool:
         """Run some rounds of a fit and use its coefficients; returns whether it is done."""
         features, seconds = batch.features, batch.seconds
         # The last step has the greatest weight.
         fading = _FADING[-len(seconds) :]
         faded = _FORGETTING ** len(seconds)
-        for _ in range(_ROUNDS_A_STEP):
+        for _ in range(rounds):
             weights = np.ones(len(seconds))
             if self.coefficients:
                 weights = _weights(features @ self.coefficients, seconds, is_first=self._is_first)
