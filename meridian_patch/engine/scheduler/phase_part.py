@@ -1,6 +1,6 @@
 """Keeps the phase tracker up to date with a scheduler's requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -39,7 +39,7 @@ class PhasePart(SchedulerPart):
         # Number of known tokens, by id, of requests whose next tokens the tracker must see.
         self._expected: dict[str, int] = {}
         # Requests of a step in which `expects` raised: they are resynchronized after the step.
-        self._lost: list[str] = []
+        self._lost: Iterable[str] = ()
         # Streaming sessions within a turn, by id.
         self._sessions: dict[str, Any] = {}
 
@@ -65,17 +65,17 @@ class PhasePart(SchedulerPart):
             self._tracker.runs(request_id)
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
-        self._lost = list(model_output.req_id_to_index)
+        self._lost = model_output.req_id_to_index
         # Load-bearing: rows of token ids; a request accepts only tokens of its row.
         self._expected = self._tracker.expects(
             model_output.sampled_token_ids, model_output.req_id_to_index
         )
-        self._lost = []
+        self._lost = ()
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         while self._expected:
             self.take_in(next(iter(self._expected)))
-        lost, self._lost = self._lost, []
+        lost, self._lost = self._lost, ()
         for request_id in lost:
             self._resync(request_id)
         # Load-bearing: the status of a session that waits for its next chunk.
