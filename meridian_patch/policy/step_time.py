@@ -47,6 +47,8 @@ _MOST_IN_A_ROW: Final = 8
 _MOST_FIXED_SHARE: Final = 0.25
 # The time that a chunk of at most so many tokens adds is an upper bound of prefill's fixed time.
 _SMALL_CHUNK_TOKENS: Final = 256
+# More tokens than any step or prompt has.
+_MOST_TOKENS: Final = 2**53
 # How far the estimate of the least added time moves towards a new value, up and down. A single
 # chunk that took almost no time, or was timed wrongly, changes it little.
 _UP, _DOWN = 0.02, 0.1
@@ -238,7 +240,9 @@ class StepTimeModel:
             return None
         # Each token takes attended_s longer than the one before it: the positive root of
         # attended_s / 2 * n^2 + first_s * n = seconds, in a form in which attended_s may be 0.
-        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * attended_s * seconds)))
+        tokens = 2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * attended_s * seconds))
+        # Infinite if a request asks for an extremely long latency.
+        return int(min(tokens, _MOST_TOKENS))
 
 
 class LinearFit:

@@ -112,6 +112,18 @@ def test_a_requests_own_target_counts(demo_model, policy):
     assert largest["own"] < 1.3 * (0.015 - STEP_S) / TOKEN_S < largest["none"] / 2
 
 
+def test_a_target_without_end_switches_no_rule_off(demo_model, policy):
+    """About the largest number there is: prompts beside it are not cut, and no step fails."""
+    policy(answer_itl_ms=20.0)
+    driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
+    learn(driver)
+    driver.add(job("reader", 50, think=5, answer=300), extra_args={"meridian_itl_ms": 1.7e308})
+    step_until(driver, "reader", Phase.ANSWER)
+    driver.add(job("long", 51, prompt=1400, think=5, answer=5))
+    assert max(steps_with_answers(driver)) > BUDGET // 2
+    assert not driver.scheduler.phase_counters.totals.get("fallback:exception")
+
+
 def test_a_wrong_wish_is_logged_and_the_request_served(demo_model, policy, caplog):
     driver = driver_for(demo_model)
     driver.add(job("r", 1, think=5, answer=5), extra_args={"meridian_itl_ms": -1.0})
@@ -218,3 +230,21 @@ def test_nobody_starves(demo_model, policy, is_async):
     assert longest_s > 0
     longest_s = max([longest_s, *(driver.now_s - since for since in away_since.values())])
     assert longest_s < 2.0 + 12.0
+
+
+def test_an_answer_whose_lengths_cannot_be_learnt_paces_no_step(demo_model, policy, monkeypatch):
+    """One that stayed would be late for ever, and keep all steps short."""
+    policy(step_cut=True)
+    driver = driver_for(demo_model, blocks=200)
+
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("cannot learn")
+
+    limiter = driver.scheduler.step_limiter
+    monkeypatch.setattr(limiter.kv_demand, "left", fails)
+    driver.add(job("reader", 50, think=5, answer=30))
+    step_until(driver, "reader", Phase.ANSWER)
+    assert len(limiter._answer_pacing)
+    driver.drain()
+    assert driver.scheduler.phase_counters.totals["fallback:exception"] == 1
+    assert not len(limiter._answer_pacing)

@@ -50,6 +50,16 @@ def test_prefill_within_a_time_keeps_it():
     assert model.prefill_room(shape, 1e-4, 0).in_time == 0
 
 
+def test_a_time_without_end_has_room_for_a_finite_number_of_tokens():
+    """A request may ask for such a latency; nothing is attended to here."""
+    model = StepTimeModel()
+    for tokens in range(20):
+        model.observe(StepShape(0, tokens, 0), linear_s(tokens))
+        model.observe(StepShape(50 * tokens + 50, tokens, 0), linear_s(51 * tokens + 50))
+    assert model.prefill_room(StepShape(0, 3, 0), 0.1, 0).in_time < 1000
+    assert model.prefill_room(StepShape(0, 3, 0), 1e306, 0).in_time > 10**9
+
+
 def test_prefill_that_hides_behind_decoding_may_come_in_any_amount():
     """No fixed cost, no least amount."""
     assert trained().prefill_room(StepShape(0, 30, 50_000), 0.02, 0).worthwhile == 0

@@ -157,7 +157,6 @@ class StepLimiter:
 
     def left(self, request: Any) -> None:
         """Forget a request that finished or was aborted."""
-        self.kv_demand.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
         self._answer_pacing.left(request.request_id)
         self._options.pop(request.request_id, None)
         self._chunks.left(request)
@@ -165,6 +164,8 @@ class StepLimiter:
         self.waiting_order.left(request)
         if self._admission:
             self._admission.left(request)
+        # Last: if its lengths cannot be learnt, the request is forgotten all the same.
+        self.kv_demand.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
 
     def preempted(self, request: Any, *, is_answer: bool) -> None:
         """Register a preempted request, which waits now."""
