@@ -139,6 +139,11 @@ class PhaseTracker:
             self.counts[state.phase] -= 1
             self.num_reasoning -= state.is_reasoning
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request_id in list(self._states):
+            self.remove(request_id)
+
     def runs(self, request_id: str) -> None:
         """Note a request in a step that may make its first token; unknown ids are ignored."""
         state = self._states.get(request_id)

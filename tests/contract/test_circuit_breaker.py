@@ -1,5 +1,8 @@
 """A part that always fails is switched off, and requests go on as in stock."""
 
+import gc
+import weakref
+
 import pytest
 from exit_driver import exit_driver, thinker
 
@@ -65,6 +68,44 @@ def test_a_part_that_always_fails_is_switched_off(monkeypatch, demo_model, part,
         return
     assert driver.scheduler.early_exit is None
     assert driver.scheduler.get_request_counts() == (0, 0)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_off_keeps_no_request(monkeypatch, demo_model, part):
+    """Its tables are emptied, and no request that it followed counts as live for ever."""
+    monkeypatch.setattr(guard.logger, "error", lambda *_args, **_: None)
+    driver = exit_driver(monkeypatch, demo_model, tiered=True)
+    for number in range(6):
+        driver.add(thinker(f"r{number}", 120 + number), extra_args={"meridian_priority": 1})
+    # Not with `monkeypatch`, which would keep what it changes.
+    owner, name = FAILS_IN[part](driver.scheduler)
+    setattr(owner, name, Failing())
+    del owner
+    for _ in range(MOST_FAILED_STEPS + 2):
+        driver.step()
+    assert driver.scheduler.phase_counters.totals[f"part_off:{part}"] == 1
+    requests = [weakref.ref(request) for request in driver.scheduler.requests.values()]
+    assert len(requests) >= 6
+    driver.drain()
+    gc.collect()
+    assert not any(request() for request in requests)
+    assert set(driver.scheduler.phase_tracker.counts.values()) == {0}
+
+
+def test_a_part_that_fails_while_it_is_switched_off_with_the_tracker(monkeypatch, demo_model):
+    """Its own limit is reached by that, when all parts are off already."""
+    driver = exit_driver(monkeypatch, demo_model)
+    for number in range(6):
+        driver.add(thinker(f"r{number}", 120 + number))
+    scheduler = driver.scheduler
+    monkeypatch.setattr(scheduler.phase_tracker, "expects", Failing())
+    driver.step()
+    monkeypatch.setattr(scheduler.early_exit, "arrange", Failing())
+    monkeypatch.setattr(scheduler.early_exit.probes, "cancel_all", Failing())
+    driver.drain()
+    totals = scheduler.phase_counters.totals
+    assert totals["part_off:the phase tracker"] == totals["part_off:early exit"] == 1
+    assert all(len(steps) > 120 for steps in driver.deliveries.values())
 
 
 def test_failures_far_apart_switch_nothing_off():

@@ -177,7 +177,7 @@ class Parts:
     def switch_off(self, names: Sequence[str]) -> None:
         """Stop calling these parts; if the first (the phase tracker) is among them, stop all."""
         stopped = [part for part in self._parts if part.name in names]
-        if self._parts[0] in stopped:
+        if stopped and stopped[0] is self._parts[0]:
             stopped = list(self._parts)
         self._parts = tuple(part for part in self._parts if part not in stopped)
         self._find_hooks()

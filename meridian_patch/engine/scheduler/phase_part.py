@@ -83,6 +83,11 @@ class PhasePart(SchedulerPart):
             if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 self._end_turn(session)
 
+    def on_switched_off(self) -> None:
+        self._sessions.clear()
+        # Its numbers of requests by phase are still reported.
+        self._tracker.clear()
+
     def take_in(self, request_id: str) -> None:
         """Pass a request's accepted tokens to the tracker, if the tracker expects them."""
         seen = self._expected.pop(request_id, None)

@@ -111,6 +111,11 @@ class PolicyPart(SchedulerPart):
     def before_stats(self) -> None:
         self.limiter.tell_steps(self._counters)
 
+    def on_switched_off(self) -> None:
+        # Their ends are not reported to this part any more.
+        for request in self._scheduler.requests.values():
+            self.on_freed(request)
+
     def is_uncontended(self) -> bool:
         """True if every running request fits without preemption; order is then irrelevant."""
         scheduler = self._scheduler
