@@ -39,3 +39,23 @@ def test_a_close_without_an_adapter_keeps_no_request_out(monkeypatch, demo_model
     assert list(driver.step().num_scheduled_tokens) == ["new"]
     driver.drain()
     assert is_empty(driver)
+
+
+def test_a_step_whose_probes_fail_admits_no_other_adapter_either(monkeypatch, demo_model):
+    """The close sits it out already when that happens."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=True, engine_args=LORA, **CLOSES)
+    early_exit = driver.scheduler.early_exit
+    share = early_exit.probes.share_seats
+
+    def fails_beside_a_close(**kwargs):
+        if early_exit.forced_closes.skips_adapter:
+            raise RuntimeError("no seats")
+        share(**kwargs)
+
+    monkeypatch.setattr(early_exit.probes, "share_seats", fails_beside_a_close)
+    add(driver, "first", 1)
+    driver.step()
+    add(driver, "second", 2)
+    driver.drain()
+    assert driver.scheduler.phase_counters.totals["fallback:exception"] == 2
+    assert driver.deliveries["first"][-1] < driver.deliveries["second"][0]

@@ -60,6 +60,10 @@ class ForcedCloses:
         sequence: the tokens that a close forces; some of them may not be needed.
         accepts: whether a request's structured output accepts the given tokens next.
         gave_up: called with the id of each request whose close is given up.
+        skips_adapter: a request with a LoRA adapter skips the next step, so that no request must be
+            admitted to it. Load-bearing: upstream counts only the adapters of the requests in a
+            step. A newcomer with another adapter would take the slot of the request that skips the
+            step, and an assertion would fail later.
     """
 
     def __init__(self, boundaries: Boundaries, vocab_size: int, num_spec_tokens: int) -> None:
@@ -68,6 +72,7 @@ class ForcedCloses:
         self.sequence = self._up_to_end(ROOT)
         self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
         self.gave_up: Callable[[str], None] = lambda _request_id: None
+        self.skips_adapter = False
         self._words = (vocab_size + 31) // 32
         self._num_spec_tokens = num_spec_tokens
         self._closings: dict[str, _Closing] = {}
@@ -91,32 +96,25 @@ class ForcedCloses:
         """Stop closing, because the thought or its request ended; unknown ids are ignored."""
         self._closings.pop(request_id, None)
 
-    def arrange(self, current_step: int) -> bool:
+    def arrange(self, current_step: int) -> None:
         """Prepare the requests being closed for the next step; call before it is scheduled.
 
         Args:
             current_step: number of the last step, as the scheduler counts.
-
-        Returns:
-            Whether a request with a LoRA adapter skips the step. Then no request must be admitted
-            to it. Load-bearing: upstream counts only the adapters of the requests in a step. A
-            newcomer with another adapter would take the slot of the request that skips the step,
-            and an assertion would fail later.
         """
-        has_adapter = False
+        self.skips_adapter = False
         for closing in self._closings.values():
             request = closing.request
             # Drafts guess what the model would sample freely. Without them a step makes one token.
             request.spec_token_ids = []
             is_unsure = closing.begin is None or closing.has_drafts
             if is_unsure and _tokens_on_the_way(request):
+                self.skips_adapter |= request.lora_request is not None
                 # Load-bearing: upstream skips a running request whose number here is greater than
                 # that of the step, and the next step's number is `current_step + 1`.
                 request.next_decode_eligible_step = max(
                     request.next_decode_eligible_step, current_step + 2
                 )
-                has_adapter |= request.lora_request is not None
-        return has_adapter
 
     def add_rows(self, output: Any, grammar: GrammarOutput | None) -> GrammarOutput | None:
         """The masks of a step that was just scheduled, with those of the forced closes.

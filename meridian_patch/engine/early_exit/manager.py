@@ -120,8 +120,6 @@ class EarlyExit:
         self._measured: dict[str, None] = {}
         self._signals = StepSignals()
         self._health = SignalHealth(is_blind=is_blind)
-        # Whether the next step must admit no request (see `ForcedCloses.arrange`).
-        self._is_closed_to_newcomers = False
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
 
@@ -169,25 +167,26 @@ class EarlyExit:
             self._measure(request, state, config, has_options=options.has_exit_options)
 
     def freed(self, request: Any) -> None:
-        """Stop following a request that ended; the tracker has seen its last tokens."""
+        """Stop following a request that ended, also if its last tokens cannot be processed."""
         name = request.request_id
         self._undecided.pop(name, None)
         self._unsampled.remove(name)
-        watched = self._watched.get(name)
+        watched = self._watched.pop(name, None)
         if watched is None:
             return
-        if name in self._measured:
-            self._follow(watched)
-            # An aborted request has no output that could carry a report.
-            if request.status != RequestStatus.FINISHED_ABORTED:
-                self._cut_short(watched)
-        if self._trace is not None:
-            self._trace.cut(name, watched.controller)
-        self._end_thought(name)
-        del self._watched[name]
-        self._measured.pop(name, None)
-        if not self._watched:
-            self._signals.forget()
+        try:
+            if name in self._measured:
+                self._follow(watched)
+                # An aborted request has no output that could carry a report.
+                if request.status != RequestStatus.FINISHED_ABORTED:
+                    self._cut_short(watched)
+            if self._trace is not None:
+                self._trace.cut(name, watched.controller)
+        finally:
+            self._measured.pop(name, None)
+            self._end_thought(name)
+            if not self._watched:
+                self._signals.forget()
 
     def arrange(
         self, current_step: int, *, may_probe: bool, token_budget: int | None = None
@@ -199,7 +198,7 @@ class EarlyExit:
             may_probe: whether the step may have probes.
             token_budget: the step's budget if it is lower than the engine's; else None.
         """
-        self._is_closed_to_newcomers = self.forced_closes.arrange(current_step)
+        self.forced_closes.arrange(current_step)
         if self.probes is not None:
             self.probes.share_seats(is_kept=self._keeps_seats)
             if may_probe:
@@ -211,7 +210,7 @@ class EarlyExit:
         If probes close thoughts, some seats are kept for them, so that a full batch does not keep
         probes out. 0 admits no request; running ones continue.
         """
-        if self._is_closed_to_newcomers:
+        if self.forced_closes.skips_adapter:
             return 0
         probes = self.probes
         if probes is None or not self._keeps_seats:

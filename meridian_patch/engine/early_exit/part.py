@@ -56,17 +56,20 @@ class EarlyExitPart(SchedulerPart):
         self._is_arranged = not early_exit.is_idle
         if not self._is_arranged:
             return
-        early_exit.arrange(
-            self._scheduler.current_step,
-            may_probe=plan.may_probe,
-            token_budget=plan.token_budget,
-        )
-        if plan.max_active is not None:
-            # The admission limit does not include probes.
-            plan.max_active += early_exit.num_probes
-        seats = early_exit.user_seats(self._scheduler.max_num_active_reqs)
-        if seats is not None:
-            plan.limit_active(seats)
+        try:
+            early_exit.arrange(
+                self._scheduler.current_step,
+                may_probe=plan.may_probe,
+                token_budget=plan.token_budget,
+            )
+        finally:
+            # Also after an error: a close may have arranged its request to skip the step.
+            if plan.max_active is not None:
+                # The admission limit does not include probes.
+                plan.max_active += early_exit.num_probes
+            seats = early_exit.user_seats(self._scheduler.max_num_active_reqs)
+            if seats is not None:
+                plan.limit_active(seats)
 
     def after_schedule(self, output: Any) -> None:
         if self._is_arranged:
