@@ -36,6 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from meridian_patch.engine.kv_cache import tiers as tiers_module
 from meridian_patch.engine.kv_cache.free_queue import unlink
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.phase.tracker import Phase
@@ -135,6 +136,21 @@ def test_every_cache_group_gets_the_requests_tiers(demo_model, is_async):
             groups[tier, get_group_id(block.block_hash)] += 1
     assert all(groups[tier, group] for tier in (0, 2) for group in (0, 1))
     assert find_faults(pool) == []
+
+
+def test_skipped_blocks_whose_tier_cannot_be_told(demo_model, monkeypatch):
+    """They go where stock puts them, and the request goes on."""
+
+    def fails(*_):
+        raise RuntimeError("cannot tell")
+
+    monkeypatch.setattr(tiers_module, "retain_skipped", fails)
+    driver = driver_for(demo_model, blocks=60, groups=HYBRID)
+    driver.add(THINKER)
+    driver.drain()
+    assert len(driver.deliveries["thinker"]) > 100
+    assert counted(driver, "part_off") == {"the KV tiers": 1}
+    assert find_faults(pool_of(driver)) == []
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["full-first", "window-first"])

@@ -118,8 +118,13 @@ class KVTiers(SchedulerPart):
 
     def skipped(self, request_id: str) -> Retention | None:
         """See ``Phases``."""
-        state = self._tracker.get(request_id)
-        return None if state is None else retain_skipped(state, self.history)
+        # As `protect`, which takes longer: this is called for each request of each step.
+        try:
+            state = self._tracker.get(request_id)
+            return None if state is None else retain_skipped(state, self.history)
+        except Exception as error:
+            self._guard.failed(self.name, error, request_id)
+            return None
 
     def admitted(self, request: Any, num_hit_tokens: int) -> None:
         """Count hit tokens by the tier of their blocks, or as in use by other requests.
