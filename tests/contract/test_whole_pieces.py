@@ -1,6 +1,8 @@
 """Prompts that upstream schedules whole or in whole pieces are not kept out by a step's cut."""
 
+import gc
 import random
+import weakref
 
 import pytest
 from scheduler_driver import BLOCK_SIZE, Job, aligned_mamba, full_attention, make_prompt
@@ -215,3 +217,16 @@ def test_a_full_pool_is_no_reason_for_a_step_without_a_cut(demo_model, tight):
     assert driver.scheduler.requests["long"] in driver.scheduler.waiting
     largest = max(driver.step().total_num_scheduled_tokens for _ in range(20))
     assert 1 < largest < 50
+
+
+def test_a_prompt_that_was_computed_whole_is_not_kept(demo_model):
+    """Requests with a seed, beside which no step is cut: they do not think."""
+    driver = driver_for(demo_model, blocks=200)
+    requests = []
+    for number in range(3):
+        tokens = make_prompt(random.Random(number), 60, thinks=False)
+        driver.add(Job(f"r{number}", tuple(tokens), None, 5), seed=7)
+        requests.append(weakref.ref(driver.scheduler.requests[f"r{number}"]))
+    driver.drain()
+    gc.collect()
+    assert not any(request() for request in requests)

@@ -91,6 +91,8 @@ class IndivisibleChunks:
     def left(self, request: Any) -> None:
         """Forget a request; unknown ones are ignored."""
         self._waiting.discard(request.request_id)
+        if request in self._running:
+            self._running.remove(request)
 
     def ran(self, *, has_prefill: bool, is_waited: bool) -> None:
         """Note a scheduled step.
