@@ -17,7 +17,6 @@ from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.accounting import InfiniteCache, RecomputedTokens
-from meridian_patch.replay.foresight import drop_ended
 from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN, OffloadTier
 from meridian_patch.replay.scheduler import build_scheduler, quiet
 from meridian_patch.replay.signals import made_up_signals
@@ -65,8 +64,6 @@ class ReplayEngine:
             manager.clock = lambda: self.now
         if hasattr(self.scheduler, "step_limiter"):
             self.scheduler.step_limiter.clock = lambda: self.now
-        if arm.knows_the_end:
-            drop_ended(self.scheduler.kv_tiers, lambda name: self._live[name][1].request)
         self._offload = None
         if arm.offload_gb_per_s is not None:
             self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, kv_bytes_per_token)

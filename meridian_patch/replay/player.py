@@ -25,7 +25,6 @@ class Source(Protocol):
 def play(
     engine: ReplayEngine,
     source: Source,
-    on_finished: Callable[[], None] = lambda: None,
     on_step: Callable[[StepWork, float], None] = lambda _work, _seconds: None,
 ) -> list[ReplayRecord]:
     """Play a source to its end.
@@ -33,7 +32,6 @@ def play(
     Args:
         engine: plays it.
         source: where requests come from.
-        on_finished: called for each request that finished.
         on_step: called after each step with its work and the virtual seconds that it took.
 
     Returns:
@@ -53,7 +51,6 @@ def play(
         on_step(engine.step(), engine.now - began_s)
         for record in engine.take_finished():
             records.append(record)
-            on_finished()
             for arrival_s, request in source.follow(record):
                 heapq.heappush(pending, (arrival_s, next(ties), request))
     return records

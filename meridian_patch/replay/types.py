@@ -15,7 +15,6 @@ class ReplayArm:
         name: as in tables.
         is_patched: our scheduler and KV manager over vLLM's, or vLLM's own.
         settings: ``MERIDIAN_PATCH_SET_*`` names and values. The process environment is not read.
-        knows_the_end: go by ``ReplayRequest.is_last`` too, which no server knows.
         offload_gb_per_s: 10^9 bytes per second, each way, to a host memory that keeps all KV;
             None: no such tier.
         offload_tokens: what that host memory holds; None: everything.
@@ -24,7 +23,6 @@ class ReplayArm:
     name: str
     is_patched: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
-    knows_the_end: bool = False
     offload_gb_per_s: float | None = None
     offload_tokens: int | None = None
 
@@ -64,8 +62,6 @@ class ReplayRequest:
     Attributes:
         output: ends with the turn end token, which stops the request.
         answer_start: index in ``output`` of the first token that a user reads.
-        shared_tokens: length of the system prompt, which other conversations ask for too.
-        is_last: no later request continues this one.
         max_tokens: the client's bound on ``output``; None: as much as the model's context holds.
     """
 
@@ -73,8 +69,6 @@ class ReplayRequest:
     prompt: list[int]
     output: list[int]
     answer_start: int
-    shared_tokens: int = 0
-    is_last: bool = False
     max_tokens: int | None = None
 
 

@@ -1,19 +1,15 @@
-"""The replay bench on vLLM's real scheduler and KV manager."""
+"""Conversations replayed on vLLM's real scheduler and KV manager."""
 
 import dataclasses
 
 import pytest
 
-from meridian_patch.bench.simulated import conversations
-from meridian_patch.bench.simulated.conversation_arms import turns_arm
-from meridian_patch.bench.simulated.conversation_run import TurnsJob, TurnsSource, run_job
-from meridian_patch.bench.simulated.conversations import (
-    History,
-    Lengths,
-    TurnsLoad,
-    draw_conversations,
-)
+from meridian_patch.bench.simulated import lengths, workloads
+from meridian_patch.bench.simulated.arms import arm_settings, named_arm, own_arm
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.bench.simulated.lengths import Lengths
+from meridian_patch.bench.simulated.run import Offer, ReplayJob, run_job
+from meridian_patch.bench.simulated.source import TraceSource
 from meridian_patch.errors import BenchError
 from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.accounting import RecomputedTokens
@@ -22,54 +18,55 @@ from meridian_patch.replay.player import play
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
 
 TIGHT, LARGE = 2400, 200_000
-CONVERSATIONS = 10
+REQUESTS = 36
+TURNS = [name for name in workloads.WORKLOADS if name.startswith("s-turns")]
+# Stock's order of requests, and blocks are freed in tiers.
+TIERS = "tiers:policy.order=false,policy.step_cut=false,policy.time_sharing=false"
 
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     """Conversations of hundreds of tokens: the same shape, in a second."""
-    monkeypatch.setattr(conversations, "SYSTEM_TOKENS", (60, 100))
-    monkeypatch.setattr(conversations, "TURNS", (2, 5))
-    monkeypatch.setattr(conversations, "LOOP_REQUESTS", (1, 3))
-    for name, longest in (("USER", 60), ("THINK", 200), ("LOOP_THINK", 100), ("ANSWER", 60)):
-        fitted = getattr(conversations, name)
-        monkeypatch.setattr(conversations, name, Lengths(fitted.parts, longest))
+    monkeypatch.setattr(workloads, "TURNS_SYSTEM_TOKENS", (60, 100))
+    monkeypatch.setattr(workloads, "TURNS", (2, 5))
+    monkeypatch.setattr(workloads, "LOOP_REQUESTS", (1, 3))
+    cut = {"TURN_USER": 60, "TURN_THINK": 200, "LOOP_THINK": 100, "TURN_ANSWER": 60}
+    for name, longest in cut.items():
+        monkeypatch.setattr(lengths, name, Lengths(getattr(lengths, name).parts, longest))
 
 
-def job(arm="stock", history=History.STRIPPED, pool=TIGHT, **changes):
-    made = TurnsJob(history, pool, 8.0, 3, turns_arm(arm, history), CONVERSATIONS, DEFAULT_COST)
+def arm_of(text):
+    return own_arm(text) if ":" in text else named_arm(text)
+
+
+def job(arm="stock", workload="s-turns", pool=TIGHT, **changes):
+    made = ReplayJob(Offer(workload, REQUESTS), 3, arm_of(arm), 30.0, pool, DEFAULT_COST)
     return dataclasses.replace(made, **changes)
 
 
-def play_all(arm, history=History.STRIPPED, pool=TIGHT, *, is_async=True):
-    markers = read_markers()
-    load = TurnsLoad(history, CONVERSATIONS, 8.0)
-    conversations = draw_conversations(load, 3, markers.content_ids)
+def play_all(arm, workload="s-turns", *, is_async=True):
+    asked, markers = job(arm, workload), read_markers()
+    history = asked.offer.thinking
+    made = dataclasses.replace(asked.arm, settings=arm_settings(asked.arm, history))
     cost = load_cost(DEFAULT_COST)
-    engine = ReplayEngine(
-        turns_arm(arm, history), pool // BLOCK_SIZE, cost.step_seconds, markers, is_async=is_async
-    )
-    records = play(engine, TurnsSource(conversations, history, markers))
-    assert len(records) == sum(len(conversation.exchanges) for conversation in conversations)
+    engine = ReplayEngine(made, TIGHT // BLOCK_SIZE, cost.step_seconds, markers, is_async=is_async)
+    records = play(engine, TraceSource(asked.trace(), markers, history, asked.seed))
+    assert len(records) == REQUESTS
     return engine, records
 
 
-def without(run, *names):
-    return {k: v for k, v in dataclasses.asdict(run).items() if k not in {*names, "wall_s"}}
-
-
 @pytest.mark.parametrize(
-    ("arm", "history", "is_async"),
+    ("arm", "workload", "is_async"),
     [
-        *(("meridian", history, True) for history in History),
-        ("stock", History.STRIPPED, True),
-        ("stock", History.STRIPPED, False),
-        ("tiers", History.TOOL_LOOP, False),
+        *(("latency", workload, True) for workload in TURNS),
+        ("stock", "s-turns", True),
+        ("stock", "s-turns", False),
+        (TIERS, "s-turns-loop", False),
     ],
 )
-def test_every_request_finishes_and_hits_are_vllms_own(arm, history, is_async):
+def test_every_request_finishes_and_hits_are_vllms_own(arm, workload, is_async):
     """All tokens are delivered in order of time, and hit counts equal vLLM's own statistics."""
-    engine, records = play_all(arm, history, is_async=is_async)
+    engine, records = play_all(arm, workload, is_async=is_async)
     for record in records:
         assert record.finish_reason == "stop"
         assert len(record.token_s) == len(record.request.output)
@@ -84,24 +81,25 @@ def test_every_request_finishes_and_hits_are_vllms_own(arm, history, is_async):
     assert "fallback:exception" not in engine.counters()
 
 
-@pytest.mark.parametrize("history", [History.STRIPPED, History.TOOL_LOOP])
-def test_noop_gives_the_figures_of_stock(history):
+@pytest.mark.parametrize("workload", ["s-turns", "s-turns-loop"])
+def test_noop_gives_the_figures_of_stock(workload):
     """Under preemption our classes with everything off decide as stock does, to the last digit."""
-    stock, noop = run_job(job("stock", history)), run_job(job("noop", history))
-    assert without(stock, "counters") == without(noop, "counters")
-    assert stock.preemptions > 0
+    stock, noop = run_job(job("stock", workload)), run_job(job("noop", workload))
+    assert stock.figures == noop.figures
+    assert stock.figures["preemptions"] > 0
     assert stock.counters == {}
-    assert sum(noop.counters[name] for name in noop.counters if "preemption" in name) == (
-        stock.preemptions
+    assert (
+        sum(noop.counters[name] for name in noop.counters if "preemption" in name)
+        == (stock.figures["preemptions"])
     )
 
 
-@pytest.mark.parametrize("history", History)
-def test_the_infinite_bound_is_what_a_large_pool_hits(history):
-    """With nothing evicted, stock hits exactly what the infinite cache is said to hit."""
-    run = run_job(job("stock", history, LARGE))
-    assert run.hit_tokens == run.bound_tokens > 0
-    assert run.preemptions == run.recomputed_tokens == 0
+@pytest.mark.parametrize("workload", TURNS)
+def test_the_bound_of_hits_is_what_a_large_pool_hits(workload):
+    """If nothing is evicted, stock hits exactly what is said to be the bound."""
+    figures = run_job(job("stock", workload, LARGE)).figures
+    assert figures["hit_share"] == figures["hit_bound_share"] > 0
+    assert figures["missed_tokens"] == figures["preemptions"] == figures["recomputed_tokens"] == 0
 
 
 def test_recomputed_tokens_are_those_lost_and_not_hit_again():
@@ -122,42 +120,39 @@ def test_recomputed_tokens_are_those_lost_and_not_hit_again():
 
 def test_tiers_hit_more_where_thoughts_are_stripped():
     """Under pressure the tiers avoid misses of stock, in stock's own order."""
-    stock, tiers = run_job(job("stock")), run_job(job("tiers"))
-    assert stock.hit_tokens < tiers.hit_tokens <= tiers.bound_tokens
+    stock, tiers = run_job(job("stock")), run_job(job(TIERS))
+    assert stock.figures["hit_share"] < tiers.figures["hit_share"]
+    assert 0 <= tiers.figures["missed_tokens"] < stock.figures["missed_tokens"]
     assert tiers.counters["kv_eviction:think_complete"] > 0
 
 
 def test_a_replay_is_repeatable():
-    assert without(run_job(job("meridian"))) == without(run_job(job("meridian")))
+    first, second = run_job(job("latency")), run_job(job("latency"))
+    assert (first.figures, first.counters) == (second.figures, second.counters)
 
 
 def test_saturation_offers_everything_at_once():
     """Without arrivals and pauses the same work is done in less time."""
-    paced, saturated = run_job(job()), run_job(job(is_saturated=True))
-    assert saturated.prompt_tokens == paced.prompt_tokens
-    assert saturated.makespan_s < paced.makespan_s
+    paced, saturated = run_job(job()).figures, run_job(job(is_saturated=True)).figures
+    assert saturated["prompt_tokens"] == paced["prompt_tokens"]
+    assert saturated["makespan_s"] < paced["makespan_s"]
 
 
 @pytest.mark.parametrize(
-    ("history", "rule"), [(History.STRIPPED, "strip"), (History.TOOL_LOOP, "keep_in_tool_loop")]
+    ("workload", "rule"), [("s-turns", "strip"), ("s-turns-loop", "keep_in_tool_loop")]
 )
-def test_tiers_know_the_history_and_run_on_the_virtual_clock(history, rule):
-    engine, _ = play_all("tiers", history)
+def test_tiers_know_the_history_and_run_on_the_virtual_clock(workload, rule):
+    engine, _ = play_all(TIERS, workload)
     assert engine.scheduler.kv_tiers.history == rule
     assert engine.scheduler.kv_cache_manager.clock() == engine.now > 0
 
 
 def test_arms_do_not_read_the_environment(monkeypatch):
     """What is set for a server in this shell changes no arm."""
-    expected = without(run_job(job("tiers")))
+    expected = run_job(job(TIERS)).figures
     monkeypatch.setenv("MERIDIAN_PATCH_SET_KV__TIERS", "false")
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
-    assert without(run_job(job("tiers"))) == expected
-
-
-def test_a_pool_that_cannot_hold_one_request_is_refused():
-    with pytest.raises(BenchError, match=r"--pool is 160 tokens, expected at least \d+"):
-        run_job(job(pool=160))
+    assert run_job(job(TIERS)).figures == expected
 
 
 def test_a_patched_process_has_no_stock_arm(monkeypatch):

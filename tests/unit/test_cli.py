@@ -67,7 +67,6 @@ def test_a_wrong_value_is_one_sentence(monkeypatch, capsys):
         ["bench", "replay"],
         ["bench", "serve"],
         ["bench", "served-turns"],
-        ["bench", "turns"],
         ["bench", "validate"],
     ),
 )

@@ -68,7 +68,8 @@ def test_demo_rows_are_those_of_the_page():
 def test_turns_table_says_how_it_was_obtained():
     """Replayed and served figures are told apart."""
     table = FIGURES.partition("<!-- turns-table -->")[2].partition("<!-- /turns-table -->")[0]
-    for words in ("`simulated`", "`measured-cpu`", "meridian bench turns", "avoidable misses"):
+    command = "meridian bench sweep --workload s-turns"
+    for words in ("`simulated`", "`measured-cpu`", command, "avoidable misses"):
         assert words in table
 
 

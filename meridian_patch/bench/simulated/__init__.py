@@ -1,1 +1,1 @@
-"""The policy lab: workloads, replays and sweeps of them, and their report."""
+"""Replays on vLLM's scheduler: workloads, comparisons of policies, cost models, validation."""

@@ -1,9 +1,9 @@
-"""Arms of a lab replay: stock, or the patch with a set of settings."""
+"""Arms of a comparison: stock, or the patch with a set of settings."""
 
 from collections.abc import Sequence
 from typing import get_args
 
-from meridian_patch.bench.simulated.conversations import History
+from meridian_patch.bench.simulated.trace import History
 from meridian_patch.config.load import load_config
 from meridian_patch.config.schema import ExitConfig, PolicyConfig
 from meridian_patch.errors import BenchError, ConfigError
@@ -12,22 +12,23 @@ from meridian_patch.replay.types import ReplayArm
 STOCK = "stock"
 POLICIES: tuple[str, ...] = get_args(PolicyConfig.model_fields["name"].annotation)
 _SET = "MERIDIAN_PATCH_SET_"
-# The workload knows what it does with thinking, as an operator does.
+# The rule that fits the workload, as an operator would set it for a chat template.
 _HISTORY_RULES = {
     History.STRIPPED: "strip",
     History.KEPT: "keep",
     History.TOOL_LOOP: "keep_in_tool_loop",
     History.PLAIN: "strip",
 }
-# A decision that runs into its time budget falls back to stock: a replay must not depend on that.
+# A decision that exceeds its time budget falls back to stock. A replay must not depend on how fast
+# this machine is, so the budget is never reached.
 _TIME_BUDGET_US = "10000000"
 _SHIPPED_EXIT: str = ExitConfig.model_fields["mode"].default
 
 
 def named_arm(name: str) -> ReplayArm:
-    """``stock``, or a policy by its name with everything else as the product ships it.
+    """``stock``, or a policy by its name with all other settings at their defaults.
 
-    ``noop`` has early exit off too: it is there to show that nothing else changes anything.
+    ``noop`` has early exit off too: it shows that the patch alone changes no decision.
 
     Raises:
         BenchError: there is no such policy.
@@ -46,7 +47,7 @@ def own_arm(text: str) -> ReplayArm:
     """An arm written as ``NAME:KEY=VALUE,...`` with keys as in a configuration file.
 
     Raises:
-        BenchError: not of that form, or a key or value that the configuration refuses.
+        BenchError: the text has another form, or the configuration refuses a key or value.
     """
     name, colon, rest = text.partition(":")
     settings = [item.partition("=") for item in rest.split(",")]
@@ -61,10 +62,10 @@ def own_arm(text: str) -> ReplayArm:
 
 
 def choose_arms(names: str, own: Sequence[str]) -> list[ReplayArm]:
-    """Stock first, then the named ones, then one's own.
+    """Stock, then the arms of ``--arms``, then those of ``--arm``.
 
     Raises:
-        BenchError: an arm is unknown, wrong, or named twice.
+        BenchError: an arm is unknown or wrong, or two have one name.
     """
     arms = [named_arm(name) for name in dict.fromkeys((STOCK, *filter(None, names.split(","))))]
     for arm in map(own_arm, own):
@@ -75,7 +76,7 @@ def choose_arms(names: str, own: Sequence[str]) -> list[ReplayArm]:
 
 
 def arm_settings(arm: ReplayArm, history: History) -> dict[str, str]:
-    """What the arm sets in a replay of a workload that treats thinking in this way."""
+    """The arm's settings in a replay of a workload with this history."""
     if not arm.is_patched:
         return {}
     return {

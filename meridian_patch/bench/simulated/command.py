@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-# Columns of the tables where they go to a file, so that no cell is broken.
+# Width of tables that go to a file, so that no cell is broken.
 _FILE_WIDTH = 180
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -25,7 +25,7 @@ REPLAY_LOAD, SWEEP_LOADS = "0.9", "0.7,0.9,1.1"
 REPLAY_CAP, SWEEP_CAPS = "0.25", "1,0.5,0.25"
 
 
-def add_lab(benches: Any) -> None:
+def add_replay(benches: Any) -> None:
     """Add ``replay`` and ``sweep`` to the benches of the ``meridian`` command."""
     replay = benches.add_parser(
         "replay",
@@ -36,10 +36,10 @@ def add_lab(benches: Any) -> None:
     _add_options(replay, "out/bench/replay", REPLAY_LOAD, REPLAY_CAP)
     replay.add_argument("--trace", type=Path, help="JSON lines file instead of --workload")
     replay.add_argument(
-        "--history", default="stripped", help="what becomes of thoughts in the trace's later turns"
+        "--history", default="stripped", help="earlier thoughts in later prompts of the trace"
     )
     replay.add_argument("--write-trace", type=Path, help="write the first seed's trace to a file")
-    replay.set_defaults(run=run_lab, is_sweep=False)
+    replay.set_defaults(run=run_replay, is_sweep=False)
     sweep = benches.add_parser(
         "sweep",
         help="policies over workloads, loads and KV pools, replayed on vLLM's real scheduler",
@@ -47,11 +47,13 @@ def add_lab(benches: Any) -> None:
         "--kv-cap or --pool, which take comma lists; shows goodput over load.",
     )
     _add_options(sweep, "out/bench/sweep", SWEEP_LOADS, SWEEP_CAPS)
-    sweep.set_defaults(run=run_lab, is_sweep=True, trace=None, history="stripped", write_trace=None)
+    sweep.set_defaults(
+        run=run_replay, is_sweep=True, trace=None, history="stripped", write_trace=None
+    )
 
 
-def run_lab(parsed: argparse.Namespace) -> int:
-    """Run the comparison; 1 when a replay failed, 130 on Ctrl-C; results are written in any case.
+def run_replay(parsed: argparse.Namespace) -> int:
+    """Run the comparison and write its results; 1 if a replay failed, 130 on Ctrl-C.
 
     Raises:
         BenchError: a wrong argument.
@@ -60,35 +62,30 @@ def run_lab(parsed: argparse.Namespace) -> int:
 
     from meridian_patch.bench.simulated.cost import load_cost
     from meridian_patch.bench.simulated.figures import Limits
-    from meridian_patch.bench.simulated.session import Session
+    from meridian_patch.bench.simulated.report import Results
+    from meridian_patch.bench.simulated.session import make_folder, play, show
 
     plan = read_plan(parsed)
     slowdown = read_positive("--max-slowdown", parsed.max_slowdown)
     itl_ms = read_positive("--max-itl-ms", parsed.max_itl_ms)
     processes = read_whole("--workers", parsed.workers)
-    session = Session(
-        plan,
-        load_cost(plan.cost),
-        Limits(slowdown, itl_ms / 1000),
-        parsed.out,
-        parsed.write_trace,
-        parsed.is_sweep,
-    )
-    session.prepare()
+    limits = Limits(slowdown, itl_ms / 1000)
+    results = Results(plan, load_cost(plan.cost), limits, parsed.is_sweep)
+    make_folder(parsed.out)
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     end_like_ctrl_c()
-    session.play(processes, console)
-    session.report(console)
-    if session.is_interrupted:
+    play(results, processes, console, parsed.write_trace)
+    show(results, parsed.out, console)
+    if results.is_interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if session.failures else 0
+    return EXIT_FAILED if results.failures else 0
 
 
 def read_plan(parsed: argparse.Namespace) -> "Plan":
-    """What the options ask for.
+    """The plan that the options describe.
 
     Raises:
-        BenchError: an option is wrong, or two contradict each other.
+        BenchError: an option is wrong, or two options exclude each other.
     """
     from meridian_patch.bench.simulated.arms import choose_arms
     from meridian_patch.bench.simulated.cost import DEFAULT_COST
@@ -107,7 +104,7 @@ def read_plan(parsed: argparse.Namespace) -> "Plan":
     rates: list[float | None] = [*_each("--rate", parsed.rate, read_positive)]
     rhos = _each("--rho", parsed.rho, read_positive)
     if not rates and not rhos:
-        # A trace has a load of its own.
+        # A trace has its own arrival times.
         rates, rhos = ([None], []) if offers[0].trace else ([], _default(parsed.default_rho))
     caps = _each("--kv-cap", parsed.kv_cap, read_positive)
     if not parsed.is_sweep and max(map(len, (offers, pools or caps, rates or rhos)), default=1) > 1:
@@ -130,19 +127,19 @@ def read_plan(parsed: argparse.Namespace) -> "Plan":
 
 def _add_options(parser: argparse.ArgumentParser, folder: str, rho: str, cap: str) -> None:
     add = parser.add_argument
-    add("--workload", help="for example s-prod, which is the default")
+    add("--workload", help="such as s-prod (default) or s-turns; docs/workloads.md has all")
     add("--requests", default="300", help="per replay")
     add("--rho", help=f"offered load over what saturated stock can do (default: {rho})")
     add("--rate", help="instead of --rho: requests per second")
     add("--kv-cap", help=f"KV pool over what saturated stock would use (default: {cap})")
     add("--pool", help="instead of --kv-cap: KV pool in tokens")
-    add("--arms", default=DEFAULT_ARMS, help=f"policies; stock always runs ({DEFAULT_ARMS})")
+    add("--arms", default=DEFAULT_ARMS, help=f"policies; stock is always run ({DEFAULT_ARMS})")
     add(
         "--arm",
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,...",
-        help="an arm of your own, by configuration keys; can be given several times",
+        help="an arm of your own, by configuration keys; can be repeated",
     )
     add("--seeds", default="1", help="for example 1,2 or 11-20")
     add("--cost", default=None, help="cost model: a packaged name, or a YAML file")
@@ -155,9 +152,8 @@ def _add_options(parser: argparse.ArgumentParser, folder: str, rho: str, cap: st
 
 
 def _offers(parsed: argparse.Namespace) -> "list[Offer]":
-    from meridian_patch.bench.simulated.conversations import History
     from meridian_patch.bench.simulated.run import Offer
-    from meridian_patch.bench.simulated.trace import read_trace
+    from meridian_patch.bench.simulated.trace import History, read_trace
     from meridian_patch.bench.simulated.workloads import find_workload
 
     requests = read_whole("--requests", parsed.requests)
@@ -172,7 +168,9 @@ def _offers(parsed: argparse.Namespace) -> "list[Offer]":
         trace = read_trace(parsed.trace)
         return [Offer(parsed.trace.name, len(trace), parsed.trace, History(parsed.history))]
     names = dict.fromkeys((parsed.workload or "s-prod").split(","))
-    return [Offer(find_workload(name).name, requests) for name in names]
+    for name in names:
+        find_workload(name)
+    return [Offer(name, requests) for name in names]
 
 
 def _at_most_one(parsed: argparse.Namespace, first: str, second: str) -> None:

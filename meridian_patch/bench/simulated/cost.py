@@ -1,4 +1,4 @@
-"""Cost models: how long a step would take on a machine that is not here."""
+"""Cost models: how long a step takes on a given machine."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -17,10 +17,10 @@ DEFAULT_COST = "h100-8b-dense"
 
 
 class Experts(StrictModel):
-    """Weights of which a step reads more the more tokens it computes.
+    """Expert weights; the share that a step reads grows with its tokens.
 
-    A step of ``n`` tokens reads the share ``1 - (1 - per_token / count) ** n``: each token chooses
-    evenly, and for itself.
+    A step of ``n`` tokens reads the share ``1 - (1 - per_token / count) ** n``, because each token
+    chooses independently and uniformly.
     """
 
     weights_s: float = Field(gt=0, allow_inf_nan=False, description="To read all experts.")
@@ -34,20 +34,19 @@ class Experts(StrictModel):
         return self
 
     def read_seconds(self, tokens: int) -> float:
-        """Seconds to read the experts that a step of so many tokens uses."""
+        """Seconds to read the experts that a step of ``tokens`` tokens uses."""
         return self.weights_s * (1 - (1 - self.per_token / self.count) ** tokens)
 
 
 class CostModel(StrictModel):
     """Seconds per step: ``fixed + prefill + rows + max(memory, compute)``.
 
-    ``prefill`` is added to a step that computes prompts: it does without what engines have for
-    steps of decodes alone, such as one graph for the whole step. ``rows`` is what each sequence
-    costs beside the model: its share in scheduling, in preparing the inputs and in sampling.
-    ``memory`` reads the weights once and the KV of every sequence in the step. ``compute`` is
-    linear in the step's tokens, plus attention over each token's context.
-    Where memory and compute do not overlap, as on a CPU, they are added up. Numbers are floats in
-    YAML's sense: write ``1.0e-3``.
+    ``prefill`` is added to a step that computes prompts, because engines optimise steps that only
+    decode, for example by one graph for the whole step. ``rows`` is the cost of each sequence
+    outside the model: scheduling, input preparation and sampling. ``memory`` reads the weights
+    once and the KV of every sequence in the step. ``compute`` is linear in the step's tokens, plus
+    attention over each token's context. If memory and compute do not overlap, as on a CPU, they
+    are added up. Numbers are floats in YAML's sense: write ``1.0e-3``.
     """
 
     version: Literal[1]

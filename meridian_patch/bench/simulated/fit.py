@@ -20,7 +20,8 @@ _HUBER = 1.345
 _SIGMA_OVER_MAD = 1.4826
 _ROUNDS = 30
 _TINY = 1e-9
-# Two branches are believed only where each has its steps and together they explain much more.
+# A fit of two branches is used only if each has this share of the steps and its error is this much
+# smaller.
 _LEAST_BRANCH = 0.1
 _LEAST_GAIN = 0.9
 
@@ -60,10 +61,10 @@ class Fit:
 
 
 def fit_steps(steps: Sequence[tuple[StepWork, float]]) -> Fit:
-    """The cost model that predicts the steps best.
+    """Fit the cost model that predicts the steps best.
 
-    Memory and compute are taken to overlap where a fit of that form is clearly better; a CPU, or
-    steps of one kind alone, give the form in which everything is added up.
+    Memory and compute overlap in the model if a fit of that form is clearly better. On a CPU, and
+    with steps of only one kind, they are added up.
 
     Raises:
         BenchError: too few steps, or their time does not depend on their tokens.
@@ -100,9 +101,9 @@ def _fit_sum(features: Floats, seconds: Floats) -> Fit:
 
 
 def _fit_overlap(features: Floats, seconds: Floats) -> Fit | None:
-    """Alternate between which side bounds each step and the coefficients of both sides."""
+    """Fit the coefficients and decide which of memory and compute bounds each step, in turn."""
     one, prefills, rows, context, tokens, attended = features.T
-    # To begin with, the steps with the most tokens are bound by compute.
+    # At first, the steps with the most tokens count as bound by compute.
     is_compute = tokens > np.quantile(tokens, 0.75)
     for _ in range(_ROUNDS):
         share = is_compute.mean()
@@ -138,8 +139,8 @@ def _arrays(steps: Sequence[tuple[StepWork, float]]) -> tuple[Floats, Floats]:
 def _robust_fit(features: Floats, seconds: Floats) -> list[float]:
     """Huber's loss of the relative error, by iteratively reweighted least squares.
 
-    Errors are measured in the spread of their kind: steps that compute prompts are few and vary
-    much more, and beside the others they would all count as outliers.
+    Errors are measured in the spread of their kind. Steps that compute prompts are few and vary
+    much more; with one spread for all steps they would all count as outliers.
     """
     scale = seconds
     is_prefill = features[:, 1] > 0
@@ -156,7 +157,7 @@ def _robust_fit(features: Floats, seconds: Floats) -> list[float]:
 
 
 def _non_negative(features: Floats, target: Floats) -> Floats:
-    """Least squares with no coefficient below zero: the best of all choices of columns."""
+    """Least squares without negative coefficients: the best of all subsets of columns."""
     widths = np.linalg.norm(features, axis=0)
     widths[widths == 0] = 1.0
     scaled = features / widths
@@ -165,7 +166,7 @@ def _non_negative(features: Floats, target: Floats) -> Floats:
     for number in range(1, len(widths) + 1):
         for chosen in map(list, combinations(range(len(widths)), number)):
             found: Floats = np.linalg.lstsq(products[np.ix_(chosen, chosen)], moments[chosen])[0]
-            # The squared error, but for a constant.
+            # The squared error up to a constant.
             error = -float(found @ moments[chosen])
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(len(widths)), error

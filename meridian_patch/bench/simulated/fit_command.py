@@ -1,4 +1,4 @@
-"""``meridian bench fit-cost``: a cost model from steps of a real engine on this machine."""
+"""``meridian bench fit-cost``: a cost model from timed steps of a real engine."""
 
 import argparse
 import textwrap
@@ -31,7 +31,7 @@ def add_fit_cost(benches: Any) -> None:
     fit = benches.add_parser(
         "fit-cost",
         help="a cost model from timed steps of a real engine",
-        description="Runs a model on a stock engine in a process of its own, times steps of many "
+        description="Runs a model on a stock engine in its own process, times steps of many "
         "shapes, and fits a cost model to them.",
     )
     fit.add_argument("--model", type=Path, help="directory (default: the tiny reasoner)")
@@ -98,7 +98,7 @@ def engine_arguments(model: Path | None, texts: Sequence[str]) -> dict[str, Any]
 
     Args:
         model: directory, or None for the tiny reasoner.
-        texts: ``NAME=VALUE``, values as in YAML; they win.
+        texts: ``NAME=VALUE`` with values as in YAML; they override the defaults.
 
     Raises:
         BenchError: no such directory, or a text of another form.
@@ -129,9 +129,9 @@ def burst_plays(
 
     Args:
         arguments: of ``vllm.LLM``.
-        rounds: how many times all numbers of requests are played.
+        rounds: number of times that all bursts are played.
         seed: of the first round.
-        longest: most tokens of a request.
+        longest: upper bound of the tokens of a request.
     """
     from meridian_patch.bench.simulated.timed import bursts
 
@@ -144,7 +144,7 @@ def burst_plays(
 
 
 def fit_bursts(runs: "Sequence[TimedRun]", name: str, model: str) -> "CostModel":
-    """The cost model of engines that played bursts, all on the same machine."""
+    """Fit a cost model to engines that played bursts, all on the same machine."""
     from meridian_patch.bench.machine import describe_machine
     from meridian_patch.bench.simulated.fit import fit_steps, residuals
 

@@ -1,4 +1,4 @@
-"""Which replays make up a comparison, and what its loads and pools are measured in."""
+"""The replays of a comparison, and the units of its loads and pools."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from meridian_patch.bench.simulated.arms import STOCK, named_arm
-from meridian_patch.bench.simulated.run import LabJob, LabRun, Offer, check_pool
-from meridian_patch.bench.simulated.workers import Workers
+from meridian_patch.bench.simulated.run import Offer, ReplayJob, ReplayRun, Workers, check_pool
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.scheduler import BLOCK_SIZE
 from meridian_patch.replay.types import ReplayArm
 
-# Seeds of the saturated runs; no compared replay uses them.
+# Seeds of the saturated runs. Do not compare arms on them.
 CALIBRATION_SEEDS = (90_001, 90_002)
 CALIBRATION_REQUESTS = 600
 UNITS = {
@@ -29,7 +28,7 @@ UNITS = {
 
 
 class Place(NamedTuple):
-    """One point of a sweep; a load or pool that was given as such has no rho or KV cap."""
+    """One point of a sweep; rho and KV cap are None if rate and pool were given directly."""
 
     workload: str
     kv_cap: float | None
@@ -46,15 +45,15 @@ class RunKey(NamedTuple):
     seed: int
 
 
-Runs = Mapping[RunKey, LabRun]
+Runs = Mapping[RunKey, ReplayRun]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for; pools and loads are given one way or the other.
+    """What to replay: pools or KV caps, and rates or rhos.
 
     Attributes:
-        rates: requests per second; None in it leaves a trace's arrivals as they are.
+        rates: requests per second; None leaves a trace's arrivals as they are.
     """
 
     offers: Sequence[Offer]
@@ -66,11 +65,10 @@ class Plan:
     rates: Sequence[float | None] = ()
     rhos: Sequence[float] = ()
     offload_gb_per_s: float | None = None
-    calibration_requests: int = CALIBRATION_REQUESTS
 
     @property
     def num_saturations(self) -> int:
-        """How many results ``find_places`` reports."""
+        """Number of saturated runs that ``find_places`` reports."""
         pools = len(self.pools) + len(self.kv_caps)
         return len(self.offers) * (bool(self.kv_caps) + pools * bool(self.rhos))
 
@@ -81,7 +79,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Saturation:
-    """Stock with more work than it can do.
+    """Throughput and KV use of stock with more requests than it can serve.
 
     Attributes:
         pool_tokens: None for the ample pool.
@@ -98,7 +96,7 @@ class Saturation:
 def find_places(
     plan: Plan, workers: Workers, on_saturated: Callable[[Saturation], None]
 ) -> list[Place]:
-    """Measure what rho and KV cap mean for each workload, where they are asked for.
+    """The points of the plan. Rho and KV cap are converted by saturated runs of each workload.
 
     Raises:
         BenchError: a saturated run failed, or a pool cannot hold the longest request.
@@ -134,8 +132,8 @@ def find_places(
     ]
 
 
-def plan_jobs(plan: Plan, places: Sequence[Place]) -> dict[RunKey, LabJob]:
-    """All replays, seed after seed, so that an early end leaves whole seeds.
+def plan_jobs(plan: Plan, places: Sequence[Place]) -> dict[RunKey, ReplayJob]:
+    """All replays, ordered by seed so that an interruption leaves complete seeds.
 
     Raises:
         BenchError: a pool cannot hold the longest request of a seed.
@@ -143,7 +141,7 @@ def plan_jobs(plan: Plan, places: Sequence[Place]) -> dict[RunKey, LabJob]:
     jobs = {}
     for seed, place in product(plan.seeds, places):
         for arm in plan.arms:
-            job = LabJob(
+            job = ReplayJob(
                 plan.offer(place.workload),
                 seed,
                 arm,
@@ -171,7 +169,7 @@ def place_title(place: Place) -> str:
 
 
 def saturation_text(found: Saturation) -> str:
-    """What saturated stock does, in words."""
+    """A saturation in words."""
     pool = f"{found.pool_tokens:,} tokens" if found.pool_tokens else "ample"
     return (
         f"saturated stock, {found.workload}, pool {pool}: {found.tokens_per_s:,.0f} tokens/s, "
@@ -192,10 +190,10 @@ def _saturate(
 ) -> Iterator[Saturation]:
     jobs = {}
     for offer, pool in dict.fromkeys(wanted):
-        # A trace file is one draw, whatever the seed.
+        # A trace file does not depend on the seed.
         for seed in CALIBRATION_SEEDS[: 1 if offer.trace else None]:
-            drawn = replace(offer, requests=plan.calibration_requests)
-            job = LabJob(
+            drawn = replace(offer, requests=CALIBRATION_REQUESTS)
+            job = ReplayJob(
                 drawn,
                 seed,
                 named_arm(STOCK),
@@ -207,7 +205,7 @@ def _saturate(
             )
             check_pool(job, job.trace())
             jobs[offer.workload, pool, seed] = job
-    runs: dict[tuple[str, int | None], list[LabRun]] = {}
+    runs: dict[tuple[str, int | None], list[ReplayRun]] = {}
     for (workload, pool, seed), run in workers.run(jobs):
         if isinstance(run, str):
             raise BenchError(f"saturated stock, {workload}, seed {seed}: {run}")
@@ -219,7 +217,7 @@ def _saturate(
             yield saturation
 
 
-def _saturation(workload: str, pool: int | None, runs: Sequence[LabRun]) -> Saturation:
+def _saturation(workload: str, pool: int | None, runs: Sequence[ReplayRun]) -> Saturation:
     def mean(values: Iterator[float | None]) -> float:
         return float(np.mean([value for value in values if value is not None]))
 

@@ -1,13 +1,13 @@
-"""Fits of lengths and arrivals, and how many of them are drawn at once.
+"""Fitted distributions of lengths and arrivals, and functions that draw from them.
 
-The ServeGen fits are to the DeepSeek-R1 requests of ServeGen (Alibaba Cloud, one day, 1.38 million
-requests, two-component EM). Of the two published ways to split an output we take **output times
-think share, the share by output length**: it keeps the quantiles of all four figures and how they
-hang together. Think and answer drawn each on their own give outputs with a p25 20 % too long and
-shares with a p10 21 % too low, for a real output that is short is short in both parts.
+The ServeGen fits describe the DeepSeek-R1 requests of ServeGen (Alibaba Cloud, one day, 1.38
+million requests, two-component EM). An output is split by **output length times think share, with
+the share drawn by output length**, because that keeps the quantiles of all four figures and their
+dependence. Thinking and answer drawn independently would give outputs with a p25 that is 20 % too
+long and shares with a p10 that is 21 % too low.
 
-Each field is drawn on its own. (ServeGen's own sampler uses one uniform number per request for
-all fields, which makes the longest input the longest output and the highest share.)
+Each field has its own random numbers. (ServeGen's own sampler uses one uniform number per request
+for all fields, so that the longest input has the longest output and the highest share.)
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.bench.simulated.conversations import Lengths
-
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths in tokens.
+
+    Attributes:
+        parts: components of the mixture as (weight, mu, sigma).
+        longest: longer draws are cut to this.
+    """
+
+    parts: tuple[tuple[float, float, float], ...]
+    longest: int
+
 
 INPUT = Lengths(((0.348, 3.396, 0.718), (0.254, 5.600, 0.392), (0.398, 6.594, 1.737)), 57_284)
 OUTPUT = Lengths(((0.768, 6.441, 0.704), (0.232, 7.874, 0.910)), 32_768)
-# Of inputs with outputs; short questions are thought about for longer.
+# Between inputs and outputs: short prompts have longer outputs.
 INPUT_OUTPUT_RANK_CORRELATION = -0.38
 
 # Thinking of PASCAL's chats has a median of about 500 tokens: the short and the long thoughts of
@@ -37,6 +49,14 @@ HARD_PROMPT = Lengths(((1.0, 5.0, 0.6),), 4096)
 HARD_THINK = Lengths(((1.0, 7.81, 1.0),), 32_000)
 HARD_ANSWER = Lengths(((1.0, 6.0, 0.6),), 8192)
 
+# A conversation's user messages are the two short components of a fitted input. The long third one
+# stands for system prompt and history, which the conversation has itself.
+TURN_USER = Lengths(INPUT.parts[:2], 4096)
+TURN_THINK = Lengths(CHAT_THINK.parts, 8192)
+# Thoughts within a tool loop are short: the first component alone.
+LOOP_THINK = Lengths(CHAT_THINK.parts[:1], 8192)
+TURN_ANSWER = Lengths(((0.304, 3.899, 1.558), (0.696, 5.690, 1.026)), 4096)
+
 # Azure's conversations of 2023 answer with 211 tokens in the mean, 129 in the median and 601 at
 # p99; the mixture meets the three, its shape between them is assumed.
 PLAIN_ANSWER = Lengths(((0.62, 4.174, 0.8), (0.38, 5.979, 0.2)), 4096)
@@ -50,12 +70,12 @@ AGENT_ANSWER = Lengths(((1.0, 4.6, 0.8),), 4096)
 
 @dataclass(frozen=True)
 class Clients:
-    """Clients that send alike.
+    """A group of clients with the same arrival process.
 
     Attributes:
-        count: how many.
-        share: of all requests that each one sends.
-        cv: coefficient of variation of each one's gaps.
+        count: number of clients.
+        share: share of all requests that each client sends.
+        cv: coefficient of variation of each client's gaps.
     """
 
     count: int
@@ -65,7 +85,7 @@ class Clients:
 
 # ServeGen has 73 clients; the top 1, 5 and 10 send 28.6, 52.5 and 67.7 % of the requests. Gaps,
 # weighted by rate: CV p25 0.94, p50 1.02, p75 1.86, p90 5.56, mean 2.28. Which client has which CV
-# is not published: they are mixed at each size.
+# is not published, so each size has a mix of them.
 SERVEGEN_CLIENTS = (
     Clients(1, 0.286, 1.0),
     Clients(1, 0.06, 1.0),
@@ -79,8 +99,11 @@ SERVEGEN_CLIENTS = (
 )
 
 
+POISSON = (Clients(1, 1.0, 1.0),)
+
+
 def draw_lengths(fit: Lengths, rng: np.random.Generator, count: int) -> Floats:
-    """``count`` lengths in tokens, not yet whole numbers, from 1 to ``fit.longest``."""
+    """Draw ``count`` lengths in tokens, not rounded, from 1 to ``fit.longest``."""
     weights, mus, sigmas = np.array(fit.parts).T
     part = rng.choice(len(weights), count, p=weights / weights.sum())
     lengths: Floats = np.clip(rng.lognormal(mus[part], sigmas[part]), 1, fit.longest)
@@ -90,18 +113,18 @@ def draw_lengths(fit: Lengths, rng: np.random.Generator, count: int) -> Floats:
 def pair_by_rank(
     rng: np.random.Generator, first: Floats, second: Floats, rank_correlation: float
 ) -> tuple[Floats, Floats]:
-    """The same lengths, paired anew: a Gaussian copula between two samples of one size."""
-    # From a rank correlation to that of the normal variables (Pearson).
+    """Pair two samples of one size by a Gaussian copula; the samples' values stay the same."""
+    # Pearson's conversion from a rank correlation to that of normal variables.
     normal = 2 * np.sin(np.pi * rank_correlation / 6)
     pairs = rng.multivariate_normal((0, 0), ((1, normal), (normal, 1)), len(first))
     ranks = pairs.argsort(axis=0).argsort(axis=0)
     return np.sort(first)[ranks[:, 0]], np.sort(second)[ranks[:, 1]]
 
 
-# Outputs from one edge to the next, in tokens; how many of them are "half thought", with a share
-# around 0.38; the rest is "mostly thought". Weights follow from the published mean share of each
-# bin (.751 .690 .600 .769 .832); the first parameter of the last makes up for its mean, which the
-# fitted 0.79 cannot reach.
+# Edges of the bins of output lengths, in tokens. In each bin some outputs are "half thought", with
+# a share around 0.38, and the others are "mostly thought". The weights follow from the published
+# mean share of each bin (.751 .690 .600 .769 .832). The fitted 0.79 cannot reach the mean of the
+# last bin, so that bin has its own first parameter.
 _SHARE_EDGES = (500, 1000, 2000, 5000)
 _HALF_THOUGHT = np.array((0.095, 0.244, 0.465, 0.051, 0.0))
 _HALF_BETA = (16.5, 26.8)
@@ -110,7 +133,7 @@ _MOSTLY_BETA_B = 1.18
 
 
 def draw_think_shares(rng: np.random.Generator, outputs: Floats) -> Floats:
-    """The share of thinking in each output, by the output's length; between 0 and 1."""
+    """Draw the share of thinking of each output by its length; between 0 and 1."""
     edge = np.searchsorted(_SHARE_EDGES, outputs, side="right")
     is_half = rng.random(len(outputs)) < _HALF_THOUGHT[edge]
     half = rng.beta(*_HALF_BETA, len(outputs))
@@ -118,20 +141,18 @@ def draw_think_shares(rng: np.random.Generator, outputs: Floats) -> Floats:
     return np.where(is_half, half, mostly)
 
 
-def draw_arrivals(
-    rng: np.random.Generator, count: int, clients: tuple[Clients, ...] = (Clients(1, 1.0, 1.0),)
-) -> Floats:
-    """Arrival times of independent Gamma renewal clients, in rising order.
+def draw_arrivals(rng: np.random.Generator, count: int, clients: tuple[Clients, ...]) -> Floats:
+    """Draw arrival times of independent Gamma renewal clients, in rising order.
 
-    Each client is met in the middle of its life, not at one of its arrivals: with a CV of 5.6 a
-    fresh start would bring 15 requests too many.
+    Each client starts at a random point of a gap, not at an arrival: with a CV of 5.6 a start at
+    an arrival would add 15 requests.
 
     Returns:
-        ``count`` times; the last is ``count``, so that one arrives per unit of time. Left to
-        itself, a bursty sample of 1000 would come up to 10 % too fast or too slow.
+        ``count`` times, scaled so that the last is ``count`` and one request arrives per unit of
+        time. Without the scaling a bursty sample of 1000 would be up to 10 % too fast or too slow.
     """
     total = sum(group.count * group.share for group in clients)
-    # With this margin the clients together have nearly always enough; if not, they start anew.
+    # This margin is nearly always enough for ``count`` arrivals; otherwise all are drawn again.
     until = 1.5 * count + 50.0
     while True:
         times = np.sort(
@@ -152,7 +173,7 @@ def draw_arrivals(
 def _renewals(rng: np.random.Generator, rate: float, cv: float, until: float) -> Floats:
     shape = cv**-2
     scale = 1 / (shape * rate)
-    # The rest of the gap that time 0 falls into; such gaps are longer by their length.
+    # The rest of the gap that contains time 0. A gap contains it in proportion to its length.
     time = rng.random() * rng.gamma(shape + 1, scale)
     arrivals = [np.array([time])]
     while time <= until:

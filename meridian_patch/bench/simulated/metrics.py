@@ -1,21 +1,20 @@
-"""Figures of one replay. Times in seconds of the virtual clock, boundaries by token index."""
+"""Figures of one replay; times are in seconds of the virtual clock."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.bench.simulated.alone import AloneTimes
 from meridian_patch.phase.tracker import Phase
-from meridian_patch.replay.types import ReplayRecord
+from meridian_patch.replay.types import ReplayRecord, StepWork
 
 STALL_S = 0.25
-# A reader's pace, and the share of an undisturbed reading below which it is counted as spoilt.
+# The pace of a reader, and the QoE below which an answer counts as low.
 READING_S_PER_TOKEN = 0.05
 LOW_QOE = 0.95
-# Steady figures are taken between these shares of all output tokens: before, the pool fills;
+# Steady figures are taken between these shares of all output tokens. Before, the pool fills up;
 # after, too few requests are left to fill it.
 STEADY = (0.1, 0.8)
 # Borders of the histogram of answer gaps, in seconds; 100 bins per factor of 10.
@@ -23,6 +22,44 @@ GAP_BORDERS_S = np.geomspace(1e-4, 1e3, 701)
 
 Floats = NDArray[np.float64]
 Figures = dict[str, float | None]
+
+
+class AloneTimes:
+    """Times of a request that runs alone on the engine with nothing cached.
+
+    Its prompt is computed in chunks. Each later step computes one token over the whole context.
+
+    Args:
+        step_seconds: of the cost model.
+        chunk_tokens: upper bound of the tokens of one step.
+    """
+
+    def __init__(self, step_seconds: Callable[[StepWork], float], chunk_tokens: int) -> None:
+        self._step_seconds = step_seconds
+        self._chunk_tokens = chunk_tokens
+        # Index c holds the seconds of all decode steps with a context of 1 to c tokens.
+        self._decode_s = np.zeros(1)
+
+    def seconds(self, prompt_tokens: int, token: int) -> float:
+        """From submission to the output token with this index, counted from 0."""
+        return self._prefill(prompt_tokens) + self._decode(prompt_tokens, token)
+
+    def _prefill(self, prompt_tokens: int) -> float:
+        seconds = 0.0
+        for start in range(0, prompt_tokens, self._chunk_tokens):
+            end = min(prompt_tokens, start + self._chunk_tokens)
+            attended = sum(range(start + 1, end + 1))
+            seconds += self._step_seconds(StepWork(end - start, 0, end, attended))
+        return seconds
+
+    def _decode(self, prompt_tokens: int, tokens: int) -> float:
+        last = prompt_tokens + tokens
+        if last >= len(self._decode_s):
+            contexts = range(len(self._decode_s), max(last + 1, 2 * len(self._decode_s)))
+            steps = [self._step_seconds(StepWork(0, 1, c, c)) for c in contexts]
+            more = self._decode_s[-1] + np.cumsum(steps)
+            self._decode_s = np.concatenate([self._decode_s, more])
+        return float(self._decode_s[last] - self._decode_s[prompt_tokens])
 
 
 @dataclass(frozen=True)
@@ -33,8 +70,8 @@ class PerRequest:
         slowdown: TTFAT over that of the same request alone on the engine.
         ttot_s, think_tpot_s: NaN for a request that does not think.
         answer_itl_p99_s: over the request's own gaps; 0 for an answer of one token.
-        first_wait_s: from its arrival to the first step that it was part of.
-        longest_pause_s: longest time after that in which it was part of no step.
+        first_wait_s: from arrival to the first step that the request was part of.
+        longest_pause_s: longest later time in which it was part of no step.
     """
 
     ids: tuple[str, ...]
@@ -53,13 +90,13 @@ class PerRequest:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What each step did; one entry per step.
+    """Arrays with one entry per step.
 
     Attributes:
-        end_s: of the virtual clock.
-        seconds: that the step took.
+        end_s: time at which the step ended.
+        seconds: duration.
         prefill_tokens: 0 for a step that only decodes.
-        kv_usage: share of the KV pool that requests held after the step was scheduled.
+        kv_usage: share of the KV pool that requests held when the step was scheduled.
     """
 
     end_s: Floats
@@ -69,7 +106,7 @@ class StepTimes:
 
     @property
     def decode_only_p99_s(self) -> float | None:
-        """The p99 of the steps that computed no prompt."""
+        """p99 of the duration of the steps that computed no prompt."""
         return _quantile(self.seconds[(self.prefill_tokens == 0) & (self.seconds > 0)], 0.99)
 
 
@@ -102,12 +139,12 @@ def _row(record: ReplayRecord, alone: AloneTimes) -> tuple[float, ...]:
 def reading_quality(stamps: Sequence[float], pace_s: float = READING_S_PER_TOKEN) -> float:
     """Andes' QoE of one answer: tokens read over tokens ideally read, integrated over time.
 
-    The ideal reader starts with the first answer token and reads one per ``pace_s``; the real one
-    reads as fast, but no token before it comes. Both integrals end when the real one has read the
-    last token. 1 is an answer that never keeps its reader waiting.
+    The ideal reader starts with the first answer token and reads one per ``pace_s``. The real
+    reader has the same pace and waits for each token. Both integrals end when the real reader has
+    read the last token. The QoE is 1 if the reader never waits.
     """
     due = pace_s * np.arange(len(stamps))
-    # The reader falls behind for good with each late token: pauses are not read up.
+    # Each late token delays all tokens after it: the reader does not catch up.
     read = due + np.maximum.accumulate(np.asarray(stamps) - stamps[0] - due)
     ideal = float(np.sum(read[-1] - due))
     return 1.0 if ideal <= 0 else float(np.sum(read[-1] - read)) / ideal
@@ -122,12 +159,15 @@ def answer_gaps(records: Sequence[ReplayRecord]) -> Floats:
 def run_figures(
     records: Sequence[ReplayRecord], requests: PerRequest, gaps: Floats, steps: StepTimes
 ) -> Figures:
-    """All figures that one replay has by itself; None where there is nothing to take them from."""
+    """All figures of one replay; None for a figure without data."""
     stamps = np.sort(list(chain.from_iterable(record.token_s for record in records)))
     span = steady_span(records, stamps)
     is_steady = (steps.end_s >= span[0]) & (steps.end_s <= span[1])
     decode_only = steps.decode_only_p99_s
     itl_p99, gap_max = _quantile(gaps, 0.99), _quantile(gaps, 1.0)
+    prompt_tokens = float(sum(len(record.request.prompt) for record in records))
+    hits = float(sum(record.hit_tokens for record in records))
+    bound = float(sum(record.bound_tokens for record in records))
     busy_s = float(stamps[-1] - requests.arrival_s.min())
     return {
         "ttft_mean_s": float(requests.ttft_s.mean()),
@@ -137,7 +177,6 @@ def run_figures(
         "ttfat_p95_s": _quantile(requests.ttfat_s, 0.95),
         "ttfat_p99_s": _quantile(requests.ttfat_s, 0.99),
         "slowdown_mean": float(requests.slowdown.mean()),
-        "slowdown_p50": _quantile(requests.slowdown, 0.5),
         "slowdown_p99": _quantile(requests.slowdown, 0.99),
         "ttot_p99_s": _quantile(requests.ttot_s, 0.99),
         "ttot_max_s": _quantile(requests.ttot_s, 1.0),
@@ -166,28 +205,29 @@ def run_figures(
         "preemptions_max": float(max(r.preemptions.total() for r in records)),
         "recomputed_tokens": _total(records, "recomputed_tokens"),
         **{f"recomputed_tokens_{p}": _total(records, "recomputed_tokens", p) for p in Phase},
-        "prompt_tokens": float(sum(len(r.request.prompt) for r in records)),
+        "prompt_tokens": prompt_tokens,
         "output_tokens": float(len(stamps)),
-        "hit_tokens": float(sum(r.hit_tokens for r in records)),
-        "bound_tokens": float(sum(r.bound_tokens for r in records)),
+        # Without shared prefixes there is nothing to hit.
+        "hit_share": hits / prompt_tokens if bound else None,
+        "hit_bound_share": bound / prompt_tokens if bound else None,
+        "missed_tokens": bound - hits if bound else None,
         "first_wait_max_s": float(requests.first_wait_s.max()),
         "longest_pause_s": float(requests.longest_pause_s.max()),
-        "offered_tokens_per_s": len(stamps) / float(np.ptp(requests.arrival_s) or np.inf),
         "makespan_s": busy_s,
         "steps": float(len(steps.seconds)),
     }
 
 
 def steady_rate(stamps: Floats, span: tuple[float, float]) -> float:
-    """Output tokens per second within a time."""
+    """Output tokens per second within a span of time."""
     first, last = np.searchsorted(stamps, span, side="right")
     return float(last - first) / (span[1] - span[0]) if span[1] > span[0] else 0.0
 
 
 def steady_span(records: Sequence[ReplayRecord], stamps: Floats) -> tuple[float, float]:
-    """Begin and end of the time in which a replay neither fills up nor runs dry.
+    """Begin and end of the time in which the KV pool is full and requests wait.
 
-    It ends early when the last request is admitted early: then the queue is empty for good.
+    It ends early if the last request is admitted early, because no request waits after that.
 
     Args:
         records: of all requests.
@@ -199,7 +239,7 @@ def steady_span(records: Sequence[ReplayRecord], stamps: Floats) -> tuple[float,
 
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> float:
-    """The smallest value such that those up to it weigh ``share`` of all; 0 of nothing."""
+    """The smallest value such that the values up to it have ``share`` of all weight; 0 if empty."""
     if not values.size:
         return 0.0
     order = np.argsort(values)
@@ -208,7 +248,7 @@ def weighted_quantile(values: Floats, weights: Floats, share: float) -> float:
 
 
 def harm_p99(ours: PerRequest, stock: PerRequest) -> float:
-    """The p99 over requests of (ours - stock) / stock, of the TTFAT of the same request."""
+    """p99 over requests of (ours - stock) / stock of the TTFAT of the same request."""
     return float(np.quantile(ours.ttfat_s / stock.ttfat_s - 1, 0.99))
 
 

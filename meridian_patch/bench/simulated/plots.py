@@ -1,8 +1,8 @@
-"""Plots of lab replays, as PNG."""
+"""Plots of a comparison, as PNG."""
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,23 +10,23 @@ from matplotlib.figure import Figure as Canvas
 
 from meridian_patch.bench.served.plots import arm_styles
 from meridian_patch.bench.simulated.arms import STOCK
-from meridian_patch.bench.simulated.figures import GOODPUT, Figure, Row
+from meridian_patch.bench.simulated.figures import GOODPUT, Row
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
-from meridian_patch.bench.simulated.run import LabRun, Timeline
+from meridian_patch.bench.simulated.run import ReplayRun, Timeline
 
 _PHASE_COLOURS = {"prefill": "#BBBBBB", "think": "#56B4E9", "answer": "#009E73"}
 _DPI = 130
 _CAPTION_WIDTH = 150
 
-# By arm and seed, the runs of one place.
-ArmRuns = Mapping[str, Mapping[int, LabRun]]
+# The runs of one place by arm and seed.
+ArmRuns = Mapping[str, Mapping[int, ReplayRun]]
 
 
 def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
-    """How soon answers begin, and the tail of the answer gaps; all seeds together."""
+    """Distributions of TTFAT and of the answer gaps; all seeds together."""
     figure = Canvas(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colours = {arm: colour for arm, (colour, _) in arm_styles(runs).items()}
+    colours = _colours(runs)
     for number, (arm, of_arm) in enumerate(runs.items()):
         # Later arms are thinner, so that equal ones do not hide each other.
         style = {"color": colours[arm], "lw": max(1.2, 4.0 - number), "where": "post"}
@@ -36,7 +36,7 @@ def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
         counts = np.sum([run.gap_counts for run in of_arm.values()], axis=0)
         at_least = counts[::-1].cumsum()[::-1] / max(1, counts.sum())
         shown = at_least > 0
-        # Of a bin, those at least as long as its lower border.
+        # Each bin stands at its lower border: its gaps are at least that long.
         right.step(GAP_BORDERS_S[:-1][shown] * 1000, at_least[shown], **style)
     left.set_xscale("log")
     left.set_ylim(0, 1.02)
@@ -56,13 +56,13 @@ def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
 
 
 def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
-    """TTFAT of each request against that of the same request with stock; None without an arm."""
+    """TTFAT of each request over stock's of the same request; None if only one arm was run."""
     others = [arm for arm in runs if arm != STOCK]
     if STOCK not in runs or not others:
         return None
     figure = Canvas(figsize=(1 + 4.2 * len(others), 4.6), layout="constrained")
     panels = figure.subplots(1, len(others), sharex=True, sharey=True, squeeze=False)[0]
-    colours = {arm: colour for arm, (colour, _) in arm_styles(runs).items()}
+    colours = _colours(runs)
     for axes, arm in zip(panels, others, strict=True):
         pairs = [(run, runs[arm][seed]) for seed, run in runs[STOCK].items() if seed in runs[arm]]
         if not pairs:
@@ -83,7 +83,7 @@ def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
 
 
 def timelines(shown: Mapping[str, Timeline], title: str, caption: str) -> bytes:
-    """One run of each arm over time: phases of what runs, the queue, the KV pool."""
+    """One run of each arm over time: running requests by phase, the queue, the KV pool."""
     figure = Canvas(figsize=(11, 1 + 2.3 * len(shown)), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (arm, timeline) in zip(panels, shown.items(), strict=True):
@@ -118,8 +118,7 @@ def goodput_load(rows: Sequence[Row], limits: str, caption: str) -> bytes:
     height = -(-len(groups) // width)
     figure = Canvas(figsize=(1.5 + 4.4 * width, 0.8 + 3.4 * height), layout="constrained")
     panels = figure.subplots(height, width, squeeze=False).flat
-    styles = arm_styles(dict.fromkeys(row.arm for row in rows))
-    colours = {arm: colour for arm, (colour, _) in styles.items()}
+    colours = _colours(dict.fromkeys(row.arm for row in rows))
     for axes, ((workload, pool), group) in zip(panels, groups.items(), strict=False):
         _draw_goodput(axes, group, colours)
         _finish(axes, f"{workload}, {pool:,} tokens")
@@ -148,7 +147,8 @@ def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -
             label=arm,
         )
         for rate, figure in points:
-            _draw_interval(axes, rate, figure, colours[arm])
+            if figure.interval is not None:
+                axes.vlines(rate, *figure.interval, colors=colours[arm], alpha=0.4)
     ends = [0, max((row.place.rate_per_s or 0 for row in rows), default=0)]
     axes.plot(ends, ends, color="#444444", lw=0.7, ls="--")
     axes.set_xlim(left=0)
@@ -156,9 +156,8 @@ def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_interval(axes: Axes, at: float, figure: Figure, colour: str) -> None:
-    if figure.interval is not None:
-        axes.vlines(at, *figure.interval, colors=colour, alpha=0.4)
+def _colours(arms: Iterable[str]) -> dict[str, str]:
+    return {arm: colour for arm, (colour, _) in arm_styles(arms).items()}
 
 
 def _finish(axes: Axes, title: str) -> None:

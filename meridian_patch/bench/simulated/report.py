@@ -1,10 +1,13 @@
-"""Writes what a sweep found: ``report.html`` with plots, ``results.json``, and the PNGs."""
+"""Writes what a comparison found: ``report.html`` with plots, ``results.json``, and the PNGs."""
 
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,42 +16,66 @@ import jinja2
 
 from meridian_patch.bench.simulated import plots
 from meridian_patch.bench.simulated.cost import CostModel
-from meridian_patch.bench.simulated.figures import Limits, Row, require_one_provenance
-from meridian_patch.bench.simulated.grid import UNITS, Place, Plan, Runs, Saturation, place_title
-from meridian_patch.bench.simulated.run import HOW
-from meridian_patch.bench.simulated.tables import KINDS, NOTE, Cells, by_place, place_cells
+from meridian_patch.bench.simulated.figures import (
+    KINDS,
+    NOTE,
+    Cells,
+    Limits,
+    Row,
+    by_place,
+    place_cells,
+    require_one_provenance,
+)
+from meridian_patch.bench.simulated.grid import (
+    UNITS,
+    Place,
+    Plan,
+    RunKey,
+    Saturation,
+    place_title,
+)
+from meridian_patch.bench.simulated.run import HOW, ReplayRun
 
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Origin:
-    """How the figures were obtained.
+@dataclass
+class Results:
+    """What was asked for, and what was obtained so far.
 
     Attributes:
-        date: ISO 8601, with the time zone.
+        is_sweep: loads and pools were varied.
         command: as typed.
-        saturations: what rho and KV cap were measured against; empty where neither was asked for.
-        is_partial: it was interrupted, or replays failed.
-        failures: replay in words to what went wrong.
+        date: ISO 8601, with the time zone.
+        saturations: what rho and KV cap were measured against; empty if neither was asked for.
+        runs: replays that succeeded.
+        failures: by the failed replay in words, what went wrong.
+        is_interrupted: Ctrl-C ended it early.
     """
 
-    date: str
-    command: str
-    cost: CostModel
     plan: Plan
+    cost: CostModel
     limits: Limits
-    saturations: Sequence[Saturation] = ()
-    is_partial: bool = False
-    failures: Mapping[str, str] | None = None
+    is_sweep: bool
+    command: str = field(default_factory=lambda: shlex.join(["meridian", *sys.argv[1:]]))
+    date: str = field(
+        default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds")
+    )
+    saturations: list[Saturation] = field(default_factory=list)
+    runs: dict[RunKey, ReplayRun] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    is_interrupted: bool = False
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether replays are missing."""
+        return self.is_interrupted or bool(self.failures)
 
     @property
     def caption(self) -> str:
         """One line for below a plot."""
-        return (
-            f"{HOW}, cost model {self.cost.name} ({self.cost.provenance}) · {self.date} · "
-            f"{self.command}"
-        )
+        cost = f"cost model {self.cost.name} ({self.cost.provenance})"
+        return f"{HOW}, {cost} · {self.date} · {self.command}"
 
 
 @dataclass(frozen=True)
@@ -71,33 +98,27 @@ class _Section:
     plots: Sequence[_Plot]
 
 
-def write_lab_report(
-    folder: Path, rows: Sequence[Row], runs: Runs, origin: Origin, *, is_sweep: bool
-) -> list[Path]:
-    """Write page, data and plots.
+def write_results(folder: Path, results: Results, rows: Sequence[Row]) -> list[Path]:
+    """Write page, data and plots; the paths of page and data.
 
     Args:
         folder: exists.
-        rows: of ``runs``.
-        runs: all that succeeded.
-        origin: how they were obtained.
-        is_sweep: add goodput over load.
-
-    Returns:
-        Paths of the page and of the data.
+        results: has at least one run.
+        rows: of its runs.
 
     Raises:
         BenchError: the runs were not all obtained in the same way.
     """
-    provenance = require_one_provenance(list(runs.values()))
+    provenance = require_one_provenance(list(results.runs.values()))
     data = folder / "results.json"
-    data.write_text(json.dumps(lab_data(rows, runs, origin), indent=1) + "\n")
-    sections = [_section(list(of_place), runs, origin) for of_place in by_place(rows).values()]
+    data.write_text(json.dumps(results_data(results, rows), indent=1) + "\n")
+    sections = [_section(results, of_place) for of_place in by_place(rows).values()]
     across = []
-    if is_sweep:
-        limits = f"TTFAT slowdown <= {origin.limits.slowdown:g}, own answer ITL p99 <= "
-        limits += f"{origin.limits.itl_s * 1000:g} ms"
-        png = plots.goodput_load(rows, limits, origin.caption)
+    if results.is_sweep:
+        limits = results.limits
+        text = f"TTFAT slowdown <= {limits.slowdown:g}, own answer ITL p99 <= "
+        text += f"{limits.itl_s * 1000:g} ms"
+        png = plots.goodput_load(rows, text, results.caption)
         across.append(_Plot("Goodput over load", "goodput.png", png))
     for plot in (*across, *(plot for section in sections for plot in section.plots)):
         (folder / plot.file).write_bytes(plot.png)
@@ -106,7 +127,7 @@ def write_lab_report(
     page = folder / "report.html"
     page.write_text(
         environment.from_string(source).render(
-            origin=origin,
+            results=results,
             provenance=provenance,
             across=across,
             sections=sections,
@@ -117,17 +138,17 @@ def write_lab_report(
     return [page, data]
 
 
-def lab_data(rows: Sequence[Row], runs: Runs, origin: Origin) -> dict[str, Any]:
+def results_data(results: Results, rows: Sequence[Row]) -> dict[str, Any]:
     """The report as plain data; shares from 0 to 1, times in seconds of the virtual clock."""
-    plan = origin.plan
+    plan = results.plan
     return {
         "version": FORMAT_VERSION,
         "provenance": HOW,
-        "date": origin.date,
-        "command": origin.command,
-        "is_partial": origin.is_partial,
-        "failures": dict(origin.failures or {}),
-        "cost_model": origin.cost.model_dump(),
+        "date": results.date,
+        "command": results.command,
+        "is_partial": results.is_partial,
+        "failures": results.failures,
+        "cost_model": results.cost.model_dump(),
         "workloads": [
             {**asdict(offer), "trace": str(offer.trace) if offer.trace else None}
             for offer in plan.offers
@@ -137,9 +158,9 @@ def lab_data(rows: Sequence[Row], runs: Runs, origin: Origin) -> dict[str, Any]:
             for arm in plan.arms
         },
         "offload_gb_per_s": plan.offload_gb_per_s,
-        "limits": asdict(origin.limits),
+        "limits": asdict(results.limits),
         "units": UNITS,
-        "saturations": [asdict(saturation) for saturation in origin.saturations],
+        "saturations": [asdict(saturation) for saturation in results.saturations],
         "definitions": {kind.name: kind.words for kind in KINDS if kind.words},
         "rows": [
             {
@@ -159,39 +180,33 @@ def lab_data(rows: Sequence[Row], runs: Runs, origin: Origin) -> dict[str, Any]:
                 "wall_s": run.wall_s,
                 "counters": dict(run.counters),
             }
-            for key, run in runs.items()
+            for key, run in results.runs.items()
         ],
     }
 
 
-def _stem(place: Place) -> str:
-    """Begin of the names of a place's files; no two places share one."""
-    load = "own-rate" if place.rate_per_s is None else f"rate-{place.rate_per_s:g}"
-    load = load if place.rho is None else f"rho-{place.rho:g}"
-    kv = f"kv-{place.kv_cap:g}" if place.kv_cap is not None else f"pool-{place.pool_tokens}"
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{place.workload}-{load}-{kv}")
-
-
-def _section(rows: Sequence[Row], runs: Runs, origin: Origin) -> _Section:
+def _section(results: Results, rows: Sequence[Row]) -> _Section:
     place, arms = rows[0].place, [row.arm for row in rows]
-    of_place = {
-        arm: {key.seed: run for key, run in runs.items() if key[:2] == (place, arm)} for arm in arms
+    runs = {
+        arm: {key.seed: run for key, run in results.runs.items() if key[:2] == (place, arm)}
+        for arm in arms
     }
-    title, caption = place_title(place), origin.caption
-    stem = _stem(place)
-    shown = [
-        _Plot(
-            "How soon answers begin, and how long they halt",
-            f"{stem}-cdf.png",
-            plots.distributions(of_place, title, caption),
-        )
-    ]
-    scatter = plots.harm_scatter(of_place, title, caption)
-    if scatter is not None:
-        shown.append(_Plot("Whom it helps, and whom it harms", f"{stem}-harm.png", scatter))
+    lines = place_cells(rows, is_brief=False)
+    shown = list(_place_plots(place, runs, results.caption))
+    return _Section(place_title(place), arms, len(rows[0].seeds), lines, shown)
+
+
+def _place_plots(place: Place, runs: plots.ArmRuns, caption: str) -> Iterator[_Plot]:
+    title, stem = place_title(place), _stem(place)
+    png = plots.distributions(runs, title, caption)
+    yield _Plot("How soon answers begin, and how long they halt", f"{stem}-cdf.png", png)
+    scatter = plots.harm_scatter(runs, title, caption)
+    if scatter:
+        name = f"{stem}-harm.png"
+        yield _Plot("Which requests answer sooner, and which later", name, scatter)
     sampled = {
         arm: (seed, run.timeline)
-        for arm, of_arm in of_place.items()
+        for arm, of_arm in runs.items()
         for seed, run in of_arm.items()
         if run.timeline is not None
     }
@@ -199,6 +214,12 @@ def _section(rows: Sequence[Row], runs: Runs, origin: Origin) -> _Section:
         seed = next(iter(sampled.values()))[0]
         timelines = {arm: timeline for arm, (_, timeline) in sampled.items()}
         png = plots.timelines(timelines, f"seed {seed}", caption)
-        shown.append(_Plot(f"What was going on, seed {seed}", f"{stem}-timeline.png", png))
-    lines = place_cells(rows, is_brief=False)
-    return _Section(title, arms, len(rows[0].seeds), lines, shown)
+        yield _Plot(f"The engine over time, seed {seed}", f"{stem}-timeline.png", png)
+
+
+def _stem(place: Place) -> str:
+    """Start of the names of a place's files; it differs between places."""
+    load = "own-rate" if place.rate_per_s is None else f"rate-{place.rate_per_s:g}"
+    load = load if place.rho is None else f"rho-{place.rho:g}"
+    kv = f"kv-{place.kv_cap:g}" if place.kv_cap is not None else f"pool-{place.pool_tokens}"
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{place.workload}-{load}-{kv}")

@@ -1,20 +1,25 @@
-"""One lab replay, from a trace to its figures."""
+"""One replay, from a trace to its figures, and many of them in worker processes."""
 
+import multiprocessing
+import signal
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.bench.simulated.alone import AloneTimes
 from meridian_patch.bench.simulated.arms import arm_settings
-from meridian_patch.bench.simulated.conversations import History
 from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.metrics import (
     GAP_BORDERS_S,
+    AloneTimes,
     Figures,
     PerRequest,
     StepTimes,
@@ -22,10 +27,14 @@ from meridian_patch.bench.simulated.metrics import (
     per_request,
     run_figures,
 )
-from meridian_patch.bench.simulated.source import LabSource, longest_request_tokens
-from meridian_patch.bench.simulated.trace import LabRequest, read_trace
+from meridian_patch.bench.simulated.source import (
+    TraceSource,
+    longest_request_tokens,
+    session_bounds,
+)
+from meridian_patch.bench.simulated.trace import History, TraceRequest, read_trace
 from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
-from meridian_patch.errors import BenchError
+from meridian_patch.errors import BenchError, MeridianError
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
@@ -40,15 +49,20 @@ from meridian_patch.replay.types import ReplayArm, StepWork
 HOW = "simulated"
 # Virtual seconds between two points of a timeline.
 _TIMELINE_S = 0.1
+_DIED = (
+    "a worker process died in the middle of a replay, most likely for want of memory (about 1 GiB "
+    "each); give fewer --workers"
+)
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What is sent to the engine: a drawn workload, or a trace file.
+    """The requests of a comparison: a drawn workload, or a trace file.
 
     Attributes:
-        workload: name; of a trace, its file's name.
-        requests: drawn; a trace has its own number.
+        workload: its name; of a trace, the name of its file.
+        requests: number to draw; not used for a trace.
         trace: file, or None to draw.
         history: of a trace; a workload has its own.
     """
@@ -60,11 +74,11 @@ class Offer:
 
     @property
     def thinking(self) -> History:
-        """What becomes of thoughts in later turns."""
+        """Which earlier thoughts later prompts contain."""
         return self.history if self.trace else WORKLOADS[self.workload].history
 
-    def load(self, seed: int, rate_per_s: float | None) -> list[LabRequest]:
-        """The requests of a seed at a rate; a trace's arrivals are stretched to the rate.
+    def load(self, seed: int, rate_per_s: float | None) -> list[TraceRequest]:
+        """The requests of a seed at a rate; arrivals of a trace are stretched to the rate.
 
         Raises:
             BenchError: the trace file is unreadable or wrong.
@@ -79,16 +93,16 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class LabJob:
+class ReplayJob:
     """One replay; picklable, so that a worker process can run it.
 
     Attributes:
         rate_per_s: requests per second; None leaves a trace's arrivals as they are.
-        pool_tokens: KV pool; None for one in which nothing ever waits for room.
+        pool_tokens: size of the KV pool; None for a pool in which no request waits for KV blocks.
         cost: name or path of a cost model.
-        offload_gb_per_s: what a preemption lost is reloaded at this bandwidth; None: recomputed.
-        is_saturated: everything is offered at once, and sessions never pause.
-        has_timeline: keep what was running over time.
+        offload_gb_per_s: bandwidth at which lost KV is reloaded; None: it is computed again.
+        is_saturated: all requests arrive at once, and sessions do not pause.
+        has_timeline: sample what was running over time.
     """
 
     offer: Offer
@@ -101,15 +115,15 @@ class LabJob:
     is_saturated: bool = False
     has_timeline: bool = False
 
-    def trace(self) -> list[LabRequest]:
-        """The requests as they are offered."""
+    def trace(self) -> list[TraceRequest]:
+        """The requests with the arrival times of this replay."""
         trace = self.offer.load(self.seed, self.rate_per_s)
         return [_moved(request, 0.0) for request in trace] if self.is_saturated else trace
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What was going on, sampled over the virtual clock; arrays of equal length.
+    """State of the engine, sampled over the virtual clock; arrays of equal length.
 
     Attributes:
         running: running requests by phase.
@@ -123,13 +137,13 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class LabRun:
+class ReplayRun:
     """Figures of one replay.
 
     Attributes:
-        gap_counts: answer gaps by the borders ``GAP_BORDERS_S``.
-        kv_p99_tokens: p99 over the steady time of KV tokens that requests held.
-        counters: the patched scheduler's own counts; empty for stock.
+        gap_counts: histogram of the answer gaps with the borders ``GAP_BORDERS_S``.
+        kv_p99_tokens: p99 over the steady time of the KV tokens that requests held.
+        counters: counts of the patched scheduler; empty for stock.
         wall_s: real time of the replay.
     """
 
@@ -145,7 +159,7 @@ class LabRun:
 
 
 class _Recorder:
-    """Notes each step of an engine."""
+    """Records each step of an engine."""
 
     def __init__(self, engine: ReplayEngine, *, has_timeline: bool) -> None:
         self._engine = engine
@@ -177,7 +191,7 @@ class _Recorder:
         return Timeline(at_s, waiting.astype(np.int64), running, usage)
 
 
-def run_job(job: LabJob) -> LabRun:
+def run_job(job: ReplayJob) -> ReplayRun:
     """Replay one job from start to end.
 
     Raises:
@@ -194,12 +208,12 @@ def run_job(job: LabJob) -> LabRun:
         arm = replace(arm, offload_gb_per_s=job.offload_gb_per_s)
     engine = ReplayEngine(arm, pool // BLOCK_SIZE, cost.step_seconds, markers)
     recorder = _Recorder(engine, has_timeline=job.has_timeline)
-    source = LabSource(trace, markers, history, job.seed)
+    source = TraceSource(trace, markers, history, job.seed)
     records = play(engine, source, on_step=recorder.note)
     requests = per_request(records, AloneTimes(cost.step_seconds, MAX_BATCHED_TOKENS))
     gaps, steps = answer_gaps(records), recorder.step_times()
     figures = run_figures(records, requests, gaps, steps)
-    return LabRun(
+    return ReplayRun(
         HOW,
         cost.name,
         figures,
@@ -212,15 +226,15 @@ def run_job(job: LabJob) -> LabRun:
     )
 
 
-def check_pool(job: LabJob, trace: Sequence[LabRequest]) -> None:
-    """A request that needs more than the pool would be preempted and resumed for ever.
+def check_pool(job: ReplayJob, trace: Sequence[TraceRequest]) -> None:
+    """Refuse a pool that cannot hold each request: it would be preempted and resumed for ever.
 
     Raises:
-        BenchError: says which pool would do.
+        BenchError: names the smallest pool that can.
     """
     if job.pool_tokens is None:
         return
-    # Under async scheduling one token more is scheduled before the stop is seen.
+    # Asynchronous scheduling schedules one token more before it sees the stop.
     longest = longest_request_tokens(trace, job.offer.thinking) + 1
     needed = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
     if job.pool_tokens < needed:
@@ -231,17 +245,60 @@ def check_pool(job: LabJob, trace: Sequence[LabRequest]) -> None:
         )
 
 
-def _ample_tokens(trace: Sequence[LabRequest], history: History) -> int:
-    """Room for the longest requests of as many sessions as can run at once."""
-    sessions: dict[str, list[LabRequest]] = {}
-    for request in trace:
-        sessions.setdefault(request.session or f"request {request.id}", []).append(request)
-    longest = sorted(longest_request_tokens(turns, history) for turns in sessions.values())
-    # The last block of each may be nearly empty, and async scheduling asks for one token more.
+def _ample_tokens(trace: Sequence[TraceRequest], history: History) -> int:
+    """Tokens of the longest requests of as many sessions as can run at once."""
+    longest = sorted(session_bounds(trace, history))
+    # The last block of each may be nearly empty, and asynchronous scheduling needs one token more.
     return sum(tokens + 2 * BLOCK_SIZE for tokens in longest[-MAX_NUM_SEQS:])
 
 
-def _moved(request: LabRequest, factor: float) -> LabRequest:
+def _moved(request: TraceRequest, factor: float) -> TraceRequest:
     if request.arrival_s is None:
         return replace(request, pause_s=request.pause_s if factor else 0.0)
     return replace(request, arrival_s=request.arrival_s * factor)
+
+
+class Workers:
+    """A pool of processes for several calls of ``run``; leaving the context ends it."""
+
+    def __init__(self, processes: int) -> None:
+        # Spawned, not forked: vLLM starts threads when it is imported.
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(processes, context, initializer=_ignore_interrupts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+        if kind is not None:
+            # Without this the exit of the process waits for the replays that still run.
+            for child in multiprocessing.active_children():
+                child.terminate()
+
+    def run(self, jobs: Mapping[Key, ReplayJob]) -> Iterator[tuple[Key, ReplayRun | str]]:
+        """Replay all jobs; yields each as it ends, with its run or the text of its error."""
+        try:
+            futures = {self._pool.submit(run_job, job): key for key, job in jobs.items()}
+        except BrokenProcessPool:
+            yield from ((key, _DIED) for key in jobs)
+            return
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except BrokenProcessPool:
+                yield futures[future], _DIED
+            except MeridianError as error:
+                yield futures[future], str(error)
+            except Exception as error:
+                yield futures[future], f"{type(error).__name__}: {error}"
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches the workers too; ``Workers.__exit__`` ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

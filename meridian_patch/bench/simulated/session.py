@@ -1,20 +1,14 @@
-"""One comparison from plan to report: progress, failures, and what Ctrl-C leaves."""
+"""Runs a comparison: progress, failures, Ctrl-C, and what is shown at the end."""
 
-import shlex
-import sys
 import tempfile
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.simulated.cost import CostModel
-from meridian_patch.bench.simulated.figures import Limits, summarise
+from meridian_patch.bench.simulated.figures import NOTE, by_place, place_table, summarise
 from meridian_patch.bench.simulated.grid import (
-    Plan,
     RunKey,
     Saturation,
     find_places,
@@ -23,108 +17,89 @@ from meridian_patch.bench.simulated.grid import (
     run_name,
     saturation_text,
 )
-from meridian_patch.bench.simulated.report import Origin, write_lab_report
-from meridian_patch.bench.simulated.run import HOW, LabRun
-from meridian_patch.bench.simulated.tables import NOTE, by_place, place_table
+from meridian_patch.bench.simulated.report import Results, write_results
+from meridian_patch.bench.simulated.run import HOW, ReplayRun, Workers
 from meridian_patch.bench.simulated.trace import write_trace
-from meridian_patch.bench.simulated.workers import Workers
 from meridian_patch.errors import BenchError
 
 
-@dataclass
-class Session:
-    """What is asked for, and what has come of it so far."""
+def make_folder(folder: Path) -> None:
+    """Make the folder of the results, before hours are spent on them.
 
-    plan: Plan
-    cost: CostModel
-    limits: Limits
-    folder: Path
-    trace_out: Path | None
-    is_sweep: bool
-    saturations: list[Saturation] = field(default_factory=list)
-    runs: dict[RunKey, LabRun] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    is_interrupted: bool = False
+    Raises:
+        BenchError: no file can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BenchError(
+            f"--out: cannot write to {folder} ({error.strerror}); give another folder"
+        ) from error
 
-    def prepare(self) -> None:
-        """Make the folder.
 
-        Raises:
-            BenchError: nothing can be written there.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()
-        except OSError as error:
-            raise BenchError(
-                f"--out: cannot write to {self.folder} ({error.strerror}); give another folder"
-            ) from error
+def play(results: Results, processes: int, console: Console, trace_out: Path | None = None) -> None:
+    """Run all replays and enter them; on Ctrl-C the replays that have ended are kept.
 
-    def play(self, processes: int, console: Console) -> None:
-        """Run everything; on Ctrl-C what has ended is kept.
+    Args:
+        results: takes runs, failures and saturations.
+        processes: number of worker processes.
+        console: shows progress and failures.
+        trace_out: file for the trace of the first replay.
 
-        Raises:
-            BenchError: a pool cannot hold the longest request, or saturated stock failed.
-        """
-        try:
-            with (
-                progress_bars(console) as progress,
-                Workers(processes) as workers,
-            ):
-                self._play(workers, progress)
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-            console.print("interrupted", style="red")
+    Raises:
+        BenchError: a pool cannot hold the longest request, or saturated stock failed.
+    """
+    try:
+        with progress_bars(console) as progress, Workers(processes) as workers:
+            _play(results, workers, progress, trace_out)
+    except KeyboardInterrupt:
+        results.is_interrupted = True
+        console.print("interrupted", style="red")
 
-    def report(self, console: Console) -> None:
-        """Print the tables and write page, data and plots of what has ended."""
-        if not self.runs:
-            console.print("no replay ended, so nothing was written", style="red")
-            return
-        rows = summarise(self.runs, self.limits)
-        for found in self.saturations:
-            console.print(saturation_text(found), highlight=False)
-        console.print(f"{HOW}, cost model {self.cost.name} ({self.cost.provenance})")
-        for place, of_place in by_place(rows).items():
-            title = f"\n{place_title(place)}, {len(of_place[0].seeds)} seeds"
-            console.print(title, style="bold", highlight=False)
-            console.print(place_table(of_place))
-        console.print(NOTE)
-        origin = Origin(
-            datetime.now().astimezone().isoformat(timespec="seconds"),
-            shlex.join(["meridian", *sys.argv[1:]]),
-            self.cost,
-            self.plan,
-            self.limits,
-            self.saturations,
-            self.is_interrupted or bool(self.failures),
-            self.failures,
-        )
-        for path in write_lab_report(self.folder, rows, self.runs, origin, is_sweep=self.is_sweep):
-            console.print(str(path), highlight=False)
 
-    def _play(self, workers: Workers, progress: Progress) -> None:
-        if self.plan.num_saturations:
-            measuring = progress.add_task("saturated stock", total=self.plan.num_saturations)
+def show(results: Results, folder: Path, console: Console) -> None:
+    """Print the tables and write page, data and plots of the replays that succeeded."""
+    if not results.runs:
+        console.print("no replay ended, so nothing was written", style="red")
+        return
+    rows = summarise(results.runs, results.limits)
+    for found in results.saturations:
+        console.print(saturation_text(found), highlight=False)
+    cost = results.cost
+    console.print(f"{HOW}, cost model {cost.name} ({cost.provenance})")
+    for place, of_place in by_place(rows).items():
+        title = f"\n{place_title(place)}, {len(of_place[0].seeds)} seeds"
+        console.print(title, style="bold", highlight=False)
+        console.print(place_table(of_place))
+    console.print(NOTE)
+    for path in write_results(folder, results, rows):
+        console.print(str(path), highlight=False)
 
-        def on_saturated(saturation: Saturation) -> None:
-            self.saturations.append(saturation)
-            progress.advance(measuring)
 
-        jobs = plan_jobs(self.plan, find_places(self.plan, workers, on_saturated))
-        if self.trace_out is not None:
-            write_trace(self.trace_out, next(iter(jobs.values())).trace())
-        replaying = progress.add_task("replays", total=len(jobs))
-        ended: dict[RunKey, LabRun] = {}
-        try:
-            for key, run in workers.run(jobs):
-                progress.advance(replaying)
-                if isinstance(run, LabRun):
-                    ended[key] = run
-                    continue
-                self.failures[run_name(key)] = run
-                text = f"{run_name(key)} failed: {run}"
-                progress.console.print(text, style="red", highlight=False)
-        finally:
-            # In the order asked for, not in the order ended.
-            self.runs = {key: ended[key] for key in jobs if key in ended}
+def _play(results: Results, workers: Workers, progress: Progress, trace_out: Path | None) -> None:
+    plan = results.plan
+    if plan.num_saturations:
+        measuring = progress.add_task("saturated stock", total=plan.num_saturations)
+
+    def on_saturated(saturation: Saturation) -> None:
+        results.saturations.append(saturation)
+        progress.advance(measuring)
+
+    jobs = plan_jobs(plan, find_places(plan, workers, on_saturated))
+    if trace_out is not None:
+        write_trace(trace_out, next(iter(jobs.values())).trace())
+    replaying = progress.add_task("replays", total=len(jobs))
+    ended: dict[RunKey, ReplayRun] = {}
+    try:
+        for key, run in workers.run(jobs):
+            progress.advance(replaying)
+            if isinstance(run, ReplayRun):
+                ended[key] = run
+                continue
+            results.failures[run_name(key)] = run
+            text = f"{run_name(key)} failed: {run}"
+            progress.console.print(text, style="red", highlight=False)
+    finally:
+        # In the order of the plan, not in the order in which they ended.
+        results.runs = {key: ended[key] for key in jobs if key in ended}

@@ -1,37 +1,48 @@
-"""Plays a lab trace: from lengths to token ids, turn by turn."""
+"""Turns a trace into requests with token ids, in the form of the replayed model's chat template."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from meridian_patch.bench.simulated.conversations import (
-    Conversation,
-    Exchange,
-    History,
-    build_output,
-    build_prompt,
-)
-from meridian_patch.bench.simulated.trace import TEMPLATE_TOKENS, LabRequest
+from meridian_patch.bench.simulated.trace import TEMPLATE_TOKENS, History, TraceRequest
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.player import Arrival
 from meridian_patch.replay.scheduler import MAX_MODEL_LEN
 from meridian_patch.replay.types import Markers, ReplayRecord, ReplayRequest
 
 
-class LabSource:
-    """A trace as a source of requests: single ones open loop, sessions closed loop.
+@dataclass(frozen=True)
+class _Turn:
+    """Token ids of one request and its output, without most of the template's markers.
 
-    Tokens depend on the request's id and the seed, and are made when a request is submitted.
+    Attributes:
+        user_turn: requests of one tool loop have the same number.
+        new: the user's message, or the result of a tool.
+        answer: begins with the tool call's marker if the answer calls a tool.
+    """
+
+    user_turn: int
+    new: list[int]
+    think: list[int]
+    answer: list[int]
+
+
+class TraceSource:
+    """Plays a trace: single requests at their arrival times, later turns after the turn before.
+
+    Token ids depend on the request's id and the seed. They are made when the engine first reads
+    them.
 
     Args:
-        trace: in the order of ``read_trace``: a session's turns follow each other.
+        trace: in the order of ``read_trace``: the turns of a session follow each other.
         markers: of the replayed model.
-        history: what stands of earlier thoughts in later prompts; with ``plain`` there is no
-            thinking. Elsewhere a request without thinking has an empty thought in its prompt, as
-            Qwen3's template renders it.
-        seed: of the tokens.
+        history: which earlier thoughts later prompts contain. With ``plain`` nothing thinks. With
+            the others, a request without thinking has an empty thought in its prompt, as in
+            Qwen3's template.
+        seed: of the token ids.
 
     Raises:
         BenchError: a request is longer than the replayed model's context, or it thinks under
@@ -40,7 +51,7 @@ class LabSource:
 
     def __init__(
         self,
-        trace: Sequence[LabRequest],
+        trace: Sequence[TraceRequest],
         markers: Markers,
         history: History = History.STRIPPED,
         seed: int = 0,
@@ -50,24 +61,24 @@ class LabSource:
         self._seed = seed
         self._sessions = _by_session(trace)
         self._check()
-        # Of a live request: its session and its turn.
+        # Session and turn of each live request.
         self._places: dict[str, tuple[str, int]] = {}
-        # Tokens of what a session has said so far, while it lasts.
-        self._exchanges: dict[str, list[Exchange]] = {}
+        # The turns so far of each live session.
+        self._turns: dict[str, list[_Turn]] = {}
 
     def start(self) -> Iterator[Arrival]:
-        """The first request of each session, and all single ones."""
+        """The first request of each session, and all single requests."""
         for session, requests in self._sessions.items():
             yield requests[0].arrival_s or 0.0, self._request(session, 0)
 
     def follow(self, record: ReplayRecord) -> Iterator[Arrival]:
-        """The next turn, a pause after the last token."""
+        """The next turn, ``pause_s`` after the last token of the finished one."""
         session, turn = self._places.pop(record.request.request_id)
         requests = self._sessions[session]
         if turn + 1 < len(requests):
             yield record.token_s[-1] + requests[turn + 1].pause_s, self._request(session, turn + 1)
         else:
-            del self._exchanges[session]
+            del self._turns[session]
 
     def _check(self) -> None:
         for requests in self._sessions.values():
@@ -84,52 +95,60 @@ class LabSource:
                     )
 
     def _request(self, session: str, turn: int) -> ReplayRequest:
-        requests = self._sessions[session]
-        request = requests[turn]
+        request = self._sessions[session][turn]
         self._places[request.id] = session, turn
         return _LazyRequest(
             request.id,
-            # After the thought stands the marker that ends it.
+            # The marker that ends the thought is not part of the answer.
             answer_start=request.think_tokens + 1 if request.think_tokens else 0,
-            shared_tokens=request.shared_tokens + 1 if request.system else 0,  # with its marker
-            is_last=turn + 1 == len(requests),
             build=lambda: self._build(session, turn),
         )
 
     def _build(self, session: str, turn: int) -> tuple[list[int], list[int]]:
-        requests = self._sessions[session]
-        exchanges = self._exchanges.setdefault(session, [])
-        exchanges.append(self._exchange(requests, turn))
-        conversation = Conversation(0.0, self._system(requests[0]), tuple(exchanges))
-        prompt = build_prompt(conversation, turn, self._history, self._markers)
-        if requests[turn].think_tokens or self._history is History.PLAIN:
-            output, _ = build_output(exchanges[turn], self._history, self._markers)
-        else:
-            prompt.append(self._markers.think_end)
-            output, _ = build_output(exchanges[turn], History.PLAIN, self._markers)
-        return prompt, output
+        """Prompt and output of a request, as the chat template renders them."""
+        requests, markers = self._sessions[session], self._markers
+        turns = self._turns.setdefault(session, [])
+        turns.append(self._draw_turn(requests, turn))
+        *earlier, now = turns
+        system = f"system {requests[0].system}"
+        prompt = [markers.system, *self._ids(system, requests[0].shared_tokens)[0]]
+        prompt.append(markers.turn_end)
+        for before in earlier:
+            prompt += [markers.user, *before.new, markers.turn_end, markers.assistant]
+            is_in_loop = before.user_turn == now.user_turn
+            if self._history is History.KEPT or (self._history is History.TOOL_LOOP and is_in_loop):
+                prompt += [markers.think_start, *before.think, markers.think_end]
+            prompt += [*before.answer, markers.turn_end]
+        prompt += [markers.user, *now.new, markers.turn_end, markers.assistant]
+        output = [*now.answer, markers.turn_end]
+        if self._history is History.PLAIN:
+            return prompt, output
+        if now.think:
+            return [*prompt, markers.think_start], [*now.think, markers.think_end, *output]
+        return [*prompt, markers.think_start, markers.think_end], output
 
-    def _exchange(self, requests: Sequence[LabRequest], turn: int) -> Exchange:
+    def _draw_turn(self, requests: Sequence[TraceRequest], turn: int) -> _Turn:
         request = requests[turn]
-        new = request.prompt_tokens - request.shared_tokens
-        lengths = (new, request.think_tokens, request.answer_tokens)
-        given, think, answer = self._texts(f"request {request.id}", lengths)
-        # Within a tool loop, requests share the number of the user's turn.
-        user_turn = sum(not earlier.is_tool_result for earlier in requests[1 : turn + 1])
+        new, think, answer = self._ids(
+            f"request {request.id}",
+            request.prompt_tokens - request.shared_tokens,
+            request.think_tokens,
+            request.answer_tokens,
+        )
         calls_tool = turn + 1 < len(requests) and requests[turn + 1].is_tool_result
-        return Exchange(user_turn, request.pause_s, given, think, answer, is_tool_call=calls_tool)
+        call = self._markers.tool_call if calls_tool else ()
+        user_turn = sum(not later.is_tool_result for later in requests[1 : turn + 1])
+        return _Turn(user_turn, new, think, [*call, *answer])
 
-    def _system(self, request: LabRequest) -> list[int]:
-        return self._texts(f"system {request.system}", (request.shared_tokens,))[0]
-
-    def _texts(self, name: str, lengths: Sequence[int]) -> list[list[int]]:
+    def _ids(self, name: str, *counts: int) -> list[list[int]]:
+        """Lists of token ids of plain text that depend on the name and the seed."""
         digest = hashlib.sha256(name.encode()).digest()
         rng = np.random.default_rng((self._seed, int.from_bytes(digest[:8])))
-        return [rng.integers(0, self._markers.content_ids, count).tolist() for count in lengths]
+        return [rng.integers(0, self._markers.content_ids, count).tolist() for count in counts]
 
 
 class _LazyRequest(ReplayRequest):
-    """A request whose tokens are made when the engine first asks for them."""
+    """A request whose token ids are made when the engine first reads them."""
 
     _build: Callable[[], tuple[list[int], list[int]]]
 
@@ -138,18 +157,10 @@ class _LazyRequest(ReplayRequest):
         request_id: str,
         *,
         answer_start: int,
-        shared_tokens: int,
-        is_last: bool,
         build: Callable[[], tuple[list[int], list[int]]],
     ) -> None:
-        # The dataclass is frozen and would set the tokens too.
-        vars(self).update(
-            request_id=request_id,
-            answer_start=answer_start,
-            shared_tokens=shared_tokens,
-            is_last=is_last,
-            _build=build,
-        )
+        # Not super().__init__: it would set ``prompt`` and ``output``, which are properties here.
+        vars(self).update(request_id=request_id, answer_start=answer_start, _build=build)
 
     @cached_property
     def _tokens(self) -> tuple[list[int], list[int]]:
@@ -164,40 +175,46 @@ class _LazyRequest(ReplayRequest):
         return self._tokens[1]
 
 
-def longest_request_tokens(trace: Sequence[LabRequest], history: History = History.STRIPPED) -> int:
-    """At least the prompt and output of the longest request, in tokens; above by under 1 %.
+def longest_request_tokens(
+    trace: Sequence[TraceRequest], history: History = History.STRIPPED
+) -> int:
+    """Upper bound of prompt and output of the longest request, in tokens; under 1 % too high.
 
     Raises:
         BenchError: the trace holds no request.
     """
     if not trace:
         raise BenchError("the trace holds no request, expected one or more")
-    return max(
-        tokens
+    return max(session_bounds(trace, history))
+
+
+def session_bounds(trace: Sequence[TraceRequest], history: History) -> list[int]:
+    """The same bound for each session, a single request being one of its own."""
+    return [
+        max(tokens for _, tokens in _session_tokens(requests, history))
         for requests in _by_session(trace).values()
-        for _, tokens in _session_tokens(requests, history)
-    )
+    ]
 
 
-def _by_session(trace: Sequence[LabRequest]) -> dict[str, list[LabRequest]]:
-    sessions: dict[str, list[LabRequest]] = {}
+def _by_session(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    sessions: dict[str, list[TraceRequest]] = {}
     for request in trace:
-        # The prefixes keep the id of a single request apart from the name of a session.
+        # The id of a single request may be the name of a session; the prefixes keep them apart.
         key = f"request {request.id}" if request.session is None else f"session {request.session}"
         sessions.setdefault(key, []).append(request)
     return sessions
 
 
 def _session_tokens(
-    requests: Sequence[LabRequest], history: History
-) -> Iterator[tuple[LabRequest, int]]:
+    requests: Sequence[TraceRequest], history: History
+) -> Iterator[tuple[TraceRequest, int]]:
     """Each request and an upper bound of its prompt and output together."""
-    said = thoughts = 0
+    rest = thoughts = 0
     for request in requests:
         if history is History.STRIPPED or (
             history is History.TOOL_LOOP and not request.is_tool_result
         ):
             thoughts = 0
-        said += request.prompt_tokens + request.answer_tokens + TEMPLATE_TOKENS
+        rest += request.prompt_tokens + request.answer_tokens + TEMPLATE_TOKENS
         thoughts += request.think_tokens
-        yield request, said + thoughts
+        yield request, rest + thoughts

@@ -1,4 +1,4 @@
-"""Real engines in child processes: what is played on them, and what they timed."""
+"""Plays requests on real engines in child processes, and reads the times of their steps."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
-from meridian_patch.bench.child import log_tail
+from meridian_patch.bench.child import end_group, log_tail
 from meridian_patch.bench.served.server import server_environment
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import EngineLimits, ReplayArm, StepWork
@@ -20,11 +20,11 @@ from meridian_patch.replay.types import EngineLimits, ReplayArm, StepWork
 _MODULE = "meridian_patch.replay.timed_engine"
 _POLL_S = 0.25
 _TERMINATE_S = 10.0
-# Every vocabulary has more ids, and the tiny reasoner's special ones come after.
+# Every vocabulary has more ids than this, and the special ids of the tiny reasoner are above it.
 _BURST_IDS = 256
 _BURST_OUTPUT = (4, 48)
 _SHORTEST_PROMPT = 8
-# Between requests that come one by one: some steps of a small model, one of a large one.
+# Between requests that arrive one by one: some steps of a small model, one of a large model.
 _MEAN_GAP_S = 0.02
 
 Step = tuple[StepWork, float]
@@ -53,8 +53,8 @@ class Play:
     """What an engine did with one list of requests.
 
     Attributes:
-        steps: work and seconds of each.
-        preemptions: of requests that were running.
+        steps: work and seconds of each step.
+        preemptions: number of preemptions.
     """
 
     steps: list[Step]
@@ -86,14 +86,14 @@ def run_timed_engine(
     folder: Path,
     on_wait: Callable[[float], None] = lambda _: None,
 ) -> TimedRun:
-    """Start an engine in a process of its own, play on it, end it.
+    """Start an engine in its own process, play on it, and end it.
 
     Args:
         arguments: of ``vllm.LLM``.
-        plays: requests as ``meridian_patch.replay.timed_engine`` reads them, by name.
+        plays: by name, requests as ``meridian_patch.replay.timed_engine`` reads them.
         arm: stock, or the patch and its settings.
-        folder: takes the job, the result and the log.
-        on_wait: called with the seconds waited so far.
+        folder: for the job, the result and the log.
+        on_wait: called several times a second with the seconds waited so far.
 
     Raises:
         BenchError: the engine failed; the message holds the end of its log.
@@ -110,11 +110,16 @@ def run_timed_engine(
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
+            # Ctrl-C reaches only this process, which then ends the engine and its children.
+            process_group=0,
         )
+        begin = time.monotonic()
         try:
-            _wait(process, on_wait)
+            while process.poll() is None:
+                on_wait(time.monotonic() - begin)
+                time.sleep(_POLL_S)
         finally:
-            _end(process)
+            end_group(process, _TERMINATE_S)
     if process.returncode or not result.is_file():
         what = f"the engine of arm {arm.name} ended with exit code {process.returncode}"
         raise BenchError(f"{what} before it was done. {log_tail(log)}")
@@ -122,15 +127,15 @@ def run_timed_engine(
 
 
 def bursts(most_at_once: int, longest: int, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Calibrations: random prompts in ever larger numbers, all at once and one by one.
+    """Lists of requests with random prompts: 1, 2, 4, ... requests, all at once and one by one.
 
-    What comes at once gives steps full of prompt tokens, then steps of many decodes; what comes
-    one by one gives the steps between: one prompt beside some decodes. The last number is twice
-    what runs at once. Prompt lengths are log-uniform.
+    Requests at once give steps full of prompt tokens, then steps of many decodes. Requests one by
+    one give the steps between: one prompt beside some decodes. The last number is twice what runs
+    at once. Prompt lengths are log-uniform.
 
     Args:
-        most_at_once: most requests that run at once.
-        longest: most tokens of a request, prompt and output together.
+        most_at_once: upper bound of the requests that run at once.
+        longest: upper bound of the tokens of a request, prompt and output together.
         seed: of lengths and tokens.
     """
     rng = random.Random(seed)
@@ -159,30 +164,13 @@ def bursts(most_at_once: int, longest: int, seed: int) -> Iterator[list[dict[str
 def _environment(arm: ReplayArm) -> dict[str, str]:
     dropped = ("VLLM_PLUGINS", envs.PREFIX)
     base = {n: v for n, v in envs.environment().items() if not n.startswith(dropped)}
-    # As in the replay, which this is compared with.
+    # As in the replay that this is compared with.
     policy_only = {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
     activation = {**policy_only, **arm.settings} if arm.is_patched else {}
     stock = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
     # The engine core stays in the process, where its steps can be timed.
     core = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return server_environment(base) | core | (activation or stock)
-
-
-def _wait(process: "subprocess.Popen[bytes]", on_wait: Callable[[float], None]) -> None:
-    begin = time.monotonic()
-    while process.poll() is None:
-        on_wait(time.monotonic() - begin)
-        time.sleep(_POLL_S)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _read(result: dict[str, Any], arm: ReplayArm) -> TimedRun:

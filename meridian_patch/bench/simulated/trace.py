@@ -1,4 +1,4 @@
-"""Traces of the policy lab: lengths and times of requests, no texts; JSON lines in and out.
+"""Trace files: lengths and times of requests, without texts, as JSON lines.
 
 One line of a trace file::
 
@@ -7,6 +7,7 @@ One line of a trace file::
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -15,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from meridian_patch.errors import BenchError
 
 LONGEST = 1_000_000
-# More than any chat template adds to one request, a tool call's marker included.
+# Upper bound of what a chat template adds to one request, the marker of a tool call included.
 TEMPLATE_TOKENS = 32
 _LATEST_S = 1e7
 Seconds = Annotated[float, Field(ge=0, le=_LATEST_S, allow_inf_nan=False)]
@@ -24,24 +25,31 @@ SomeTokens = Annotated[int, Field(ge=1, le=LONGEST)]
 Name = Annotated[str, Field(min_length=1)]
 
 
+class History(StrEnum):
+    """Which earlier thoughts a later prompt of the same session contains."""
+
+    STRIPPED = "stripped"  # none
+    KEPT = "kept"  # all
+    TOOL_LOOP = "tool-loop"  # those since the last user message
+    PLAIN = "plain"  # the model does not think
+
+
 @dataclass(frozen=True)
-class LabRequest:
-    """One request of a trace; the chat template's markers come on top of the tokens counted here.
+class TraceRequest:
+    """One request of a trace. The chat template adds its markers to the tokens counted here.
 
     Attributes:
         id: unique within the trace.
-        arrival_s: seconds after the start of the trace; None for a session's later turns, which
-            wait for the one before.
-        prompt_tokens: system prompt and user message; of a later turn, what is new in it.
-        think_tokens: 0 is no thinking at all.
-        session: requests of one session follow each other.
-        turn: of the session, from 0, without gaps.
-        pause_s: of a later turn, from the last token of the turn before to this request.
-        shared_tokens: the system prompt's part of ``prompt_tokens``; of a session's first turn.
-        system: requests that name the same system prompt share its tokens.
-        itl_target_ms: wanted gap between answer tokens; None is the server's default.
-        priority: lower is sooner, as in vLLM.
-        is_tool_result: what is new is a tool's result, for which the answer before had called.
+        arrival_s: seconds after the start of the trace; None for a later turn of a session,
+            which arrives ``pause_s`` after the turn before.
+        prompt_tokens: system prompt and user message; of a later turn, only what is new.
+        think_tokens: 0 if the request does not think.
+        session: the requests of one session follow each other.
+        turn: index within the session, from 0, without gaps.
+        pause_s: of a later turn, seconds from the last token of the turn before to this request.
+        shared_tokens: tokens of the system prompt, part of ``prompt_tokens`` of the first turn.
+        system: name of the system prompt; requests that give the same name share its tokens.
+        is_tool_result: the new tokens are the result of a tool that the turn before called.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -56,20 +64,18 @@ class LabRequest:
     pause_s: Seconds = 0.0
     shared_tokens: Tokens = 0
     system: Name | None = None
-    itl_target_ms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
-    priority: int = 0
     is_tool_result: bool = False
 
 
-_LINE = TypeAdapter(LabRequest)
+_LINE = TypeAdapter(TraceRequest)
 
 
-def write_trace(path: Path, trace: Iterable[LabRequest]) -> None:
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
     """Write one JSON object per line; fields at their defaults are left out."""
     path.write_bytes(b"".join(_LINE.dump_json(r, exclude_defaults=True) + b"\n" for r in trace))
 
 
-def read_trace(path: Path) -> list[LabRequest]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """Read a trace file; requests in the order of its lines.
 
     Raises:
@@ -90,7 +96,7 @@ def read_trace(path: Path) -> list[LabRequest]:
     return checked.trace
 
 
-def _parse(line: bytes, where: str) -> LabRequest:
+def _parse(line: bytes, where: str) -> TraceRequest:
     try:
         return _LINE.validate_json(line)
     except ValidationError as error:
@@ -101,7 +107,7 @@ def _parse(line: bytes, where: str) -> LabRequest:
     name = detail["loc"][0]
     if detail["type"] in {"missing", "missing_argument"}:
         raise BenchError(f"{where}: field {name} is missing") from None
-    known = [field.name for field in fields(LabRequest)]
+    known = [field.name for field in fields(TraceRequest)]
     if name not in known:
         raise BenchError(f"{where}: unknown field {name}; known: {', '.join(known)}") from None
     raise _wrong(where, str(name), detail["input"], expected)
@@ -112,15 +118,15 @@ def _wrong(where: str, field: str, value: object, expected: str) -> BenchError:
 
 
 class _Checks:
-    """What one line alone cannot show."""
+    """Checks of a request against the requests before it."""
 
     def __init__(self) -> None:
-        self.trace: list[LabRequest] = []
+        self.trace: list[TraceRequest] = []
         self._ids: set[str] = set()
         self._turns: dict[str, int] = {}
         self._systems: dict[str, int] = {}
 
-    def add(self, request: LabRequest, where: str) -> None:
+    def add(self, request: TraceRequest, where: str) -> None:
         if request.id in self._ids:
             raise _wrong(where, "id", request.id, "an id that was not used before")
         self._ids.add(request.id)
@@ -128,7 +134,7 @@ class _Checks:
         self._check_system(request, where)
         self.trace.append(request)
 
-    def _check_turn(self, request: LabRequest, where: str) -> None:
+    def _check_turn(self, request: TraceRequest, where: str) -> None:
         if request.session is None:
             following = 0
         else:
@@ -149,7 +155,7 @@ class _Checks:
         if request.turn == 0 and request.is_tool_result:
             raise _wrong(where, "is_tool_result", True, "false at a session's first turn")
 
-    def _check_system(self, request: LabRequest, where: str) -> None:
+    def _check_system(self, request: TraceRequest, where: str) -> None:
         shared = request.shared_tokens
         if request.system is None or request.turn > 0:
             if shared:

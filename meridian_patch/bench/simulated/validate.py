@@ -1,10 +1,16 @@
-"""Compares the lab with a real engine: the same trace, token for token, timed and replayed."""
+"""Compares replays with a real engine: the same trace, token for token, timed and replayed."""
 
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
 
 import numpy as np
+from rich.table import Table
 
+from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.simulated.cost import CostModel
 from meridian_patch.bench.simulated.metrics import answer_gaps
 from meridian_patch.bench.simulated.timed import TimedRequest, TimedRun
@@ -21,7 +27,7 @@ from meridian_patch.replay.types import (
 )
 
 PREEMPTIONS = "preemptions_per_100"
-# Key and what a reader sees. Preemptions are compared by difference, all others by ratio.
+# Name and label. Preemptions are compared by difference, all others by ratio.
 FIGURES: Mapping[str, str] = {
     "ttfat_mean_s": "TTFAT mean, ms",
     "answer_itl_p50_s": "answer ITL p50, ms",
@@ -32,14 +38,24 @@ FIGURES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
+class Load:
+    """What is played: drawn problems of the tiny reasoner, with greedy sampling."""
+
+    seeds: Sequence[int]
+    requests: int
+    rate_per_s: float
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One trace on one arm.
 
     Attributes:
-        number: of the round: each has an engine of its own.
+        number: of the round; each round has its own engine.
         engine, replay: figures by name.
-        steps_s, predicted_steps_s: the engine's steps in all, and what the cost model says of
-            each of them at the engine's pace.
+        steps_s, predicted_steps_s: seconds of all steps of the engine, and those that the cost
+            model predicts for them at the engine's pace.
         pace: of the engine, see ``pace``.
     """
 
@@ -59,10 +75,10 @@ class Comparison:
 
 
 def pace(run: TimedRun, name: str, cost: CostModel) -> float:
-    """Seconds that an engine took for a play, over what a cost model says of the same steps.
+    """Seconds that an engine took for a play, over what a cost model predicts for its steps.
 
-    It holds what a cost model of other engines does not know: the time of an arm's own code, and
-    the machine's mood while this engine ran.
+    It covers what a cost model of other engines does not know: the time of an arm's own code, and
+    how fast the machine was while this engine ran.
     """
     steps = run.plays[name].steps
     return sum(seconds for _, seconds in steps) / sum(cost.step_seconds(work) for work, _ in steps)
@@ -73,14 +89,14 @@ def compare(
 ) -> list[Comparison]:
     """Replay what an engine played, and compare.
 
-    All traces of an engine are replayed on one scheduler and in their order, for a policy learns
-    from what it has seen. The first trace is not compared: the engine's pace is taken from it.
+    All traces of an engine are replayed on one scheduler and in their order, because a policy
+    learns from earlier requests. The first trace gives the engine's pace and is not compared.
 
     Args:
         run: the engine.
         names: of the plays, by the seed of their trace, in the order played.
         arm: that the engine ran.
-        cost: from steps of other plays, perhaps of other engines.
+        cost: fitted to steps of other plays.
         number: of the round.
     """
     markers = read_markers()
@@ -117,9 +133,14 @@ def compare(
 
 
 def figures(records: Sequence[ReplayRecord], preemptions: int) -> dict[str, float]:
-    """What is compared of one run."""
+    """The figures of one run that are compared.
+
+    Raises:
+        BenchError: no request has an answer.
+    """
     gaps = answer_gaps(records)
-    waits = [r.token_s[r.request.answer_start] - r.arrival_s for r in answered(records)]
+    answered = [record for record in records if record.request.answer_start < len(record.token_s)]
+    waits = [record.token_s[record.request.answer_start] - record.arrival_s for record in answered]
     if not (gaps.size and waits):
         raise BenchError("no request of the trace reached its answer; give it more --max-tokens")
     tokens = sum(len(record.token_s) for record in records)
@@ -134,13 +155,8 @@ def figures(records: Sequence[ReplayRecord], preemptions: int) -> dict[str, floa
     }
 
 
-def answered(records: Iterable[ReplayRecord]) -> list[ReplayRecord]:
-    """Those that got beyond thinking."""
-    return [record for record in records if record.request.answer_start < len(record.token_s)]
-
-
 def mean_figures(comparisons: Sequence[Comparison]) -> tuple[dict[str, float], dict[str, float]]:
-    """Median over rounds, then mean over seeds: of the engine and of the replay."""
+    """Median over rounds, then mean over seeds; of the engine and of the replay."""
     return (
         _mean_of([(c.seed, c.engine) for c in comparisons]),
         _mean_of([(c.seed, c.replay) for c in comparisons]),
@@ -148,29 +164,15 @@ def mean_figures(comparisons: Sequence[Comparison]) -> tuple[dict[str, float], d
 
 
 def mean_errors(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """The replay's error by figure, of ``mean_figures``."""
+    """The replay's error by figure, from ``mean_figures``."""
     engine, replay = mean_figures(comparisons)
     return {name: _error(name, engine[name], replay[name]) for name in FIGURES}
 
 
-def ratios(
-    comparisons: Sequence[Comparison], base: Sequence[Comparison]
-) -> dict[str, tuple[float, float]]:
-    """An arm over another by figure: on the engine, and in replay; of preemptions differences."""
-    own, others = mean_figures(comparisons), mean_figures(base)
-    return {
-        name: (
-            _over(name, own[0][name], others[0][name]),
-            _over(name, own[1][name], others[1][name]),
-        )
-        for name in FIGURES
-    }
-
-
 def repeat_spread(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
-    """How far the engine's own repeats of a trace are apart; None of one round.
+    """How far the engine's own repeats of a trace are apart; None if there is one round.
 
-    Largest less smallest over the median, mean over seeds; of preemptions the difference.
+    It is (largest - smallest) / median, mean over seeds; of preemptions the difference.
     """
     spreads: dict[str, list[float]] = {name: [] for name in FIGURES}
     for seed in dict.fromkeys(c.seed for c in comparisons):
@@ -178,14 +180,85 @@ def repeat_spread(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
         if len(rounds) < 2:  # noqa: PLR2004 - one alone has no spread
             return None
         for name, values in spreads.items():
-            of_rounds = [figures[name] for figures in rounds]
+            of_rounds = [of_round[name] for of_round in rounds]
             spread = float(np.ptp(of_rounds))
             values.append(spread if name == PREEMPTIONS else spread / float(np.median(of_rounds)))
     return {name: float(np.mean(values)) for name, values in spreads.items()}
 
 
+def _by_arm(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    names = dict.fromkeys(comparison.arm for comparison in comparisons)
+    return {name: [c for c in comparisons if c.arm == name] for name in names}
+
+
+def validation_table(comparisons: Sequence[Comparison]) -> Table:
+    """A row per arm and figure."""
+    table = Table("arm", "figure", "engine", "replay", "error", "engine's repeats apart")
+    for name, of_arm in _by_arm(comparisons).items():
+        engine, replay = mean_figures(of_arm)
+        errors, spread = mean_errors(of_arm), repeat_spread(of_arm)
+        for figure, label in FIGURES.items():
+            scale = 1000 if label.endswith("ms") else 1
+            form = "{:+.1f}" if figure == PREEMPTIONS else "{:+.1%}"
+            apart = form.format(spread[figure]).lstrip("+") if spread else ""
+            shown = [f"{found[figure] * scale:.4g}" for found in (engine, replay)]
+            table.add_row(name, label, *shown, form.format(errors[figure]), apart)
+    return table
+
+
+def ratio_table(comparisons: Sequence[Comparison], base: str) -> Table | None:
+    """Each arm over ``base``, on the engine and in replay; None if there is nothing to compare."""
+    means = {name: mean_figures(of_arm) for name, of_arm in _by_arm(comparisons).items()}
+    of_base = means.pop(base, None)
+    if of_base is None or not means:
+        return None
+    table = Table("arm", f"over {base}", "engine", "replay")
+    for name, of_arm in means.items():
+        for figure, label in FIGURES.items():
+            form = "{:+.1f}" if figure == PREEMPTIONS else "{:.3f}"
+            pairs = zip(of_arm, of_base, strict=True)
+            shown = [form.format(_over(figure, ours[figure], its[figure])) for ours, its in pairs]
+            table.add_row(name, label.removesuffix(", ms"), *shown)
+    return table
+
+
+def validation_report(
+    comparisons: Sequence[Comparison], cost: CostModel, load: Load, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The results of a validation as plain data.
+
+    Args:
+        comparisons: of all arms, seeds and rounds.
+        cost: of the replays.
+        load: what was played.
+        arguments: of ``vllm.LLM``.
+    """
+    arms = {}
+    for name, of_arm in _by_arm(comparisons).items():
+        engine, replay = mean_figures(of_arm)
+        steps_s = sum(comparison.steps_s for comparison in of_arm)
+        arms[name] = {
+            "engine": engine,
+            "replay": replay,
+            "errors": mean_errors(of_arm),
+            "repeats_apart": repeat_spread(of_arm),
+            "pace": [comparison.pace for comparison in of_arm],
+            "predicted_over_timed_steps": sum(c.predicted_steps_s for c in of_arm) / steps_s,
+        }
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["meridian", *sys.argv[1:]]),
+        "machine": str(describe_machine()),
+        "load": asdict(load),
+        "engine": {name: value for name, value in arguments.items() if name != "model"},
+        "cost": cost.model_dump(exclude_none=True),
+        "arms": arms,
+        "comparisons": [asdict(c) | {"errors": c.errors} for c in comparisons],
+    }
+
+
 class _Recorded:
-    """Requests as an engine had them; what finishes brings nothing about."""
+    """A source of requests at the arrival times that an engine had."""
 
     def __init__(self, records: Iterable[ReplayRecord], begin_s: float) -> None:
         self._arrivals: list[Arrival] = [(begin_s + r.arrival_s, r.request) for r in records]
@@ -215,7 +288,8 @@ def _over(name: str, figure: float, base: float) -> float:
 
 
 def _error(name: str, engine: float, replay: float) -> float:
-    return replay - engine if name == PREEMPTIONS else replay / engine - 1
+    over = _over(name, replay, engine)
+    return over if name == PREEMPTIONS else over - 1
 
 
 def _mean_of(rows: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""``meridian bench validate``: is the lab right? The same traces on an engine and in replay."""
+"""``meridian bench validate``: the same traces on a real engine and in replay."""
 
 import argparse
 import json
@@ -21,8 +21,7 @@ from meridian_patch.errors import BenchError
 if TYPE_CHECKING:
     from meridian_patch.bench.simulated.cost import CostModel
     from meridian_patch.bench.simulated.timed import TimedRun
-    from meridian_patch.bench.simulated.validate import Comparison
-    from meridian_patch.bench.simulated.validate_report import Load
+    from meridian_patch.bench.simulated.validate import Comparison, Load
     from meridian_patch.replay.types import ReplayArm
 
 EXIT_INTERRUPTED = 130
@@ -32,11 +31,11 @@ _BURST_SEED = 1001
 _WARM_UP_SEED = 1000
 # vLLM refuses a pool that does not hold the longest request; one block holds no tokens.
 _FEWEST_BLOCKS = SIZES["max_model_len"] // TINY_ENGINE["block_size"] + 1
-# So many prompts that 1 in 50 steps computes one: with fewer, the p99 of answer gaps lies between
-# the steps with prompts and those without, and says nothing of either.
+# With these shares 1 step in 50 computes a prompt. With fewer, the p99 of answer gaps would lie
+# between the steps with prompts and those without, and would describe neither.
 _HISTORY_SHARE = 0.5
 _HARD_SHARE = 0.1
-# Prompts of the drawn problems, and what a preempted one computes again, are seldom longer.
+# Prompts of the drawn problems, and what a preempted request computes again, are seldom longer.
 _LONGEST_BURST = 512
 
 
@@ -62,7 +61,7 @@ def add_validate(benches: Any) -> None:
 
 
 def run_validate(parsed: argparse.Namespace) -> int:
-    """Time, replay, compare, write what there is; 1 when an engine failed, 130 on Ctrl-C.
+    """Time, replay, compare and write the results; 1 if an engine failed, 130 on Ctrl-C.
 
     Raises:
         BenchError: a wrong argument, or nothing can be compared.
@@ -72,7 +71,7 @@ def run_validate(parsed: argparse.Namespace) -> int:
     from meridian_patch.bench.interrupts import end_like_ctrl_c
     from meridian_patch.bench.simulated.cost import load_cost
     from meridian_patch.bench.simulated.timed import run_timed_engine
-    from meridian_patch.bench.simulated.validate_report import (
+    from meridian_patch.bench.simulated.validate import (
         Load,
         ratio_table,
         validation_report,
@@ -100,7 +99,7 @@ def run_validate(parsed: argparse.Namespace) -> int:
     bursts = read_whole("--bursts", parsed.bursts)
     console = Console()
     end_like_ctrl_c()
-    # In turn, and back: a change of the machine's mood hits all arms.
+    # Every second round in reverse order, so that a change of the machine's speed hits all arms.
     order = [(n, arm) for n in range(rounds) for arm in (arms if n % 2 == 0 else arms[::-1])]
     runs: list[tuple[int, ReplayArm, TimedRun]] = []
     code = 0
@@ -146,7 +145,7 @@ def run_validate(parsed: argparse.Namespace) -> int:
 
 def _arms(names: str) -> "list[ReplayArm]":
     from meridian_patch.bench.simulated.arms import arm_settings, named_arm
-    from meridian_patch.bench.simulated.conversations import History
+    from meridian_patch.bench.simulated.trace import History
 
     arms = [named_arm(name) for name in dict.fromkeys(names.split(","))]
     return [replace(arm, settings=arm_settings(arm, History.STRIPPED)) for arm in arms]
@@ -155,9 +154,10 @@ def _arms(names: str) -> "list[ReplayArm]":
 def _plays(
     load: "Load", arguments: dict[str, Any], arm: "ReplayArm", rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """A trace to warm up, then all others, on stock with bursts between to fit the cost model to.
+    """A trace to warm up, then all others; on stock also bursts, to which the cost model is fitted.
 
-    A policy would learn from bursts that thoughts are short, and the replay would not.
+    Other arms play no bursts: a policy would learn from them that thoughts are short, and the
+    replay would not.
     """
     from meridian_patch.bench.served.workload import Mix, make_trace
 

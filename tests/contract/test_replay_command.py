@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from lab_runs import lab_run
+from replay_runs import replay_run
 
 from meridian_patch import cli
 from meridian_patch.bench.simulated import session
@@ -19,7 +19,7 @@ QUICK = ["--requests", "5", "--rate", "2", "--pool", "200000", "--arms", "noop"]
 class FakeWorkers:
     """Answers each job at once; what a job comes to is set per test."""
 
-    results = staticmethod(lambda _key, _number: lab_run())
+    results = staticmethod(lambda _key, _number: replay_run())
 
     def __init__(self, _processes):
         pass
@@ -57,7 +57,7 @@ def timeline():
 
 
 def test_replay_writes_page_data_plots_and_trace(fake, tmp_path, capsys):
-    fake(lambda _key, _number: lab_run(timeline=timeline()))
+    fake(lambda _key, _number: replay_run(timeline=timeline()))
     trace = tmp_path / "trace.jsonl"
     arguments = [*QUICK, "--seeds", "1-2", "--out", tmp_path / "out", "--write-trace", trace]
     assert meridian("replay", *arguments) == 0
@@ -80,7 +80,7 @@ def test_replay_writes_page_data_plots_and_trace(fake, tmp_path, capsys):
 
 
 def test_sweep_takes_lists_and_draws_goodput(fake, tmp_path):
-    fake(lambda _key, _number: lab_run())
+    fake(lambda _key, _number: replay_run())
     arguments = ["--workload", "s-prod,s-plain", "--requests", "5", "--rate", "1"]
     arguments += ["--pool", "100000,200000", "--arms", "", "--out", tmp_path]
     assert meridian("sweep", *arguments) == 0
@@ -90,7 +90,7 @@ def test_sweep_takes_lists_and_draws_goodput(fake, tmp_path):
 
 
 def test_a_failed_replay_is_named_and_the_others_are_reported(fake, tmp_path, capsys):
-    fake(lambda key, _number: "no room" if key.arm == "noop" and key.seed == 2 else lab_run())
+    fake(lambda key, _number: "no room" if key.arm == "noop" and key.seed == 2 else replay_run())
     assert meridian("replay", *QUICK, "--seeds", "1-3", "--out", tmp_path) == 1
     name = "s-prod, 2 requests/s, pool 200,000 tokens, arm noop, seed 2"
     assert f"{name} failed: no room" in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_ctrl_c_writes_what_has_ended(fake, tmp_path, capsys):
     def interrupted(_key, number):
         if number == 3:
             raise KeyboardInterrupt
-        return lab_run()
+        return replay_run()
 
     fake(interrupted)
     assert meridian("replay", *QUICK, "--seeds", "1-3", "--out", tmp_path) == 130
@@ -129,7 +129,10 @@ def test_a_failed_calibration_is_one_sentence(fake, tmp_path, capsys):
         (["--arm", "mine:policy.speed=2"], "arm 'mine':"),
         (["--cost", "h9000"], "unknown cost model 'h9000'; known:"),
         (["--seeds", "x"], "--seeds is 'x'"),
+        (["--seeds", "5-1"], "expected the lower number first"),
         (["--requests", "0"], "--requests is '0'"),
+        (["--workers", "0"], "--workers is '0', expected a whole number above 0"),
+        (["--pool", "12k"], "--pool is '12k', expected a whole number above 0"),
         (["--rho", "-1"], "--rho is '-1'"),
         (["--rho", "1", "--rate", "1"], "--rho and --rate are both given"),
         (["--pool", "9", "--kv-cap", "1"], "--kv-cap and --pool are both given"),
@@ -142,7 +145,7 @@ def test_a_failed_calibration_is_one_sentence(fake, tmp_path, capsys):
     ],
 )
 def test_wrong_options_are_one_sentence(arguments, message, tmp_path, capsys, fake):
-    fake(lambda _key, _number: lab_run())
+    fake(lambda _key, _number: replay_run())
     assert meridian("replay", "--out", tmp_path, *arguments) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("meridian: ")
@@ -164,7 +167,7 @@ def test_a_trace_is_one_draw(tmp_path, capsys):
 
 
 def test_a_trace_has_a_load_of_its_own(fake, tmp_path):
-    fake(lambda _key, _number: lab_run())
+    fake(lambda _key, _number: replay_run())
     trace = tmp_path / "t.jsonl"
     assert meridian("replay", *QUICK, "--out", tmp_path / "a", "--write-trace", trace) == 0
     assert meridian("replay", "--trace", trace, "--pool", "200000", "--out", tmp_path / "b") == 0

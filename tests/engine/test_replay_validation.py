@@ -1,4 +1,4 @@
-"""Is the lab right? A short version of `meridian bench validate` with a loose bound."""
+"""A short version of `meridian bench validate` with a loose bound."""
 
 import json
 import subprocess

@@ -1,14 +1,14 @@
-"""Lab traces on vLLM's real scheduler and KV manager: tokens, turns, what is shared."""
+"""Traces on vLLM's real scheduler and KV manager: token ids, turns, what requests share."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from meridian_patch.bench.simulated.conversation_arms import turns_arm
-from meridian_patch.bench.simulated.conversations import History
+from meridian_patch.bench.simulated.arms import arm_settings, named_arm
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.simulated.source import LabSource, longest_request_tokens
-from meridian_patch.bench.simulated.trace import LabRequest
+from meridian_patch.bench.simulated.source import TraceSource, longest_request_tokens
+from meridian_patch.bench.simulated.trace import History, TraceRequest
 from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.engine import ReplayEngine
@@ -16,20 +16,22 @@ from meridian_patch.replay.player import play
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
 
 SESSION = [
-    LabRequest("a-0", 0.0, 50, 40, 20, "a", 0, 0.0, 30, "x"),
-    LabRequest("a-1", None, 12, 30, 10, "a", 1, 0.5, 0, "x", is_tool_result=True),
-    LabRequest("a-2", None, 7, 0, 15, "a", 2, 3.0, 0, "x"),
-    LabRequest("a-3", None, 9, 25, 5, "a", 3, 1.0, 0, "x"),
+    TraceRequest("a-0", 0.0, 50, 40, 20, "a", 0, 0.0, 30, "x"),
+    TraceRequest("a-1", None, 12, 30, 10, "a", 1, 0.5, 0, "x", is_tool_result=True),
+    TraceRequest("a-2", None, 7, 0, 15, "a", 2, 3.0, 0, "x"),
+    TraceRequest("a-3", None, 9, 25, 5, "a", 3, 1.0, 0, "x"),
 ]
-SINGLE = LabRequest("b", 0.25, 45, 20, 30, shared_tokens=30, system="x")
+SINGLE = TraceRequest("b", 0.25, 45, 20, 30, shared_tokens=30, system="x")
 TOOL_HISTORIES = [History.STRIPPED, History.KEPT, History.TOOL_LOOP]
 
 
-def replay(trace, history, pool=100_000, arm="meridian"):
+def replay(trace, history, pool=100_000, arm="latency"):
     markers = read_markers()
     cost = load_cost(DEFAULT_COST)
-    engine = ReplayEngine(turns_arm(arm, history), pool // BLOCK_SIZE, cost.step_seconds, markers)
-    source = LabSource(trace, markers, history)
+    made = named_arm(arm)
+    made = replace(made, settings=arm_settings(made, history))
+    engine = ReplayEngine(made, pool // BLOCK_SIZE, cost.step_seconds, markers)
+    source = TraceSource(trace, markers, history)
     records = {record.request.request_id: record for record in play(engine, source)}
     assert set(records) == {request.id for request in trace}
     return engine, source, records
@@ -76,8 +78,40 @@ def test_every_workload_plays(workload):
     longest = max(len(r.request.prompt) + len(r.request.output) for r in records.values())
     bound = longest_request_tokens(trace, history)
     assert longest <= bound
-    assert not source._exchanges
+    assert not source._turns
     assert not source._places
+
+
+@pytest.mark.parametrize("workload", [name for name in WORKLOADS if name.startswith("s-turns")])
+def test_the_next_prompt_holds_what_the_history_keeps(workload):
+    """Stripped: no thought; kept: all that was sampled; loop: thoughts of the same user turn."""
+    trace = shortened(draw_trace(workload, 60, 8.0, 2))
+    history, markers = WORKLOADS[workload].history, read_markers()
+    _, _, records = replay(trace, history)
+    in_loop = 0
+    for earlier, later in pairwise(trace):
+        if later.turn == 0:
+            in_loop = 0
+            continue
+        in_loop = in_loop + 1 if later.is_tool_result else 0
+        prompt, output = records[earlier.id].request.prompt, records[earlier.id].request.output
+        following = records[later.id].request.prompt
+        thoughts = {
+            History.STRIPPED: 0,
+            History.KEPT: later.turn,
+            History.TOOL_LOOP: in_loop,
+            History.PLAIN: 0,
+        }[history]
+        assert following.count(markers.think_end) == thoughts
+        if history in {History.KEPT, History.PLAIN} or in_loop:
+            assert following[: len(prompt) + len(output)] == prompt + output
+        if history is History.STRIPPED:
+            assert prompt[-1] == markers.think_start
+            assert following[: len(prompt) - 1] == prompt[:-1]
+            assert (
+                following[len(prompt) - 1 :][: earlier.answer_tokens]
+                == output[records[earlier.id].request.answer_start : -1]
+            )
 
 
 @pytest.mark.parametrize("history", TOOL_HISTORIES)
@@ -115,26 +149,25 @@ def test_plain_has_no_markers_of_thinking():
 def test_a_system_prompt_is_shared_by_name():
     """Requests that name it begin alike and hit it; one with another name does not."""
     wide = [
-        LabRequest(f"r{number}", number * 5.0, 200, 10, 10, shared_tokens=160, system=system)
+        TraceRequest(f"r{number}", number * 5.0, 200, 10, 10, shared_tokens=160, system=system)
         for number, system in enumerate(["x", "x", "y"])
     ]
     _, _, records = replay(wide, History.STRIPPED)
     hits = [records[request.id].hit_tokens for request in wide]
     assert hits == [0, 160, 0]
     first, second, third = (records[request.id].request for request in wide)
-    assert first.shared_tokens == 161
     assert first.prompt[:161] == second.prompt[:161] != third.prompt[:161]
     assert first.prompt[162:] != second.prompt[162:]
 
 
 def test_tokens_depend_on_id_and_seed():
-    """And are made when they are asked for, not when the source is started."""
+    """They are made when they are read, not when the source is started."""
     markers = read_markers()
 
     def prompts(seed):
-        source = LabSource([*SESSION, SINGLE], markers, seed=seed)
+        source = TraceSource([*SESSION, SINGLE], markers, seed=seed)
         arrivals = dict(source.start())
-        assert not source._exchanges
+        assert not source._turns
         return {time: request.prompt for time, request in arrivals.items()}
 
     assert prompts(1) == prompts(1)
@@ -165,7 +198,7 @@ def test_the_bound_is_close():
 )
 def test_what_cannot_be_played_is_refused(trace, history, words):
     with pytest.raises(BenchError, match=words):
-        LabSource(trace, read_markers(), history)
+        TraceSource(trace, read_markers(), history)
 
 
 def test_an_empty_trace_has_no_longest_request():

@@ -1,16 +1,16 @@
-"""Lab replays on vLLM's real scheduler and KV manager."""
+"""Replays of trace files on vLLM's real scheduler and KV manager."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from meridian_patch.bench.simulated.alone import AloneTimes
 from meridian_patch.bench.simulated.arms import named_arm, own_arm
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.bench.simulated.grid import Place, Plan, RunKey, find_places, plan_jobs
-from meridian_patch.bench.simulated.run import LabJob, Offer, run_job
-from meridian_patch.bench.simulated.trace import LabRequest, write_trace
+from meridian_patch.bench.simulated.metrics import AloneTimes
+from meridian_patch.bench.simulated.run import Offer, ReplayJob, run_job
+from meridian_patch.bench.simulated.trace import TraceRequest, write_trace
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.scheduler import BLOCK_SIZE, MAX_BATCHED_TOKENS
 
@@ -22,7 +22,7 @@ def offer(tmp_path):
     """Short requests, all at once on a small pool: many are preempted."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(20, 400, (24, 3)).tolist()
-    trace = [LabRequest(f"{n:02}", 0.05 * n, *row) for n, row in enumerate(lengths)]
+    trace = [TraceRequest(f"{n:02}", 0.05 * n, *row) for n, row in enumerate(lengths)]
     return offer_of(trace, tmp_path)
 
 
@@ -33,7 +33,7 @@ def offer_of(trace, folder):
 
 
 def job(offer, arm="stock", pool=POOL, **changes):
-    made = LabJob(offer, 3, named_arm(arm), None, pool, DEFAULT_COST)
+    made = ReplayJob(offer, 3, named_arm(arm), None, pool, DEFAULT_COST)
     return dataclasses.replace(made, **changes)
 
 
@@ -50,7 +50,7 @@ class Inline:
 )
 def test_alone_is_what_a_lonely_request_gets(prompt, think, answer, tmp_path):
     """The closed form gives the TTFAT and the end of a real replay of one request."""
-    offer = offer_of([LabRequest("only", 1.5, prompt, think, answer)], tmp_path)
+    offer = offer_of([TraceRequest("only", 1.5, prompt, think, answer)], tmp_path)
     run = run_job(job(offer, pool=None))
     assert run.requests.slowdown[0] == pytest.approx(1.0, rel=1e-9)
     known = int(run.figures["prompt_tokens"])

@@ -1,11 +1,11 @@
-"""Made-up lab replays for tests of what is done with their figures."""
+"""Made-up replays for tests of what is done with their figures."""
 
 import dataclasses
 
 import numpy as np
 
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, PerRequest
-from meridian_patch.bench.simulated.run import LabRun
+from meridian_patch.bench.simulated.run import ReplayRun
 
 
 def requests(ttfat, slowdown=None, itl=None):
@@ -18,8 +18,8 @@ def requests(ttfat, slowdown=None, itl=None):
     return PerRequest(**fields)
 
 
-def lab_run(ttfat=(1.0, 2.0), **changes):
+def replay_run(ttfat=(1.0, 2.0), **changes):
     figures = {"ttfat_mean_s": float(np.mean(ttfat)), "makespan_s": 4.0, "answer_stalls": 0.0}
     counts = np.ones(len(GAP_BORDERS_S) - 1, np.int64)
-    made = LabRun("simulated", "h100-8b-dense", figures, requests(ttfat), counts, 100.0, {}, 1.0)
+    made = ReplayRun("simulated", "h100-8b-dense", figures, requests(ttfat), counts, 100.0, {}, 1.0)
     return dataclasses.replace(made, **changes)

@@ -1,14 +1,28 @@
-"""Figures of lab replays: each metric, how arms are paired, and what may stand in one table."""
+"""Figures of replays: each metric, how arms are paired, and what may stand in one table."""
 
 import numpy as np
 import pytest
-from lab_runs import lab_run, requests
+from replay_runs import replay_run, requests
 
-from meridian_patch.bench.simulated.alone import AloneTimes
-from meridian_patch.bench.simulated.arms import STOCK, choose_arms, named_arm, own_arm
-from meridian_patch.bench.simulated.figures import GOODPUT, HARM, Limits, summarise
+from meridian_patch.bench.simulated.arms import (
+    STOCK,
+    arm_settings,
+    choose_arms,
+    named_arm,
+    own_arm,
+)
+from meridian_patch.bench.simulated.figures import (
+    GOODPUT,
+    HARM,
+    KINDS,
+    Limits,
+    by_place,
+    place_cells,
+    summarise,
+)
 from meridian_patch.bench.simulated.grid import Place, RunKey
 from meridian_patch.bench.simulated.metrics import (
+    AloneTimes,
     StepTimes,
     answer_gaps,
     goodput,
@@ -19,10 +33,12 @@ from meridian_patch.bench.simulated.metrics import (
     steady_span,
     weighted_quantile,
 )
-from meridian_patch.bench.simulated.tables import KINDS, by_place, place_cells
+from meridian_patch.bench.simulated.trace import History
 from meridian_patch.bench.statistics import bootstrap_interval, bootstrap_quotient
+from meridian_patch.config.load import load_config
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
+from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.replay.types import ReplayRecord, ReplayRequest
 
 PLACE = Place("s-prod", 0.25, 4096, 0.9, 2.0)
@@ -122,7 +138,42 @@ def test_run_figures():
     assert figures["recomputed_tokens"] == figures["recomputed_tokens_answer"] == 30
     assert figures["tokens_per_s"] == pytest.approx(7 / 3.1)
     assert figures["ttft_mean_s"] == 1.0
+    assert figures["hit_share"] is figures["missed_tokens"] is None
     assert {kind.name for kind in KINDS} <= {*figures, HARM, GOODPUT}
+
+
+def test_prefix_hits_of_a_run():
+    """Shares of all prompt tokens, and what is missed of what could be hit."""
+    first, second = record("a", 0.0, [1.0, 2.0], 0), record("b", 1.0, [2.0, 3.0], 0, prompt=30)
+    second.hit_tokens, second.bound_tokens = 12, 20
+    records = [first, second]
+    steps = StepTimes(*np.ones((4, 1)))
+    rows = per_request(records, AloneTimes(seconds, 100))
+    figures = run_figures(records, rows, answer_gaps(records), steps)
+    assert (figures["hit_share"], figures["hit_bound_share"]) == (0.3, 0.5)
+    assert figures["missed_tokens"] == 8
+
+
+def test_avoidable_misses_are_over_those_of_stock():
+    """The sum over seeds over stock's sum, with its interval; without reuse there is no line."""
+
+    def missing(tokens):
+        return replay_run(figures=replay_run().figures | {"missed_tokens": tokens})
+
+    runs = {
+        RunKey(PLACE, arm, seed): missing(tokens)
+        for arm, by_seed in ((STOCK, (200.0, 200.0)), ("tiers", (100.0, 10.0)))
+        for seed, tokens in enumerate(by_seed)
+    }
+    rows = summarise(runs, Limits())
+    misses = rows[1].figures["missed_tokens"]
+    assert misses.over_stock == pytest.approx(110 / 400)
+    assert misses.over_stock_interval == pytest.approx((0.05, 0.5))
+    lines = {line.label: line.cells for line in place_cells(rows, is_brief=True)}
+    assert lines["avoidable prefix misses"] == ["200", "x 0.275 [0.050..0.500]"]
+    assert "prefix hits, %" not in lines
+    none = {key: missing(0.0 if key.arm == STOCK else 5.0) for key in runs}
+    assert summarise(none, Limits())[1].figures["missed_tokens"].over_stock is None
 
 
 def test_steady_time_ends_when_the_queue_is_empty_for_good():
@@ -152,10 +203,10 @@ def test_harm_and_goodput():
 def test_arms_are_paired_with_stock_by_seed():
     """Ratios are over the seeds that both have; values over all that the arm has."""
     runs = {
-        RunKey(PLACE, STOCK, 1): lab_run((2.0, 2.0)),
-        RunKey(PLACE, STOCK, 2): lab_run((4.0, 4.0)),
-        RunKey(PLACE, "ours", 1): lab_run((1.0, 3.0)),
-        RunKey(PLACE, "ours", 3): lab_run((9.0, 9.0)),
+        RunKey(PLACE, STOCK, 1): replay_run((2.0, 2.0)),
+        RunKey(PLACE, STOCK, 2): replay_run((4.0, 4.0)),
+        RunKey(PLACE, "ours", 1): replay_run((1.0, 3.0)),
+        RunKey(PLACE, "ours", 3): replay_run((9.0, 9.0)),
     }
     stock, ours = summarise(runs, Limits())
     assert stock.figures["ttfat_mean_s"].value == 3.0
@@ -176,8 +227,8 @@ def test_arms_are_paired_with_stock_by_seed():
 @pytest.mark.parametrize("change", [{"how": "measured-cpu"}, {"cost": "other"}])
 def test_figures_of_different_provenance_are_not_mixed(change):
     runs = {
-        RunKey(PLACE, STOCK, 1): lab_run(),
-        RunKey(PLACE, "ours", 1): lab_run(**change),
+        RunKey(PLACE, STOCK, 1): replay_run(),
+        RunKey(PLACE, "ours", 1): replay_run(**change),
     }
     with pytest.raises(BenchError, match="different provenance cannot stand in one table"):
         summarise(runs, Limits())
@@ -187,6 +238,8 @@ def test_the_fast_bootstrap_gives_the_interval_of_the_slow_one():
     above, below = np.array([1.0, 2.0, 5.0]), np.array([2.0, 1.0, 4.0])
     pairs = list(zip(above, below, strict=True))
     slow = bootstrap_interval(pairs, lambda p: sum(a for a, _ in p) / sum(b for _, b in p))
+    assert slow[0] < 8 / 7 < slow[1]
+    assert bootstrap_interval(pairs[:1], lambda p: p[0][0]) is None
     assert bootstrap_quotient(above, below) == pytest.approx(slow)
     assert bootstrap_quotient(above[:1], below[:1]) is None
     assert bootstrap_quotient(above, np.zeros(3)) is None
@@ -201,6 +254,11 @@ def test_arms():
         "MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS": "2",
         "MERIDIAN_PATCH_SET_KV__TIERS": "false",
     }
+    tiers = own_arm("tiers:policy.order=false,policy.step_cut=false,policy.time_sharing=false")
+    config = load_config(arm_settings(tiers, History.TOOL_LOOP)).config
+    assert choose_rules(config.policy).are_all_off
+    assert config.kv.tiers
+    assert config.kv.history == "keep_in_tool_loop"
     assert named_arm("latency").settings == {"MERIDIAN_PATCH_SET_POLICY__NAME": "latency"}
 
 
