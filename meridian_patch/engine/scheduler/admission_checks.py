@@ -148,7 +148,8 @@ def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
         slots = min(end + lookahead, most)
         if all(size * len(held.get(name, ())) >= slots for size, held in groups):
             continue
-        # Load-bearing: has no side effect; the step's own allocation asks the same.
+        # Load-bearing: the step's own allocation asks the same, and replaces the one thing that is
+        # noted here: where a recurrent group would keep the state of a prompt.
         taken[name] = manager.coordinator.get_num_blocks_to_allocate(
             request_id=name,
             num_tokens=slots,
