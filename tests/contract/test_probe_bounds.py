@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import exit_driver as exits_of
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
-from scheduler_driver import BLOCK_SIZE, Job, sliding_window
+from scheduler_driver import BLOCK_SIZE, Job, engine_config, sliding_window
 from vllm.sampling_params import SamplingParams
 
 from meridian_patch.engine.early_exit.probes import sampled_as
@@ -96,6 +97,87 @@ def test_probes_that_do_not_fit_into_a_step_keep_no_request_out(driver_for):
         driver.step()
         steps += 1
         assert steps < 6, "the newcomer starves"
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_a_padded_probe_keeps_no_request_out(monkeypatch, demo_model):
+    """vLLM pads one token to a decode with drafts, and admits no request if they do not fit."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    build = engine_config.__wrapped__
+    monkeypatch.setattr(
+        exits_of, "engine_config", lambda *a, **k: build(*a, **k, speculative_config=drafts)
+    )
+    gap = {
+        "EXIT__PROBE_MIN_GAP_TOKENS": str(2 * BLOCK_SIZE),
+        "EXIT__PROBE_MAX_GAP_TOKENS": str(2 * BLOCK_SIZE),
+    }
+    driver = exit_driver(monkeypatch, demo_model, **{**PROBED, **gap})
+    scheduler = driver.scheduler
+    probes = scheduler.early_exit.probes
+    assert len(probes._suffix) == 1
+    driver.add(thinker("thinks", 300, prompt_tokens=BLOCK_SIZE))
+    while not probes.are_next:
+        driver.step()
+    # As if other requests took the rest of the step.
+    scheduler.max_num_scheduled_tokens = len(scheduler.running) + 2
+    for _ in range(2):
+        driver.step()
+    driver.add(Job("newcomer", (65,) * 8, None, 3))
+    for _ in range(10):
+        driver.step()
+    assert driver.deliveries["newcomer"]
+    scheduler.max_num_scheduled_tokens = 256
+    driver.drain()
+    assert probes.num_probes > 2
+    assert is_empty(driver)
+
+
+def test_a_probe_leaves_room_for_the_drafts_behind_it(monkeypatch, demo_model):
+    """vLLM asks for their blocks too: a probe without them would only be taken back."""
+    driver = exit_driver(monkeypatch, demo_model, **PROBED)
+    scheduler = driver.scheduler
+    scheduler.num_lookahead_tokens = 3
+    pool, probes = scheduler.kv_cache_manager.block_pool, scheduler.early_exit.probes
+    driver.add(thinker("thinks", 400))
+    seen, refused, take_back = watch(driver), [], probes._take_back
+    probes._take_back = lambda request: refused.append(request) or take_back(request)
+    while not seen:
+        driver.step()
+    manager, parent = scheduler.kv_cache_manager, scheduler.requests["thinks"]
+    taken = []
+    for _ in range(3 * BLOCK_SIZE):
+        held = len(manager.get_blocks("thinks").blocks[0]) * BLOCK_SIZE
+        # Where the thought itself needs a block, there are enough.
+        least = 1 if parent.num_computed_tokens + 1 + 3 <= held else 6
+        pool.free_blocks(taken)
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - manager.watermark_blocks - least)
+        driver.step()
+    assert len(seen) > 2 * BLOCK_SIZE
+    assert not refused
+    pool.free_blocks(taken)
+    driver.drain()
+    assert is_empty(driver)
+
+
+def test_a_probe_that_is_passed_over_is_not_made_again_at_once(monkeypatch, demo_model):
+    """A request of higher priority waits for blocks: making a probe takes time in each step."""
+    settings = {**PROBED, "EXIT__PROBE_EVERY_STEPS": "8"}
+    arguments = {"scheduling_policy": "priority"}
+    driver = exit_driver(monkeypatch, demo_model, blocks=60, engine_args=arguments, **settings)
+    scheduler = driver.scheduler
+    pool, probes = scheduler.kv_cache_manager.block_pool, scheduler.early_exit.probes
+    driver.add(thinker("thinks", 1200, priority=1))
+    while not probes.num_probes:
+        driver.step()
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 20)
+    driver.add(thinker("waits", 20, prompt_tokens=1000))
+    made, make = [], probes._make
+    probes._make = lambda *args: made.append(args) or make(*args)
+    for _ in range(80):
+        driver.step()
+    assert 8 <= len(made) <= 11
+    pool.free_blocks(taken)
     driver.drain()
     assert is_empty(driver)
 

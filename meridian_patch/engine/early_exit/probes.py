@@ -200,8 +200,9 @@ class Probes:
         """Update the probes after a step was scheduled.
 
         A probe that the step did not admit leaves the queue and is due again. A preempted probe is
-        aborted, unless its sample is still on the way. A step that computes a probe starts a pause
-        of ``every_steps`` - 1 steps; any other step with tokens shortens the pause by one.
+        aborted, unless its sample is still on the way. A step that computes a probe, or does not
+        admit one, starts a pause of ``every_steps`` - 1 steps; any other step with tokens shortens
+        the pause by one.
         """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
@@ -213,6 +214,8 @@ class Probes:
                 self._forget(name)
             elif request.status == RequestStatus.WAITING:
                 self._take_back(request)
+                # What kept it out, as a request of higher priority, may keep it out for long.
+                self._pause_steps = self._limits.every_steps - 1
         for name in displaced:
             request = requests.get(name)
             # It may have ended or resumed since.
@@ -281,12 +284,16 @@ class Probes:
             if not self._is_ready(due):
                 continue
             cached = self._num_cached(due.prefix_tokens)
-            own_tokens = due.prefix_tokens - cached + len(self._suffix)
+            # Load-bearing: upstream pads a single token to a decode with drafts.
+            least = 1 + self._scheduler.num_spec_tokens
+            own_tokens = max(due.prefix_tokens - cached + len(self._suffix), least)
             # If a prefix is cached twice, the look-up may find the copy that no request holds.
             unheld = 0
             if self._holds_all:
                 unheld = cached - held_tokens(manager, due.parent, cached + 1)
-            blocks = -(-(unheld + own_tokens) // self._block_size)
+            # Load-bearing: upstream also asks for the slots of the drafts that follow.
+            slots = unheld + own_tokens + self._scheduler.num_lookahead_tokens
+            blocks = -(-slots // self._block_size)
             if unheld and blocks > blocks_left:
                 continue
             tokens_left -= own_tokens
