@@ -125,7 +125,7 @@ def patched(monkeypatch):
 class Frontend:
     """vLLM's output processor; holds what it hands on, as a slow caller would."""
 
-    def __init__(self, kind=RequestOutputKind.DELTA, n=1):
+    def __init__(self, kind=RequestOutputKind.DELTA, n=1, *, is_session=False):
         self.processor = upstream.OutputProcessor(None, log_stats=False)
         params = SamplingParams(output_kind=kind, detokenize=False, n=n, max_tokens=8)
         self.queue = upstream.RequestOutputCollector(kind, "r")
@@ -133,7 +133,14 @@ class Frontend:
         parent = ParentRequest(whole) if n > 1 else None
         for index in range(n):
             name, child = parent.get_child_info(index) if parent else ("r", params)
-            self.processor.add_request(request(name, child), None, parent, index, self.queue)
+            sent = request(name, child, is_session=is_session)
+            self.processor.add_request(sent, None, parent, index, self.queue)
+
+    def send_chunk(self):
+        """The next chunk of a session."""
+        params = SamplingParams(detokenize=False, max_tokens=8)
+        sent = request("r", params, is_session=True)
+        self.processor.add_request(sent, None, None, 0, self.queue)
 
     def take(self, *outputs):
         """Let engine outputs pass through the wire and the output processor."""
@@ -146,7 +153,7 @@ class Frontend:
         return self.queue.get_nowait()
 
 
-def request(name, params):
+def request(name, params, *, is_session=False):
     made = EngineCoreRequest(
         request_id=name,
         prompt_token_ids=[1, 2],
@@ -157,6 +164,7 @@ def request(name, params):
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
+        resumable=is_session,
     )
     made.external_req_id = "r"
     return made
@@ -205,6 +213,21 @@ def test_the_last_thought_counts():
     frontend.take(output(outcome=ExitReport(Outcome(Reason.NATURAL, 9, due, 0), 9)))
     frontend.take(output(outcome=EAT))
     assert frontend.seen().outputs[0].meridian == SUMMARY
+
+
+@pytest.mark.usefixtures("patched")
+def test_each_turn_of_a_session_has_its_own():
+    """What a caller holds of one turn stays, and the next turn says only what it did itself."""
+    frontend = Frontend(is_session=True)
+    frontend.take(output(finished=True, outcome=EAT))
+    first = frontend.seen().outputs[0]
+    frontend.send_chunk()
+    frontend.take(output())
+    assert frontend.seen().outputs[0].meridian == {}
+    natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3)
+    frontend.take(output(finished=True, outcome=natural))
+    assert frontend.seen().outputs[0].meridian["exit_reason"] == "natural"
+    assert first.meridian == SUMMARY
 
 
 @pytest.mark.usefixtures("patched")

@@ -11,8 +11,8 @@ def build_request_state(original: type) -> type:
     class SummaryRequestState(original):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Empty until a thought has ended. All outputs share this object, because vLLM merges
-            # outputs that were not read yet into the first one, without this attribute.
+            # Empty until a thought has ended. All outputs of a turn share this object, because vLLM
+            # merges outputs that were not read yet into the first one, without this attribute.
             self.thinking: dict[str, Any] = {}
 
         def make_request_output(
@@ -29,7 +29,7 @@ def build_request_state(original: type) -> type:
             if summary is not None:
                 self.thinking.clear()
                 self.thinking.update(summary)
-            return super().make_request_output(
+            output = super().make_request_output(
                 new_token_ids,
                 pooling_output,
                 finish_reason,
@@ -38,6 +38,10 @@ def build_request_state(original: type) -> type:
                 *args,
                 **kwargs,
             )
+            # Load-bearing: True if the client may send further chunks of a streaming session.
+            if finish_reason is not None and self.streaming_input:
+                self.thinking = {}
+            return output
 
         def _new_completion_output(self, *args: Any, **kwargs: Any) -> Any:
             output = super()._new_completion_output(*args, **kwargs)
