@@ -46,3 +46,6 @@ TO_CLOSES: Final = (
     Obstacle.BUDGET,
 )
 """Obstacles that are found when a close is due."""
+
+PASSING: Final = (Obstacle.GRAMMAR, Obstacle.MIN_TOKENS)
+"""Obstacles to a close that may be gone at a later token of the same thought."""

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
-from scheduler_driver import THINK_END, WORD, Driver, engine_config
+from scheduler_driver import THINK_END, WORD, Driver, Job, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from meridian_patch.engine.early_exit import close_checks, unavailable
@@ -16,6 +16,8 @@ from meridian_patch.exit.strategies.base import Reason
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
 CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}
 OTHER = WORD + 1
+# The tiny reasoner's token of a line break.
+NEWLINE = 198
 
 
 @pytest.fixture
@@ -67,6 +69,60 @@ def test_what_would_be_undone(driver_for, is_async, why):
     assert not driver.forced
     assert said.not_enforced == {"hard_cap": why}
     assert driver.scheduler.phase_counters.totals[f"exit_given_up:{why}"] == 1
+
+
+class Lines(Job):
+    """Its thought has lines of ten tokens."""
+
+    def token(self, index):
+        return NEWLINE if index % 10 == 9 and index < self.think_tokens else super().token(index)
+
+
+def lines(name, think_tokens):
+    return Lines(**vars(thinker(name, think_tokens)))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_close_is_tried_again_when_the_obstacle_is_gone(driver_for, is_async):
+    """At the end of a line; it is counted once as given up, and told once it is certain."""
+    driver = driver_for(is_async=is_async)
+    seen = told(driver)
+    driver.add(lines("r", 120), CAP)
+    driver.add(lines("short", 60), CAP)
+    for name in ("r", "short"):
+        for field, value in UNDONE["min_tokens"].items():
+            setattr(driver.scheduler.requests[name].sampling_params, field, value)
+    driver.drain()
+    assert driver.forced == [("r", THINK_END)]
+    assert seen["r"][0].not_enforced == {"hard_cap": "min_tokens"}
+    last = seen["r"][-1]
+    assert not last.not_enforced
+    assert last.outcome.reason == "hard_cap"
+    assert 90 < last.think_tokens <= 103
+    assert seen["short"][-1].outcome.reason == "natural"
+    assert seen["short"][-1].not_enforced == {"hard_cap": "min_tokens"}
+    assert driver.scheduler.phase_counters.totals["exit_given_up:min_tokens"] == 2
+    assert is_empty(driver)
+
+
+def test_a_close_that_a_grammar_rejects_is_tried_again(driver_for):
+    """It may accept the end of the thought at the end of a later line."""
+    driver = driver_for()
+    closes, seen = driver.scheduler.early_exit.forced_closes, told(driver)
+    asked = []
+
+    def accepts(request, token_ids):
+        asked.append(request.num_output_tokens)
+        return request.num_output_tokens >= 70
+
+    driver.scheduler.early_exit._checks.accepts = closes.accepts = accepts
+    driver.add(lines("r", 120), CAP)
+    driver.drain()
+    assert driver.forced == [("r", THINK_END)]
+    assert not seen["r"][-1].not_enforced
+    assert [count for count in asked if count < 70] == [40, 50, 60]
+    assert driver.scheduler.phase_counters.totals["exit_given_up:grammar"] == 1
+    assert is_empty(driver)
 
 
 FINE = {

@@ -4,7 +4,6 @@ Runs in the EngineCore process. The phase tracker sees each step's tokens first.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -17,13 +16,14 @@ from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
-from meridian_patch.engine.early_exit.step_signals import Kept, StepSignals, rows_of
+from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
 from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, ExitReport, Obstacles, Outcome
+from meridian_patch.engine.early_exit.watched_request import WatchedRequest
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles, Outcome
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.follow import follow
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.obstacles import PASSING, Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
@@ -34,33 +34,6 @@ from meridian_patch.telemetry.counters import PhaseCounters
 
 # Python finds names of the module faster than members of an enumeration.
 _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
-
-
-@dataclass(slots=True)
-class _Watched:
-    request: Any
-    controller: ExitController
-    state: RequestPhase
-    config: ExitConfig
-    # Whether the request sets options of early exit.
-    has_options: bool
-    # Number of known tokens passed to the controller, and the signals of later think tokens. Most
-    # tokens are only kept here, and passed on together.
-    seen: int
-    kept: list[Kept] = field(default_factory=list)
-    # From this number of known tokens on, each token is passed on. From the other two on, each end
-    # of a line, or of a paragraph.
-    quiet_until: float = 0
-    lines_from: float = 0
-    paragraphs_from: float = 0
-    # A close delayed while the last tokens may become a marker, and its limit in known tokens.
-    due: Close | None = None
-    due_by: int = 0
-    # Sum over all thoughts that have ended.
-    think_tokens: int = 0
-    # Strategies that cannot close its thoughts, and whether its caller was told.
-    not_enforced: Obstacles = field(default_factory=dict)
-    is_told: bool = True
 
 
 class EarlyExit:
@@ -112,7 +85,7 @@ class EarlyExit:
         self._tracker = tracker
         self._counters = phase_counters
         self._trace = trace
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, WatchedRequest] = {}
         # Requests that wait for their first step, which decides whether they are followed.
         self._undecided: dict[str, tuple[Any, RequestPhase]] = {}
         self._unsampled = UnsampledThoughts()
@@ -346,7 +319,7 @@ class EarlyExit:
         self, request: Any, state: RequestPhase, config: ExitConfig, *, has_options: bool = False
     ) -> None:
         controller = ExitController(config, self._breaks, budget_tokens(request))
-        watched = _Watched(request, controller, state, config, has_options, len(state.known))
+        watched = WatchedRequest(request, controller, state, config, has_options, len(state.known))
         self._cannot(watched, self._unable_of(config))
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
@@ -368,7 +341,7 @@ class EarlyExit:
             else:
                 self._unsampled.add(name, state, budget_tokens(request))
 
-    def _tell_kept(self, watched: _Watched) -> None:
+    def _tell_kept(self, watched: WatchedRequest) -> None:
         if watched.kept:
             # The controller decides nothing at these tokens.
             seen, rows = watched.seen, rows_of(watched.kept)
@@ -376,7 +349,7 @@ class EarlyExit:
             watched.seen += len(rows)
             watched.controller.accept(watched.state.known[seen : watched.seen], rows)
 
-    def _follow(self, watched: _Watched) -> None:
+    def _follow(self, watched: WatchedRequest) -> None:
         self._tell_kept(watched)
         state, seen = watched.state, watched.seen
         num_new = len(state.known) - seen
@@ -402,15 +375,17 @@ class EarlyExit:
             self._trace.looked(watched.request.request_id, watched.controller)
         if state.phase is not _THINK:
             self._end_thought(watched.request.request_id)
-            watched.due = None
+            watched.due = watched.given_up = None
         if state.phase is _ANSWER:
             self._measured.pop(watched.request.request_id, None)
         else:
             self._measured[watched.request.request_id] = None
+        if watched.given_up is not None and state.known[-1] in self._breaks.line:
+            action = Action(close=watched.given_up)
         self._act(watched, action)
         self._tell(watched)
 
-    def _act(self, watched: _Watched, action: Action | None) -> None:
+    def _act(self, watched: WatchedRequest, action: Action | None) -> None:
         self._do(watched, action)
         watched.quiet_until = watched.lines_from = watched.paragraphs_from = 0
         if watched.due is None and watched.request.request_id not in self.forced_closes:
@@ -418,8 +393,10 @@ class EarlyExit:
             watched.quiet_until = seen + controller.quiet_tokens
             watched.lines_from = seen + controller.quiet_lines_tokens
             watched.paragraphs_from = seen + controller.quiet_paragraphs_tokens
+        if watched.given_up is not None:
+            watched.lines_from = 0
 
-    def _do(self, watched: _Watched, action: Action | None) -> None:
+    def _do(self, watched: WatchedRequest, action: Action | None) -> None:
         name = watched.request.request_id
         if action is not None:
             if action.close is not None:
@@ -435,11 +412,14 @@ class EarlyExit:
         # vLLM itself closes at `thinking_token_budget`.
         if reason is Reason.BUDGET or name in self.forced_closes or not self._may_close(watched):
             return
+        if watched.given_up is not None:
+            known = watched.not_enforced
+            watched.not_enforced = {each: why for each, why in known.items() if each != reason}
         self.forced_closes.begin(watched.request)
         if self.probes is not None:
             self.probes.cancel(name)
 
-    def _may_close(self, watched: _Watched) -> bool:
+    def _may_close(self, watched: WatchedRequest) -> bool:
         """Whether nothing that is applied after the masks would undo the close."""
         obstacle = self._checks.obstacle(watched.request, watched.state.tokens_in_phase)
         if obstacle is not None:
@@ -452,14 +432,16 @@ class EarlyExit:
         if watched is not None:
             self._give_up(watched, Obstacle.GRAMMAR)
 
-    def _give_up(self, watched: _Watched, obstacle: Obstacle) -> None:
-        """Count a close that cannot be carried out, and report why."""
-        self._counters.count(counters.EXIT_GIVEN_UP, obstacle)
+    def _give_up(self, watched: WatchedRequest, obstacle: Obstacle) -> None:
+        """Report why a close cannot be carried out; each is counted once, however often tried."""
+        if watched.given_up is None:
+            self._counters.count(counters.EXIT_GIVEN_UP, obstacle)
         verdict = watched.controller.verdict
+        watched.given_up = verdict if obstacle in PASSING else None
         if verdict is not None:
             self._cannot(watched, {verdict.reason: obstacle})
 
-    def _cut_short(self, watched: _Watched) -> None:
+    def _cut_short(self, watched: WatchedRequest) -> None:
         """Tell the caller of a request that ended why its last thought was not closed."""
         if watched.has_options and watched.controller.verdict is None:
             self._cannot(watched, watched.controller.too_soon)
@@ -469,14 +451,14 @@ class EarlyExit:
         """The strategies that are on in ``config`` but that this engine cannot carry out."""
         return {each: why for each, why in self._unable.items() if getattr(config, each)}
 
-    def _cannot(self, watched: _Watched, obstacles: Obstacles) -> None:
+    def _cannot(self, watched: WatchedRequest, obstacles: Obstacles) -> None:
         """Note strategies that cannot close a thought; earlier reasons take precedence."""
         known = watched.not_enforced
         if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
             watched.not_enforced = {**obstacles, **known}
             watched.is_told = False
 
-    def _tell(self, watched: _Watched) -> None:
+    def _tell(self, watched: WatchedRequest) -> None:
         """Report news to the caller; the request has tokens in the step that is processed."""
         if not watched.is_told:
             watched.is_told = True

@@ -1,0 +1,41 @@
+"""The state that early exit keeps of each request that it follows."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.early_exit.step_signals import Kept
+from meridian_patch.exit.actions import Close, Obstacles
+from meridian_patch.exit.controller import ExitController
+from meridian_patch.phase.tracker import RequestPhase
+
+
+@dataclass(slots=True)
+class WatchedRequest:
+    """What early exit keeps of one request."""
+
+    request: Any
+    controller: ExitController
+    state: RequestPhase
+    config: ExitConfig
+    # Whether the request sets options of early exit.
+    has_options: bool
+    # Number of known tokens passed to the controller, and the signals of later think tokens. Most
+    # tokens are only kept here, and passed on together.
+    seen: int
+    kept: list[Kept] = field(default_factory=list)
+    # From this number of known tokens on, each token is passed on. From the other two on, each end
+    # of a line, or of a paragraph.
+    quiet_until: float = 0
+    lines_from: float = 0
+    paragraphs_from: float = 0
+    # A close delayed while the last tokens may become a marker, and its limit in known tokens.
+    due: Close | None = None
+    due_by: int = 0
+    # A close given up for a reason that may pass: it is tried again at each end of a line.
+    given_up: Close | None = None
+    # Sum over all thoughts that have ended.
+    think_tokens: int = 0
+    # Strategies that cannot close its thoughts, and whether its caller was told.
+    not_enforced: Obstacles = field(default_factory=dict)
+    is_told: bool = True
