@@ -224,16 +224,6 @@ def test_arms_are_paired_with_stock_by_seed():
     assert harm.cells == ["0.0", "49.0"]
 
 
-@pytest.mark.parametrize("change", [{"how": "measured-cpu"}, {"cost": "other"}])
-def test_figures_of_different_provenance_are_not_mixed(change):
-    runs = {
-        RunKey(PLACE, STOCK, 1): replay_run(),
-        RunKey(PLACE, "ours", 1): replay_run(**change),
-    }
-    with pytest.raises(BenchError, match="different provenance cannot stand in one table"):
-        summarise(runs, Limits())
-
-
 def test_the_fast_bootstrap_gives_the_interval_of_the_slow_one():
     above, below = np.array([1.0, 2.0, 5.0]), np.array([2.0, 1.0, 4.0])
     pairs = list(zip(above, below, strict=True))

@@ -7,7 +7,7 @@ import pytest
 
 from meridian_patch.bench.simulated.arms import arm_settings, named_arm
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.simulated.source import TraceSource, longest_request_tokens
+from meridian_patch.bench.simulated.source import TraceSource, session_bounds
 from meridian_patch.bench.simulated.trace import History, TraceRequest
 from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError
@@ -76,7 +76,7 @@ def test_every_workload_plays(workload):
             before = records[f"{request.session}-{request.turn - 1}"]
             assert record.arrival_s == before.token_s[-1] + request.pause_s
     longest = max(len(r.request.prompt) + len(r.request.output) for r in records.values())
-    bound = longest_request_tokens(trace, history)
+    bound = max(session_bounds(trace, history))
     assert longest <= bound
     assert not source._turns
     assert not source._places
@@ -177,11 +177,11 @@ def test_tokens_depend_on_id_and_seed():
 
 def test_the_bound_is_close():
     """The longest request is not over-estimated by more than the template's share."""
-    trace = draw_trace("s-turns", 40, 4.0, 1)
+    trace = shortened(draw_trace("s-turns", 40, 4.0, 1))
     for history in (History.STRIPPED, History.KEPT):
         _, _, records = replay(trace, history, pool=400_000, arm="stock")
         longest = max(len(r.request.prompt) + len(r.request.output) for r in records.values())
-        assert longest <= longest_request_tokens(trace, history) <= longest + 8 * 32
+        assert longest <= max(session_bounds(trace, history)) <= longest + 8 * 32
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,3 @@ def test_the_bound_is_close():
 def test_what_cannot_be_played_is_refused(trace, history, words):
     with pytest.raises(BenchError, match=words):
         TraceSource(trace, read_markers(), history)
-
-
-def test_an_empty_trace_has_no_longest_request():
-    with pytest.raises(BenchError, match="holds no request"):
-        longest_request_tokens([])

@@ -21,5 +21,5 @@ def requests(ttfat, slowdown=None, itl=None):
 def replay_run(ttfat=(1.0, 2.0), **changes):
     figures = {"ttfat_mean_s": float(np.mean(ttfat)), "makespan_s": 4.0, "answer_stalls": 0.0}
     counts = np.ones(len(GAP_BORDERS_S) - 1, np.int64)
-    made = ReplayRun("simulated", "h100-8b-dense", figures, requests(ttfat), counts, 100.0, {}, 1.0)
+    made = ReplayRun(figures, requests(ttfat), counts, 100.0, {}, 1.0)
     return dataclasses.replace(made, **changes)

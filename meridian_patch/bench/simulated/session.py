@@ -18,7 +18,7 @@ from meridian_patch.bench.simulated.grid import (
     saturation_text,
 )
 from meridian_patch.bench.simulated.report import Results, write_results
-from meridian_patch.bench.simulated.run import HOW, ReplayRun, Workers
+from meridian_patch.bench.simulated.run import ReplayRun, Workers
 from meridian_patch.bench.simulated.trace import write_trace
 from meridian_patch.errors import BenchError
 
@@ -66,8 +66,7 @@ def show(results: Results, folder: Path, console: Console) -> None:
     rows = summarise(results.runs, results.limits)
     for found in results.saturations:
         console.print(saturation_text(found), highlight=False)
-    cost = results.cost
-    console.print(f"{HOW}, cost model {cost.name} ({cost.provenance})")
+    console.print(results.provenance)
     for place, of_place in by_place(rows).items():
         title = f"\n{place_title(place)}, {len(of_place[0].seeds)} seeds"
         console.print(title, style="bold", highlight=False)

@@ -175,21 +175,11 @@ class _LazyRequest(ReplayRequest):
         return self._tokens[1]
 
 
-def longest_request_tokens(
-    trace: Sequence[TraceRequest], history: History = History.STRIPPED
-) -> int:
-    """Upper bound of prompt and output of the longest request, in tokens; under 1 % too high.
-
-    Raises:
-        BenchError: the trace holds no request.
-    """
-    if not trace:
-        raise BenchError("the trace holds no request, expected one or more")
-    return max(session_bounds(trace, history))
-
-
 def session_bounds(trace: Sequence[TraceRequest], history: History) -> list[int]:
-    """The same bound for each session, a single request being one of its own."""
+    """Of each session, an upper bound of prompt and output of its longest request, in tokens.
+
+    The bound is less than 1 % too high. A single request is a session of its own.
+    """
     return [
         max(tokens for _, tokens in _session_tokens(requests, history))
         for requests in _by_session(trace).values()
