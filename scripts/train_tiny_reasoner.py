@@ -3,8 +3,7 @@
     python scripts/train_tiny_reasoner.py --out out/tiny-reasoner
 
 Writes a model directory that vLLM and transformers load as it is: weights, config, tokenizer,
-chat templates and ``training.json`` with seed, steps and the loss curve. The model card's figures
-come from ``python -m meridian_patch.demo.card``.
+chat templates and ``training.json`` with seed, steps and the loss curve.
 """
 
 import argparse

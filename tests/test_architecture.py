@@ -40,7 +40,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "replay": PLUGIN,
     "demo": ("errors",),  # the tiny reasoner: weights, tokenizer, problems
     "bench": (*PLUGIN, "replay", "demo"),
-    "demo.card": (*ENGINE, "demo"),  # a command: measures the shipped weights
     "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
     "serve": PLUGIN,
     "calibrate": (*PLUGIN, "replay", "bench"),

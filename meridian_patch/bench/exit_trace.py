@@ -1,68 +1,25 @@
-"""``meridian bench exit-trace``: pictures of what early exit saw, from a file of ``exit.trace``."""
+"""``meridian bench exit-trace``: draws what early exit saw along thoughts, from an exit.trace."""
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meridian_patch.bench.options import read_whole
 from meridian_patch.errors import BenchError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-@dataclass
-class TracedThought:
-    """One thought of a trace; see docs/exit-trace.md for the events.
+_COLUMNS = 3
+_ENTROPY, _VARIANCE = "#0072B2", "#D55E00"
+# Lowest value drawn, in nats squared: a logarithmic axis has no 0.
+_LEAST_VARIANCE = 1e-6
 
-    Attributes:
-        request: id as traced.
-        number: of the thought in its request, from 1.
-        probes: events of its probes, in order.
-        verdict: the event; None: there was none.
-        end: the event; None: it is not in the trace.
-    """
-
-    request: str
-    number: int
-    probes: list[Mapping[str, Any]] = field(default_factory=list)
-    verdict: Mapping[str, Any] | None = None
-    end: Mapping[str, Any] | None = None
-
-    @property
-    def name(self) -> str:
-        """The caller's id, without vLLM's random ending."""
-        return self.request.rpartition("-")[0] or self.request
-
-
-def read_trace(path: Path) -> list[TracedThought]:
-    """The thoughts of a trace, in the order of their first events.
-
-    Raises:
-        BenchError: the file cannot be read, or a line is none of a trace; names the line.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path} cannot be read: {error}") from error
-    thoughts: dict[tuple[str, int], TracedThought] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            event = json.loads(line)
-            key = event["request"], event["thought"]
-            kind, _ = event["event"], event["think_tokens"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BenchError(
-                f"{path}, line {number} is {line[:60]!r}, expected an event of exit.trace"
-            ) from error
-        thought = thoughts.setdefault(key, TracedThought(*key))
-        if kind == "probe":
-            thought.probes.append(event)
-        elif kind == "verdict":
-            thought.verdict = event
-        else:
-            thought.end = event
-    return list(thoughts.values())
+# One line of the file; docs/exit-trace.md lists its fields.
+Event = Mapping[str, Any]
 
 
 def add_exit_trace(benches: Any) -> None:
@@ -81,16 +38,88 @@ def add_exit_trace(benches: Any) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     most = read_whole("--thoughts", parsed.thoughts)
-    probed = [thought for thought in read_trace(parsed.trace) if thought.probes]
-    if not probed:
+    thoughts = [each for each in read_trace(parsed.trace) if _of_kind("probe", each)]
+    if not thoughts:
         raise BenchError(
             f"{parsed.trace} holds no probe, expected a trace of an engine with exit.eat on"
         )
-    from meridian_patch.bench.exit_trace_plot import plot_thoughts
-
-    chosen = sorted(probed, key=lambda thought: -len(thought.probes))[:most]
-    caption = f"{len(chosen)} of {len(probed)} probed thoughts of {parsed.trace.name}"
+    chosen = sorted(thoughts, key=lambda each: -len(_of_kind("probe", each)))[:most]
+    caption = f"{len(chosen)} of {len(thoughts)} probed thoughts of {parsed.trace.name}"
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
-    parsed.out.write_bytes(plot_thoughts(chosen, caption))
+    parsed.out.write_bytes(_plot(chosen, caption))
     print(f"wrote {parsed.out}")
     return 0
+
+
+def read_trace(path: Path) -> list[list[Event]]:
+    """Read the events of each thought, in the order of the file.
+
+    Raises:
+        BenchError: the file cannot be read, or a line is not an event; names the line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path} cannot be read: {error}") from error
+    thoughts: dict[tuple[str, int], list[Event]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            _ = event["event"], event["think_tokens"]
+            thoughts.setdefault((event["request"], event["thought"]), []).append(event)
+        except (ValueError, KeyError, TypeError) as error:
+            raise BenchError(
+                f"{path}, line {number} is {line[:60]!r}, expected an event of exit.trace"
+            ) from error
+    return list(thoughts.values())
+
+
+def _of_kind(kind: str, thought: Sequence[Event]) -> list[Event]:
+    return [event for event in thought if event["event"] == kind]
+
+
+def _plot(thoughts: Sequence[Sequence[Event]], caption: str) -> bytes:
+    """One panel per thought, as PNG."""
+    from matplotlib.figure import Figure
+
+    from meridian_patch.bench.served.plots import finish_axes, to_png
+
+    columns = min(_COLUMNS, len(thoughts))
+    rows = math.ceil(len(thoughts) / columns)
+    figure = Figure(figsize=(4.3 * columns, 2.8 * rows + 0.6), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for thought, axes in zip(thoughts, panels, strict=False):
+        _draw(axes, thought)
+        # The caller's id: vLLM appends a random ending.
+        request, number = thought[0]["request"], thought[0]["thought"]
+        finish_axes(figure, axes, f"{request.rpartition('-')[0] or request}, thought {number}")
+    for axes in panels[len(thoughts) :]:
+        axes.set_visible(False)
+    return to_png(figure, caption)
+
+
+def _draw(axes: "Axes", thought: Sequence[Event]) -> None:
+    probes = _of_kind("probe", thought)
+    tokens = [probe["think_tokens"] for probe in probes]
+    # Null, for a figure that is not a number, becomes NaN: a gap in the line.
+    entropies, variances = (
+        [math.nan if probe[field] is None else probe[field] for probe in probes]
+        for field in ("entropy_nats", "variance_nats2")
+    )
+    axes.plot(tokens, entropies, "o-", ms=2.5, lw=1, color=_ENTROPY)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("think tokens", fontsize=8)
+    axes.set_ylabel("entropy, nats", fontsize=8, color=_ENTROPY)
+    for event in _of_kind("verdict", thought):
+        label = f"verdict: {event['reason']}"
+        axes.axvline(event["think_tokens"], color="#CC79A7", lw=1.6, label=label)
+    for event in _of_kind("end", thought):
+        axes.axvline(event["think_tokens"], color="#444444", lw=1, ls=":", label="end")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, frameon=False)
+    right = axes.twinx()
+    shown = [max(value, _LEAST_VARIANCE) for value in variances]
+    right.plot(tokens, shown, color=_VARIANCE, lw=1.2, alpha=0.8)
+    right.set_yscale("log")
+    right.set_ylabel("EAT's variance, nats²", fontsize=8, color=_VARIANCE)
+    right.spines[["top"]].set_visible(False)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench.micro import kv_times as kv_micro
+from meridian_patch.bench.micro import kv as kv_micro
 from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.policy.retention import Tier

@@ -1,6 +1,7 @@
 """`meridian bench policy-micro` times what it says it times."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -13,13 +14,14 @@ from meridian_patch.replay.types import ReplayArm
 def test_all_arms_do_the_same_work_and_stay_full():
     """The same tokens in every step, as many requests as asked for, and answers first in ours."""
     arms = [ReplayArm(STOCK), *(ReplayArm(name, True, values) for name, values in ARMS.items())]
-    micro = PolicyMicro(arms, running=12, waiting=5, draw=Load(12, seed=1).draw)
-    micro.settle()
-    for _ in range(300):
-        seconds = dict(micro.step())
-        assert set(seconds) == {STOCK, *ARMS}
-        assert all({SCHEDULE, UPDATE} < set(calls) for calls in seconds.values())
-        assert all(0 < seconds[arm][OWN[call]] < seconds[arm][call] for arm in ARMS for call in OWN)
+    with closing(PolicyMicro(arms, running=12, waiting=5, draw=Load(12, seed=1).draw)) as micro:
+        micro.settle()
+        for _ in range(300):
+            seconds = dict(micro.step())
+            assert set(seconds) == {STOCK, *ARMS}
+            assert all({SCHEDULE, UPDATE} < set(calls) for calls in seconds.values())
+            own = [(seconds[arm][OWN[call]], seconds[arm][call]) for arm in ARMS for call in OWN]
+            assert all(0 < part < whole for part, whole in own)
     lanes = {lane.name: lane.engine for lane in micro._lanes}
     assert micro.preemptions == 0
     assert len({engine.totals.steps for engine in lanes.values()}) == 1
@@ -36,20 +38,9 @@ def test_all_arms_do_the_same_work_and_stay_full():
 
 def test_the_command_writes_its_figures(tmp_path, capsys):
     """Each call of each arm, its cost over stock, and how it was obtained."""
-    options = [
-        "--running",
-        "8",
-        "--waiting",
-        "0,4",
-        "--steps",
-        "20",
-        "--deep",
-        "300",
-        "--out",
-        str(tmp_path),
-    ]
+    options = ["--running", "8", "--waiting", "0,4", "--steps", "20", "--deep", "300"]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "policy-micro", *options])
+        cli.main(["bench", "policy-micro", *options, "--out", str(tmp_path)])
     assert ended.value.code == 0
     report = json.loads((tmp_path / "policy-micro.json").read_text())
     assert report["provenance"] == "measured-cpu"
@@ -89,20 +80,9 @@ def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
 
     measure = policy_micro.measure
     monkeypatch.setattr(policy_micro, "measure", interrupted)
-    options = [
-        "--running",
-        "8,9",
-        "--waiting",
-        "0",
-        "--steps",
-        "5",
-        "--deep",
-        "0",
-        "--out",
-        str(tmp_path),
-    ]
+    options = ["--running", "8,9", "--waiting", "0", "--steps", "5", "--deep", "0"]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "policy-micro", *options])
+        cli.main(["bench", "policy-micro", *options, "--out", str(tmp_path)])
     assert ended.value.code == 130
     report = json.loads((tmp_path / "policy-micro.json").read_text())
     assert report["is_interrupted"]

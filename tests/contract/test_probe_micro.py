@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench.micro.probe_times import CALLS, ProbeMicro
+from meridian_patch.bench.micro.probe import CALLS, PLAIN, PROBED, ProbeMicro
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
@@ -14,9 +14,9 @@ def test_every_second_step_has_a_probe(is_v2):
     probes, made = micro._scheduler.early_exit.probes, []
     make = probes._make
     probes._make = lambda *args: made.append(args) or make(*args)
-    pairs = list(micro.measure(500, 20))
-    assert len(made) == len(pairs) == 20
-    assert all(set(plain) == set(probed) == set(CALLS) for plain, probed in pairs)
+    seen = micro.measure(500, 20)
+    assert len(made) == len(seen[PLAIN]) == len(seen[PROBED]) == 20
+    assert all(set(seconds) == set(CALLS) for side in seen.values() for seconds in side)
     # What is computed of it is a block and the trial boundary at most.
     assert probes.most_computed_tokens <= probes._block_size + len(probes._suffix)
     assert not micro._scheduler.phase_counters.totals.get("fallback:exception")

@@ -1,1 +1,1 @@
-"""What single operations cost on the CPU, without a model."""
+"""Times single operations on the CPU, without a model."""

@@ -1,12 +1,11 @@
 """Times each operation of ours on vLLM's real scheduler with a deep queue and a full KV pool."""
 
-import time
 from collections.abc import Callable
-from typing import Any
 
+from meridian_patch.bench.micro.timing import time_calls
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
-from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRequest, StepWork
+from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRequest
 from meridian_patch.telemetry.counters import FALLBACK, Fallback
 
 # Mean context that the pool has room for: half of what the requests would hold.
@@ -19,7 +18,7 @@ _PRIORITIES = (0, -1, 0, 1, 0, -3)
 class DeepQueue:
     """A scheduler whose pool is full, so that requests are preempted, in front of a long queue.
 
-    Seats are free: what is missing is KV. Requests of several priorities come in all the time.
+    KV blocks are missing, seats are not. Requests of several priorities come in all the time.
 
     Args:
         arm: our scheduler and its settings.
@@ -60,7 +59,7 @@ class DeepQueue:
             (scheduler.step_limiter, "left", "forget a request"),
             (scheduler.step_limiter, "preempted", "note a preemption"),
         ):
-            self._time(owner, name, shown)
+            time_calls(owner, name, self.seconds.setdefault(shown, []).append)
 
     @property
     def num_displaced(self) -> int:
@@ -83,7 +82,7 @@ class DeepQueue:
         return self._engine.counters().get(f"{FALLBACK}:{Fallback.SLOW}", 0)
 
     def displace(self, count: int) -> None:
-        """Have the last ``count`` of those that run make room; they think."""
+        """Preempt the last ``count`` running requests, which think, for waiting ones."""
         scheduler = self._engine.scheduler
         for request in scheduler.running[-count:]:
             scheduler.running.remove(request)
@@ -92,7 +91,8 @@ class DeepQueue:
 
     def forget(self) -> None:
         """Drop what was measured so far."""
-        self.seconds.clear()
+        for seconds in self.seconds.values():
+            seconds.clear()
 
     def step(self) -> None:
         """One step; a request comes in for each that ended, and one more in every second step."""
@@ -107,19 +107,3 @@ class DeepQueue:
         wish = {"meridian_priority": priority} if priority else None
         self._engine.add(self._draw(self._drawn), self._engine.now, wish)
         self._drawn += 1
-
-    def _time(self, owner: Any, name: str, shown: str) -> None:
-        original, seconds = getattr(owner, name), self.seconds
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
-            result = original(*args, **kwargs)
-            seconds.setdefault(shown, []).append(time.thread_time() - start)
-            return result
-
-        setattr(owner, name, timed)
-
-
-def _step_seconds(work: StepWork) -> float:
-    """Such that prefill shows, and computing tokens again has a price."""
-    return 0.01 + 5e-5 * (work.prefill_tokens + work.decode_seqs)

@@ -1,20 +1,27 @@
 """``meridian bench policy-micro``: what the policy costs per step, against stock."""
 
-import argparse
-import gc
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from meridian_patch.bench.interrupts import end_like_ctrl_c
-from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.options import read_whole
+from meridian_patch.bench.micro.deep_queue import DeepQueue
+from meridian_patch.bench.micro.scheduler_times import OWN, PolicyMicro
+from meridian_patch.bench.micro.timing import (
+    Rounds,
+    column,
+    make_table,
+    show,
+    spread,
+    take_rounds,
+    write_figures,
+)
+from meridian_patch.bench.progress import progress_bars
 from meridian_patch.bench.simulated.lengths import (
     CHAT_ANSWER,
     CHAT_PROMPT,
@@ -22,56 +29,56 @@ from meridian_patch.bench.simulated.lengths import (
     draw_lengths,
 )
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.scheduler import read_markers
+from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 STOCK, AGAIN = "stock", "stock again"
-# Without the time budget's fallback: a step that took long is to be seen as that.
+# No time budget: a long step must show as one. ANSWER_ITL_MS lets steps hold as much as stock's:
+# otherwise a thousand prompts take minutes, and the arms' steps hold different work.
 ARMS = {
     name: {
         "MERIDIAN_PATCH_SET_POLICY__NAME": name,
         "MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000",
-        # Steps are cut by the same sums, but to as much as stock's: else the prompts of a thousand
-        # requests take minutes to come in, and the arms' steps hold different work.
         "MERIDIAN_PATCH_SET_POLICY__ANSWER_ITL_MS": "10000",
         "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
     }
     for name in ("noop", "latency")
 }
-# With the time budget as it ships; thoughts make room early and often.
+# The time budget as it ships; thinking requests are displaced early and often.
 DEEP = {
     "MERIDIAN_PATCH_SET_POLICY__SHARING_MIN_TOKENS": "200",
     "MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD": "1.0",
     "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
 }
 DEEP_RUNNING, DEEP_SETTLING, DEEP_DISPLACED = 64, 150, 40
-FIGURES = "policy-micro.json"
 EXIT_INTERRUPTED = 130
+HEADINGS = ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock", "own")
 
 Row = dict[str, Any]
-# Per arm and call, the seconds of each step; steps of equal index belong together.
-Seen = dict[str, list[dict[str, float]]]
 
 
-def run_policy_micro(parsed: argparse.Namespace) -> int:
-    """Measure and print; 130 on Ctrl-C, with what was measured written.
+def run_policy_micro(
+    running: Sequence[int], waiting: Sequence[int], deep: int, steps: int, seed: int, out: Path
+) -> int:
+    """Measure, print tables and write ``policy-micro.json``; 130 on Ctrl-C, with what is done.
+
+    Args:
+        running: requests that run; measured with each number of ``waiting``.
+        waiting: requests that wait behind them.
+        deep: requests behind a full KV pool, in front of which our operations are timed; 0: none.
+        steps: measured steps per arm.
+        seed: of the load.
+        out: folder.
 
     Raises:
-        BenchError: a wrong argument, or a pool that was too small.
+        BenchError: a pool was too small.
     """
-    running = [read_whole("--running", text) for text in parsed.running.split(",")]
-    waiting = [
-        0 if text == "0" else read_whole("--waiting", text) for text in parsed.waiting.split(",")
-    ]
-    steps = read_whole("--steps", parsed.steps)
-    seed = read_whole("--seed", parsed.seed)
-    deep = 0 if parsed.deep == "0" else read_whole("--deep", parsed.deep)
-    end_like_ctrl_c()
     console = Console()
     rows: list[Row] = []
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    is_interrupted = False
     operations: Row = {}
+    is_interrupted = False
     try:
-        with Progress(console=console, transient=True, refresh_per_second=2) as progress:
+        with progress_bars(console, transient=True) as progress:
             total = len(running) * len(waiting) * steps + (steps if deep else 0)
             task = progress.add_task("steps", total=total)
 
@@ -88,54 +95,35 @@ def run_policy_micro(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         is_interrupted = True
         print("meridian: interrupted, what was measured so far is written", file=sys.stderr)
-    console.print(table_of(rows))
+    title = "CPU µs per step; extra over stock, of paired steps, and own: median (p20..p80)"
+    console.print(make_table(title, HEADINGS, map(_cells, rows)))
     if operations:
         console.print(operations_table(operations))
-    report = {
-        "provenance": "measured-cpu",
-        "machine": str(describe_machine()),
-        "steps": steps,
-        "seed": seed,
-        "is_interrupted": is_interrupted,
-        "rows": rows,
-        "deep_queue": operations,
-    }
-    (parsed.out / FIGURES).write_text(json.dumps(report, indent=1) + "\n")
-    console.print(str(parsed.out / FIGURES), highlight=False)
+    report = {"steps": steps, "seed": seed, "is_interrupted": is_interrupted, "rows": rows}
+    write_figures(console, out / "policy-micro.json", report | {"deep_queue": operations})
     return EXIT_INTERRUPTED if is_interrupted else 0
 
 
-def measure(running: int, waiting: int, steps: int, seed: int, on_step: Callable[[], None]) -> Seen:
+def measure(
+    running: int, waiting: int, steps: int, seed: int, on_step: Callable[[], None]
+) -> Rounds:
     """Seconds of ``steps`` steps of every arm, all of them on the same load.
 
     Raises:
         BenchError: the pool was too small, so that the arms did different things.
     """
-    from meridian_patch.bench.micro.scheduler_times import PolicyMicro
-    from meridian_patch.replay.types import ReplayArm
-
     # The second stock arm shows how far two equal arms differ.
     arms = [ReplayArm(STOCK), ReplayArm(AGAIN)]
     arms += [ReplayArm(name, True, values) for name, values in ARMS.items()]
-    micro = PolicyMicro(arms, running, waiting, Load(running, seed).draw)
-    micro.settle()
-    seen: Seen = {arm.name: [] for arm in arms}
-    # As vLLM does with its engine core: a collection would hit whichever arm it comes in.
-    gc.collect()
-    gc.freeze()
-    try:
-        for _ in range(steps):
-            for name, seconds in micro.step():
-                seen[name].append(seconds)
-            on_step()
-    finally:
-        gc.unfreeze()
+    with closing(PolicyMicro(arms, running, waiting, Load(running, seed).draw)) as micro:
+        micro.settle()
+        seen = take_rounds(micro.step, steps, on_step)
     if micro.preemptions:
         raise BenchError(
             f"{micro.preemptions} requests were preempted with {running} running, so the arms "
             "did not do the same work; choose another --seed"
         )
-    return seen
+    return {arm.name: seen[arm.name] for arm in arms}
 
 
 def measure_operations(
@@ -154,29 +142,24 @@ def measure_operations(
         ``running``, ``waiting``, ``most_displaced``, ``slow`` (plans over the time budget), and
         ``operations``: by name the calls, and p50, p99 and maximum in microseconds.
     """
-    from meridian_patch.bench.micro.deep_queue import DeepQueue
-    from meridian_patch.replay.types import ReplayArm
-
     queue = DeepQueue(ReplayArm("latency", True, DEEP), running, waiting, Load(running, seed).draw)
     for _ in range(DEEP_SETTLING):
         queue.step()
     queue.displace(DEEP_DISPLACED)
     queue.forget()
-    slow, displaced = queue.num_slow, 0
-    gc.collect()
-    gc.freeze()
-    try:
-        for _ in range(steps):
-            queue.step()
-            displaced = max(displaced, queue.num_displaced)
-            on_step()
-    finally:
-        gc.unfreeze()
-    taken = {name: np.array(seconds) * 1e6 for name, seconds in queue.seconds.items()}
+    slow, displaced = queue.num_slow, [0]
+
+    def step() -> tuple[()]:
+        queue.step()
+        displaced.append(queue.num_displaced)
+        return ()
+
+    take_rounds(step, steps, on_step)
+    taken = {name: np.array(seconds) * 1e6 for name, seconds in queue.seconds.items() if seconds}
     return {
         "running": queue.num_running,
         "waiting": queue.num_waiting,
-        "most_displaced": displaced,
+        "most_displaced": max(displaced),
         "slow": queue.num_slow - slow,
         "operations": {
             name: {
@@ -191,10 +174,10 @@ def measure_operations(
 
 
 class Load:
-    """Chats of which the first are met somewhere in the middle of their output.
+    """Chats; the first ones begin somewhere in the middle of their output.
 
     Args:
-        running: how many of them.
+        running: how many begin so.
         seed: of lengths, progress and tokens.
     """
 
@@ -202,17 +185,14 @@ class Load:
         self._running = running
         self._seed = seed
 
-    def draw(self, number: int) -> Any:
+    def draw(self, number: int) -> ReplayRequest:
         """The request of this number, always the same."""
-        from meridian_patch.replay.scheduler import read_markers
-        from meridian_patch.replay.types import ReplayRequest
-
         rng = np.random.default_rng((self._seed, number))
         markers = read_markers()
         prompt, think, answer = (
             int(draw_lengths(fit, rng, 1)[0]) for fit in (CHAT_PROMPT, CHAT_THINK, CHAT_ANSWER)
         )
-        # What is done already counts as prompt; a request that answers thinks for one token more.
+        # Finished output counts as prompt. A request that answers first thinks for one token.
         done = int(rng.random() * (think + answer)) if number < self._running else 0
         answer = max(1, answer - max(0, done - think))
         think = max(1, think - done)
@@ -226,73 +206,43 @@ class Load:
         )
 
 
-def figures(running: int, waiting: int, seen: Seen) -> list[Row]:
+def figures(running: int, waiting: int, seen: Rounds) -> list[Row]:
     """Per arm and call, the cost in microseconds and what is on top of stock's.
 
-    The difference is taken within each step, so that a slow moment of the machine hits both sides.
-    What our own lines take is timed by itself, too: it is a fiftieth of the call around it, and the
-    difference of two calls does not show it. What timing takes, as stock's own lines show, is off.
+    The difference is taken within each step. Our own lines are timed by themselves, too: they take
+    a fiftieth of the call around them, which the difference of two calls does not show. The time
+    that timing itself takes, measured as stock's own lines, is subtracted.
     """
-    from meridian_patch.bench.micro.scheduler_times import OWN
-
     rows = []
     for name, steps in seen.items():
         for call, own_part in OWN.items():
-            ours = np.array([step[call] for step in steps]) * 1e6
-            stock = np.array([step[call] for step in seen[STOCK]]) * 1e6
-            row = {
-                "running": running,
-                "waiting": waiting,
-                "arm": name,
-                "call": call,
-                "p50_us": float(np.median(ours)),
-                "p99_us": float(np.percentile(ours, 99)),
-            }
+            ours = column(steps, call)
+            row: Row = {"running": running, "waiting": waiting, "arm": name, "call": call}
+            row |= {"p50_us": float(np.median(ours)), "p99_us": float(np.percentile(ours, 99))}
             if name != STOCK:
-                row["extra_us"] = {
-                    f"p{q}": float(np.percentile(ours - stock, q)) for q in (20, 50, 80)
-                }
+                row["extra_us"] = spread(ours - column(seen[STOCK], call))
             if name in ARMS:
-                own = np.array([step[own_part] for step in steps]) * 1e6
-                own -= np.median([step[own_part] for step in seen[AGAIN]]) * 1e6
-                row["own_us"] = {f"p{q}": float(np.percentile(own, q)) for q in (20, 50, 80)}
+                timing = np.median(column(seen[AGAIN], own_part))
+                row["own_us"] = spread(column(steps, own_part) - timing)
             rows.append(row)
     return rows
 
 
-def table_of(rows: list[Row]) -> Table:
-    """The same for people."""
-    table = Table(
-        title="CPU µs per step; extra over stock, of paired steps, and own: median (p20..p80)"
-    )
-    for heading in ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock", "own"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            *(str(row[name]) for name in ("running", "waiting", "call", "arm")),
-            f"{row['p50_us']:.0f}",
-            f"{row['p99_us']:.0f}",
-            _shown(row.get("extra_us")),
-            _shown(row.get("own_us")),
-        )
-    return table
-
-
-def _shown(shares: dict[str, float] | None) -> str:
-    if shares is None:
-        return ""
-    return f"{shares['p50']:.0f} ({shares['p20']:.0f}..{shares['p80']:.0f})"
+def _cells(row: Row) -> list[str]:
+    """A row of figures as text, by ``HEADINGS``."""
+    cells = [str(row[name]) for name in ("running", "waiting", "call", "arm")]
+    cells += [f"{row[name]:.0f}" for name in ("p50_us", "p99_us")]
+    return cells + [show(row.get(name), ".0f") for name in ("extra_us", "own_us")]
 
 
 def operations_table(deep: Row) -> Table:
     """What each operation takes in front of a deep queue."""
-    table = Table(
-        title=f"CPU µs per call: {deep['running']} running, {deep['waiting']} waiting, up to "
+    title = (
+        f"CPU µs per call: {deep['running']} running, {deep['waiting']} waiting, up to "
         f"{deep['most_displaced']} displaced; {deep['slow']} over the time budget, 0 dropped"
     )
-    for heading in ("operation", "calls", "p50", "p99", "max"):
-        table.add_column(heading, justify="right")
-    for name, row in deep["operations"].items():
-        shown = (f"{row[key]:.1f}" for key in ("p50_us", "p99_us", "max_us"))
-        table.add_row(name, str(row["calls"]), *shown)
-    return table
+    rows = [
+        (name, str(row["calls"]), *(f"{row[key]:.1f}" for key in ("p50_us", "p99_us", "max_us")))
+        for name, row in deep["operations"].items()
+    ]
+    return make_table(title, ("operation", "calls", "p50", "p99", "max"), rows)
