@@ -1,4 +1,4 @@
-"""Child processes: a group of their own, a log, JSON lines in and out, a clean end."""
+"""Child processes: engines that answer JSON lines, ends of process groups, tails of logs."""
 
 import json
 import os
@@ -7,39 +7,51 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from meridian_patch import envs
 from meridian_patch.errors import MeridianError
 
 LOG_TAIL_LINES = 20
 _END_S = 30.0
 
 
-class JsonChild:
-    """A Python module in a process of its own that answers JSON lines with JSON lines.
+class EngineChild:
+    """A vLLM engine in a process of its own, which answers JSON lines with JSON lines.
+
+    As a context it ends the process: by the end of its input, or by a signal after an error.
 
     Args:
-        module: dotted name.
-        env: complete environment.
-        log: file that takes what it prints beside its answers.
-        failure: makes the error that is raised when it has ended before it was done.
+        engine_class: answers there, as ``MODULE:CLASS``; see ``meridian_patch.bench.engine_main``.
+        job: for the class.
+        variables: of the environment. Inherited ones of ours are left out.
+        log: file that takes what the engine prints.
+        failure: makes the error that is raised when the process ended early.
+
+    Attributes:
+        facts: the first reply, sent when the engine is up.
     """
 
     def __init__(
         self,
-        module: str,
-        env: Mapping[str, str],
+        engine_class: str,
+        job: Mapping[str, Any],
+        variables: Mapping[str, str],
         log: Path,
         failure: Callable[[str], MeridianError],
     ) -> None:
         self._log = log
         self._failure = failure
+        env = {n: v for n, v in envs.environment().items() if not n.startswith(envs.PREFIX)}
+        # The class reaches into the scheduler, so that the engine core is in its process.
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
                 # -P keeps the working directory off sys.path: vLLM would take a folder named
                 # triton_kernels there for the package it knows under that name.
-                [sys.executable, "-P", "-m", module],
-                env=dict(env),
+                [sys.executable, "-P", "-m", "meridian_patch.bench.engine_main", engine_class],
+                env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
@@ -47,9 +59,31 @@ class JsonChild:
                 # Its own group: Ctrl-C reaches us alone, and we end the whole group.
                 process_group=0,
             )
+        try:
+            self.send(job)
+            self.facts = self.receive()
+        except BaseException:
+            end_group(self._process, _END_S, signal.SIGKILL)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            end_group(self._process, _END_S, None)
+        else:
+            end_group(self._process, _END_S)
 
     def send(self, value: Mapping[str, Any]) -> None:
-        """Raises what ``failure`` makes if the reader is gone."""
+        """Send a line; raises what ``failure`` makes if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(value) + "\n")
@@ -58,23 +92,13 @@ class JsonChild:
             raise self._ended_early() from None
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next answer; raises what ``failure`` makes when none will come."""
+        """Wait for the next reply; raises what ``failure`` makes if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise self._ended_early()
         value: dict[str, Any] = json.loads(line)
         return value
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Signal it, give it time, and make sure."""
-        end_group(self._process, _END_S, number)
-
-    def finish(self) -> None:
-        """Tell it that nothing more will come, give it time, and make sure."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        end_group(self._process, _END_S, None)
 
     def _ended_early(self) -> MeridianError:
         return self._failure(f"the engine ended before it was done. {log_tail(self._log)}")
@@ -85,12 +109,12 @@ def end_group(
     limit_s: float,
     number: signal.Signals | None = signal.SIGTERM,
 ) -> None:
-    """End a process that leads its group, and whatever it started: ask, wait, force.
+    """End a process that leads its group, and all that it started: signal, wait, kill.
 
     Args:
-        process: of any kind.
-        limit_s: how long to wait for the process itself.
-        number: how to ask; None: it knows already.
+        process: the leader.
+        limit_s: how long to wait for it.
+        number: signal sent first; None: none, for a process that is ending.
     """
     if number is not None:
         _signal(process.pid, number)
@@ -105,7 +129,7 @@ def end_group(
 
 
 def log_tail(log: Path) -> str:
-    """Where a child's log is, and its last lines."""
+    """The path of a child's log and its last lines, as text."""
     lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     return "\n".join([f"Its log is {log}; the last lines:", *lines])
 

@@ -1,4 +1,4 @@
-"""Bootstrap intervals over seeds."""
+"""Bootstrap intervals over seeds, problems and other items that are alike."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,7 +14,7 @@ _COVERAGE = 0.95
 def bootstrap_interval(
     items: Sequence[Item], statistic: Callable[[Sequence[Item]], float | None]
 ) -> tuple[float, float] | None:
-    """The 95 % percentile interval of a statistic over resampled items, one item per seed.
+    """The 95 % percentile interval of a statistic over resampled items, such as one per seed.
 
     Returns:
         Low and high; None for fewer than two items, or when the statistic is nowhere defined.
@@ -29,7 +29,7 @@ def bootstrap_interval(
 def bootstrap_quotient(
     above: NDArray[np.float64], below: NDArray[np.float64]
 ) -> tuple[float, float] | None:
-    """The same for the sum of ``above`` over that of ``below``, one element of both per seed.
+    """The same for the sum of ``above`` over that of ``below``, one element of both per item.
 
     Undefined where the sum of ``below`` is 0. Many times faster than ``bootstrap_interval``.
     """

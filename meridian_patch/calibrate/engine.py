@@ -1,7 +1,7 @@
-"""Answers calibration's requests with a real engine of this process."""
+"""Answers calibration's requests with a stock engine; see ``meridian_patch.bench.engine_main``."""
 
-import json
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -13,23 +13,26 @@ from meridian_patch.engine.in_process import core_of
 if TYPE_CHECKING:
     import queue
 
-# Behind the last line.
-END = ""
-
 
 class CalibrationEngine:
-    """One engine and what is asked of it.
+    """One engine; its replies come as requests finish.
+
+    A request holds ``key``, ``prompt`` (token ids), ``max_tokens`` (None: as many as there is room
+    for) and ``is_measured``. Its reply holds ``key``, ``ids`` (None: the prompt leaves no room for
+    a token) and ``entropies`` (nats, by token; None: not measured).
 
     Args:
-        job: ``engine`` and ``sampling``, see ``calibration_run``.
-        channel: takes the replies.
+        job: ``engine``, arguments of ``vllm.LLM``, and ``sampling``, fields of ``SamplingParams``
+            in place of the model's own.
+        send: takes the replies; the first one holds ``max_num_seqs`` and ``pace``, the fields of
+            ``Lag`` that are the engine's.
     """
 
-    def __init__(self, job: dict[str, Any], channel: TextIO) -> None:
-        self._channel = channel
+    def __init__(self, job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+        self._send = send
         self._llm = LLM(**job["engine"])
         self._engine = self._llm.llm_engine
-        # As a server has it: what the model's generation_config.json says, where nothing is asked.
+        # As on a server, the model's generation_config.json holds where nothing is given.
         self._sampling = self._llm.model_config.get_diff_sampling_param() | job["sampling"]
         self._entropies = SampledEntropies(self._llm)
         config = self._engine.vllm_config
@@ -41,16 +44,16 @@ class CalibrationEngine:
             }
         )
 
-    def serve(self, lines: "queue.Queue[str]") -> None:
-        """Answer requests until their end."""
+    def serve(self, requests: "queue.Queue[dict[str, Any] | None]") -> None:
+        """Answer requests until None comes."""
         is_open = True
         while is_open or self._engine.has_unfinished_requests():
-            # Without work there is nothing to do but wait for a line.
-            while is_open and (not self._engine.has_unfinished_requests() or not lines.empty()):
-                line = lines.get()
-                is_open = line != END
-                if is_open:
-                    self._add(json.loads(line))
+            # Waits for a request only where the engine has none.
+            while is_open and (not self._engine.has_unfinished_requests() or not requests.empty()):
+                request = requests.get()
+                is_open = request is not None
+                if request is not None:
+                    self._add(request)
             if self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:
@@ -78,7 +81,3 @@ class CalibrationEngine:
         ids = list(output.outputs[0].token_ids)
         entropies = self._entropies.take(output.request_id, len(ids))
         self._send({"key": output.request_id, "ids": ids, "entropies": entropies})
-
-    def _send(self, reply: dict[str, Any]) -> None:
-        self._channel.write(json.dumps(reply) + "\n")
-        self._channel.flush()

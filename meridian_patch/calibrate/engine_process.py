@@ -1,17 +1,17 @@
 """The engine that calibration asks, as a child process."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from meridian_patch import envs
-from meridian_patch.bench.child import JsonChild
+from meridian_patch.bench.child import EngineChild
 from meridian_patch.errors import CalibrationError
 
-_MODULE = "meridian_patch.calibrate.engine_main"
-# The engine never waits for a request, and few wait in it.
+_ENGINE = "meridian_patch.calibrate.engine:CalibrationEngine"
+_VARIABLES = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
+# Keeps the engine busy with few requests waiting in it.
 _REQUESTS_PER_SEAT = 2
 
 
@@ -56,10 +56,10 @@ class Engine(Protocol):
 
 
 class EngineProcess:
-    """A stock vLLM engine in a process of its own, started when it is first asked something.
+    """A stock vLLM engine in a process of its own, started for the first request.
 
-    Stock, because thoughts are to come to their natural end whatever is configured here; its model
-    runners have the tap of a patched server.
+    Thoughts must come to their natural end whatever is configured here, so the engine is stock; its
+    model runners have the tap of a patched server.
 
     Args:
         arguments: of ``vllm.LLM``.
@@ -72,10 +72,7 @@ class EngineProcess:
     ) -> None:
         self._job = {"engine": dict(arguments), "sampling": dict(sampling)}
         self._log = log
-        self._child: JsonChild | None = None
-        # Requests to keep in the engine; 0 until it has started.
-        self._seats = 0
-        self._pace: dict[str, int] = {}
+        self._child: EngineChild | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -86,12 +83,8 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._child is None:
-            return
-        if error is None:
-            self._child.finish()
-        else:
-            self._child.end()
+        if self._child is not None:
+            self._child.__exit__(kind, error, trace)
 
     def run(self, asks: Iterable[Ask]) -> Iterator[tuple[str, Reply]]:
         """Replies with their keys as they come.
@@ -99,51 +92,32 @@ class EngineProcess:
         Raises:
             CalibrationError: the engine did not start, or ended; the message holds its last lines.
         """
-        waiting = iter(asks)
-        first = next(waiting, None)
+        rest = iter(asks)
+        first = next(rest, None)
         if first is None:
             return
-        child = self._started()
-        child.send(first._asdict())
-        pending = 1
-        for ask in islice(waiting, _REQUESTS_PER_SEAT * self._seats - 1):
+        child, waiting, pending = self._started(), chain([first], rest), 0
+        for ask in islice(waiting, _REQUESTS_PER_SEAT * child.facts["max_num_seqs"]):
             child.send(ask._asdict())
             pending += 1
         while pending:
             reply = child.receive()
             pending -= 1
-            following = next(waiting, None)
-            if following is not None:
-                child.send(following._asdict())
+            for ask in islice(waiting, 1):
+                child.send(ask._asdict())
                 pending += 1
             yield reply["key"], Reply(reply["ids"], reply["entropies"])
 
     def pace(self) -> Mapping[str, int]:
-        """Fields of ``Lag`` that are the engine's; it is started for that if need be.
+        """Fields of ``Lag`` that are the engine's; starts it if it does not run yet.
 
         Raises:
             CalibrationError: the engine did not start; the message holds its last lines.
         """
-        self._started()
-        return self._pace
+        pace: dict[str, int] = self._started().facts["pace"]
+        return pace
 
-    def _started(self) -> JsonChild:
+    def _started(self) -> EngineChild:
         if self._child is None:
-            self._child = JsonChild(_MODULE, _environment(), self._log, CalibrationError)
-        if not self._seats:
-            self._child.send(self._job)
-            told = self._child.receive()
-            self._seats = int(told["max_num_seqs"])
-            self._pace = {name: int(value) for name, value in told["pace"].items()}
+            self._child = EngineChild(_ENGINE, self._job, _VARIABLES, self._log, CalibrationError)
         return self._child
-
-
-def _environment() -> dict[str, str]:
-    env = envs.environment()
-    kept = {name: value for name, value in env.items() if not name.startswith(envs.PREFIX)}
-    return kept | {
-        "MERIDIAN_PATCH": "0",
-        "VLLM_PLUGINS": "",
-        # The scheduler is told from within the process what to measure.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }

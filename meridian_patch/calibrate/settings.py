@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
+from meridian_patch.bench.options import read_whole
 from meridian_patch.calibrate.graders import Grader, make_grader
 from meridian_patch.calibrate.problems import ProblemFile, read_problems
 from meridian_patch.calibrate.thresholds import KINDS, Kind, read_kinds, read_share, read_thresholds
@@ -58,7 +59,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
     """Check everything that can be checked without the model.
 
     Raises:
-        CalibrationError: a wrong value, or a data file that cannot be used.
+        CalibrationError, BenchError: a wrong value, or a data file that cannot be used.
         ConfigError: a wrong configuration.
     """
     epsilon = read_share("--epsilon", parsed.epsilon)
@@ -80,8 +81,8 @@ def read_request(parsed: argparse.Namespace) -> Request:
         confidence=confidence,
         thresholds=thresholds,
         sampling=sampling,
-        max_tokens=None if max_tokens is None else _whole("--max-tokens", max_tokens),
-        max_answer_tokens=_whole("--max-answer-tokens", parsed.max_answer_tokens),
+        max_tokens=None if max_tokens is None else read_whole("--max-tokens", max_tokens),
+        max_answer_tokens=read_whole("--max-answer-tokens", parsed.max_answer_tokens),
         reasoning_parser=parsed.reasoning_parser,
         family=parsed.family,
         template=_pairs("--template", parsed.template),
@@ -113,12 +114,6 @@ def _temperature(text: str) -> float:
             f"--temperature is {text!r}, expected a number from 0 to {_MOST_TEMPERATURE:g}"
         )
     return value
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise CalibrationError(f"{option} is {text!r}, expected a whole number above 0")
-    return int(text)
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, Any]:

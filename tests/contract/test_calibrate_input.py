@@ -207,7 +207,7 @@ def test_fixed_thresholds_are_in_range(kind):
 
 def test_an_engine_that_does_not_start(tmp_path, monkeypatch):
     """The end of its log is in the message."""
-    monkeypatch.setattr("meridian_patch.calibrate.engine_process._MODULE", "no_such_module")
+    monkeypatch.setattr("meridian_patch.calibrate.engine_process._ENGINE", "no_such_module:E")
     with EngineProcess({}, {}, tmp_path / "engine.log") as engine:
         assert list(engine.run([])) == []
         with pytest.raises(

@@ -89,7 +89,6 @@ def run_exit(parsed: argparse.Namespace) -> int:
         describe_machine(),
         sets,
         config.exit.model_dump(mode="json"),
-        ("exits", "bounds"),
     )
     console.print(str(origin.machine), highlight=False)
     end_like_ctrl_c()

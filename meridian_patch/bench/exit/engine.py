@@ -1,113 +1,158 @@
-"""The patched engine that ends thoughts, as a child process."""
+"""Answers the requests of ``meridian bench exit`` with a patched engine, and counts what it does.
 
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+See ``meridian_patch.bench.engine_main`` for the process.
+"""
 
-from meridian_patch import envs
-from meridian_patch.bench.child import JsonChild
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import ReasoningConfig
+from vllm.sampling_params import RequestOutputKind
+
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.in_process import core_of
+from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.errors import BenchError
 
-_MODULE = "meridian_patch.bench.exit.engine_main"
-_SET = f"{envs.OVERRIDE_PREFIX}EXIT__"
+if TYPE_CHECKING:
+    import queue
 
 
-class Ask(NamedTuple):
-    """One request: a name of its own, token ids, and fields of ``SamplingParams``."""
-
-    key: str
-    prompt: Sequence[int]
-    params: Mapping[str, Any]
-
-
-class Reply(NamedTuple):
-    """What came of a request.
-
-    Attributes:
-        key: its name.
-        ids: output tokens.
-        finish_reason: as vLLM says it.
-        told: what the caller is told of the thought; empty while none has ended.
-        forced: output indices of tokens that a mask of ours decided.
-    """
-
-    key: str
-    ids: list[int]
-    finish_reason: str
-    told: Mapping[str, Any]
-    forced: list[int]
-
-
-class ExitEngineProcess:
-    """A patched vLLM engine in a process of its own, for arm after arm.
+class ExitWatch:
+    """Counts what one scheduler does by what goes in and out of it, without our own counters.
 
     Args:
-        arguments: of ``vllm.LLM``.
-        reasoning: start and end marker for vLLM's own thinking budget; None: not used.
-        concurrency: most requests at a time.
-        settings: of section ``exit``, in place of what the profile says.
-        profile: configuration file.
-        log: file that takes what the engine prints.
+        scheduler: of an engine core of this process.
+
+    Raises:
+        BenchError: the engine is not patched, or cannot end thoughts.
     """
 
-    def __init__(
-        self,
-        arguments: Mapping[str, Any],
-        reasoning: tuple[str, str] | None,
-        concurrency: int,
-        settings: Mapping[str, str],
-        profile: Path,
-        log: Path,
-    ) -> None:
-        # By event, what the last arm did in the engine.
-        self.totals: dict[str, int] = {}
-        self._child = JsonChild(_MODULE, _environment(settings, profile), log, BenchError)
-        try:
-            job = {"engine": dict(arguments), "reasoning": reasoning, "concurrency": concurrency}
-            self._child.send(job)
-            self._child.receive()
-        except BaseException:
-            self._child.end(signal.SIGKILL)
-            raise
+    def __init__(self, scheduler: Any) -> None:
+        exits = getattr(scheduler, "early_exit", None)
+        if exits is None:
+            raise BenchError(
+                f"{type(scheduler).__name__} ends no thoughts, expected the patched scheduler and "
+                "a model of a known family"
+            )
+        self._scheduler = scheduler
+        self._totals: Counter[str] = Counter()
+        self._counted = dict(scheduler.phase_counters.totals)
+        # By request, output indices of forced tokens.
+        self._forced: dict[str, list[int]] = {}
+        self._wrap(scheduler, "schedule", self._scheduled)
+        self._wrap(scheduler, "update_from_output", self._updated)
+        self._add_rows = exits.forced_closes.add_rows
+        exits.forced_closes.add_rows = self._mask
 
-    def __enter__(self) -> Self:
-        return self
+    def take_forced(self, key: str) -> list[int]:
+        """Output indices of a finished request whose tokens were forced."""
+        return self._forced.pop(key, [])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._child.end()
+    def take_totals(self) -> dict[str, int]:
+        """Events since the last call, the product's own counters among them."""
+        totals, self._totals = self._totals, Counter()
+        before, self._counted = self._counted, dict(self._scheduler.phase_counters.totals)
+        ours = {name: n - before.get(name, 0) for name, n in self._counted.items()}
+        return {**{name: n for name, n in ours.items() if n}, **totals}
 
-    def run(self, asks: Sequence[Ask]) -> Iterator[Reply]:
-        """Replies as they come; ``totals`` are those of this arm when it has ended.
+    def _wrap(self, owner: Any, name: str, after: Any) -> None:
+        inner = getattr(owner, name)
 
-        Raises:
-            BenchError: the engine ended; the message holds its last lines.
-        """
-        self._child.send({"requests": [ask._asdict() for ask in asks]})
-        for _ in asks:
-            yield Reply(**self._child.receive())
-        self.totals = self._child.receive()["totals"]
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            after(result)
+            return result
+
+        setattr(owner, name, wrapper)
+
+    def _scheduled(self, output: Any) -> None:
+        totals, requests = self._totals, self._scheduler.requests
+        totals["steps"] += 1
+        totals["drafted"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        for name, count in output.num_scheduled_tokens.items():
+            if isinstance(requests[name], ProbeRequest):
+                totals["probes"] += 1
+                totals["probe_tokens"] += count
+
+    def _updated(self, outputs: dict[int, Any]) -> None:
+        for client in outputs.values():
+            for output in client.outputs:
+                self._totals["accepted"] += max(0, len(output.new_token_ids) - 1)
+
+    def _mask(self, output: Any, grammar: Any) -> Any:
+        result = self._add_rows(output, grammar)
+        # No request has structured output here, so every row belongs to a close.
+        for name in result.structured_output_request_ids if result is not None else ():
+            request = self._scheduler.requests[name]
+            # Load-bearing: tokens on the way count from this step on, its own among them.
+            on_the_way = max(request.num_output_placeholders - 1, 0)
+            index = request.num_output_tokens + on_the_way
+            self._forced.setdefault(caller_id(name), []).append(index)
+        return result
 
 
-def _environment(settings: Mapping[str, str], profile: Path) -> dict[str, str]:
-    env = envs.environment()
-    kept = {name: value for name, value in env.items() if not name.startswith(envs.PREFIX)}
-    kept |= {f"{_SET}{name.upper()}": value for name, value in settings.items()}
-    return kept | {
-        "MERIDIAN_PATCH": "1",
-        "MERIDIAN_PATCH_CONFIG": str(profile.resolve()),
-        "VLLM_PLUGINS": envs.PLUGIN_NAME,
-        # The scheduler is watched from within the process.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # Threads of a second OpenMP worker spin against whatever else runs.
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+class ExitEngine:
+    """One engine and the arms that are run on it, one after the other.
+
+    An arm is ``requests``: for each ``key``, ``prompt`` (token ids) and ``params`` (of
+    ``SamplingParams``). As requests finish, a reply holds ``key``, ``ids``, ``finish_reason``,
+    ``told`` (what the caller is told of the thought; empty: none has ended) and ``forced`` (output
+    indices of tokens that a mask of ours decided). An arm's last reply is ``totals``, by event.
+
+    Args:
+        job: ``engine``, arguments of ``vllm.LLM``; ``reasoning``, start and end marker for vLLM's
+            own thinking budget (None: not used); ``concurrency``, the most requests at a time.
+        send: takes the replies; the first one is empty.
+    """
+
+    def __init__(self, job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+        self._send = send
+        arguments = dict(job["engine"])
+        if job["reasoning"] is not None:
+            start, end = job["reasoning"]
+            arguments["reasoning_config"] = ReasoningConfig(
+                reasoning_start_str=start, reasoning_end_str=end
+            )
+        llm = LLM(**arguments)
+        self._engine = llm.llm_engine
+        self._watch = ExitWatch(core_of(llm).scheduler)
+        self._concurrency = int(job["concurrency"])
+        self._send({})
+
+    def serve(self, arms: "queue.Queue[dict[str, Any] | None]") -> None:
+        """Run arms until None comes."""
+        for arm in iter(arms.get, None):
+            self._run(arm["requests"])
+
+    def _run(self, requests: list[dict[str, Any]]) -> None:
+        engine, waiting = self._engine, deque(requests)
+        engine.reset_prefix_cache()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < self._concurrency:
+                self._add(waiting.popleft())
+            for output in engine.step():
+                if output.finished:
+                    self._finish(output)
+        self._send({"totals": self._watch.take_totals()})
+
+    def _add(self, request: dict[str, Any]) -> None:
+        params = SamplingParams(
+            **request["params"], detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt: Any = {"prompt_token_ids": request["prompt"]}
+        self._engine.add_request(request["key"], prompt, params)
+
+    def _finish(self, output: Any) -> None:
+        completion = output.outputs[0]
+        self._send(
+            {
+                "key": output.request_id,
+                "ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "told": completion.meridian,
+                "forced": self._watch.take_forced(output.request_id),
+            }
+        )

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meridian_patch.bench.exit.arms import NATURAL
 from meridian_patch.bench.exit.run import ArmRun, Result
+from meridian_patch.bench.statistics import bootstrap_quotient
 from meridian_patch.exit.statistics import clopper_pearson
 
 # Most that accuracy may fall for a fixed budget to be taken for as good, in percentage points.
 TOLERANCE_PP = 0.5
-_RESAMPLES = 4000
 _RISK = 0.05
 
 Interval = tuple[float, float]
@@ -116,22 +115,14 @@ def all_figures(runs: Sequence[ArmRun], problems_of: Mapping[str, str]) -> list[
 def _compare(ours: Sequence[Result], natural: Sequence[Result]) -> dict[str, Any]:
     tokens = np.array([[r.think_tokens for r in side] for side in (ours, natural)], np.float64)
     right = np.array([[r.is_right for r in side] for side in (ours, natural)], np.float64)
-    count = len(ours)
-    picks = np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
-    ratios = tokens[0][picks].sum(axis=1) / tokens[1][picks].sum(axis=1)
     changes = right[0] - right[1]
     lost = int((changes < 0).sum())
     return {
         "think_ratio": float(tokens[0].sum() / tokens[1].sum()),
-        "think_ratio_interval": _interval(ratios),
+        "think_ratio_interval": bootstrap_quotient(tokens[0], tokens[1]),
         "difference_pp": 100 * float(changes.mean()),
-        "difference_pp_interval": _interval(100 * changes[picks].mean(axis=1)),
+        "difference_pp_interval": bootstrap_quotient(100 * changes, np.ones_like(changes)),
         "lost": lost,
         "won": int((changes > 0).sum()),
-        "lost_bound": clopper_pearson(lost, count, _RISK),
+        "lost_bound": clopper_pearson(lost, len(ours), _RISK),
     }
-
-
-def _interval(values: NDArray[np.float64]) -> Interval:
-    low, high = np.quantile(values, [_RISK / 2, 1 - _RISK / 2])
-    return float(low), float(high)

@@ -14,6 +14,7 @@ from meridian_patch.bench.exit.arms import BUDGET, CAP, EAT, EAT_RPDI, NATURAL
 from meridian_patch.bench.exit.checks import Violation
 from meridian_patch.bench.exit.figures import TOLERANCE_PP, Figures, best_fixed
 from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.served.plots import finish_axes, to_png
 
 FORMAT_VERSION = 1
 DEFINITIONS = {
@@ -32,7 +33,8 @@ _STYLES = {
     EAT: ("#0072B2", "D", "EAT"),
     EAT_RPDI: ("#D55E00", "v", "EAT and RPDI"),
 }
-_DPI = 130
+# Engines whose arms have the main set of problems; these are plotted.
+MAIN_STAGES = ("exits", "bounds")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class ExitOrigin:
     Attributes:
         problems: number and seed of each set.
         settings: section ``exit`` of the profile.
-        main: the stage-independent name of the set that is plotted.
     """
 
     date: str
@@ -50,14 +51,13 @@ class ExitOrigin:
     machine: Machine
     problems: Mapping[str, Mapping[str, int]]
     settings: Mapping[str, Any]
-    main: Sequence[str]
 
 
 def exit_data(
     figures: Sequence[Figures], violations: Sequence[Violation], origin: ExitOrigin
 ) -> dict[str, Any]:
     """The report as plain data."""
-    main = [each for each in figures if each.stage in origin.main]
+    main = [each for each in figures if each.stage in MAIN_STAGES]
     return {
         "version": FORMAT_VERSION,
         "provenance": origin.machine.how,
@@ -80,15 +80,7 @@ def exit_table(figures: Sequence[Figures], title: str) -> Table:
     """One row per arm."""
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     table.add_column("engine: arm", no_wrap=True)
-    for name in (
-        "tokens",
-        "÷ natural",
-        "right, %",
-        "Δ, pp",
-        "lost/won",
-        "probes",
-        "broken",
-    ):
+    for name in ("tokens", "÷ natural", "right, %", "Δ, pp", "lost/won", "probes", "broken"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in figures:
         table.add_row(
@@ -104,15 +96,18 @@ def exit_table(figures: Sequence[Figures], title: str) -> Table:
     return table
 
 
-def exit_plot(figures: Sequence[Figures], origin: ExitOrigin) -> Canvas:
+def exit_plot(figures: Sequence[Figures], origin: ExitOrigin) -> bytes:
     """Draw accuracy (%) over think tokens per problem; one series per kind of arm.
 
-    A series of one arm is a point, one of several (fixed budgets) a line. Only stages of the main
-    set of problems are drawn. A dotted line marks natural accuracy less TOLERANCE_PP.
+    A series of one arm is a point, one of several (fixed budgets) a line. A dotted line marks
+    natural accuracy less TOLERANCE_PP.
+
+    Returns:
+        PNG.
     """
     canvas = Canvas(figsize=(7.5, 4.6), layout="constrained")
     axes = canvas.subplots()
-    main = [each for each in figures if each.stage in origin.main]
+    main = [each for each in figures if each.stage in MAIN_STAGES]
     for kind, (colour, marker, label) in _STYLES.items():
         of_kind = [each for each in main if each.arm == kind or each.arm.startswith(f"{kind} ")]
         if not of_kind:
@@ -130,12 +125,10 @@ def exit_plot(figures: Sequence[Figures], origin: ExitOrigin) -> Canvas:
     axes.axhline(100 * natural.accuracy - TOLERANCE_PP, color="#222222", lw=0.8, ls=":")
     axes.set_xlabel("think tokens per problem")
     axes.set_ylabel("right answers (%)")
-    axes.grid(visible=True, color="#E6E6E6", lw=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
+    finish_axes(canvas, axes, "Early exit against fixed budgets")
     words = f"{natural.problems} fresh problems, tiny reasoner, temperature 1, {origin.machine.how}"
-    axes.set_title(words, fontsize=9, loc="left")
-    return canvas
+    return to_png(canvas, words)
 
 
 def write_exit_report(
@@ -147,7 +140,7 @@ def write_exit_report(
     """Write ``exit.json`` and ``exit.png``; their paths."""
     document, picture = folder / "exit.json", folder / "exit.png"
     document.write_text(json.dumps(exit_data(figures, violations, origin), indent=1) + "\n")
-    exit_plot(figures, origin).savefig(picture, dpi=_DPI)
+    picture.write_bytes(exit_plot(figures, origin))
     return [document, picture]
 
 

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
+from meridian_patch import envs
+from meridian_patch.bench.child import EngineChild
 from meridian_patch.bench.exit.arms import Arm, Stage
 from meridian_patch.bench.exit.checks import Markers, Violation, find_violations
-from meridian_patch.bench.exit.engine import Ask, ExitEngineProcess, Reply
 from meridian_patch.demo.problems import Problem, grade
 from meridian_patch.demo.tokenizer import THINK_END, THINK_START
+from meridian_patch.errors import BenchError
 
+_ENGINE = "meridian_patch.bench.exit.engine:ExitEngine"
 MAX_MODEL_LEN = 1536
 MAX_TOKENS = 1400
-# A prompt of the greatest problem has about 110 tokens: all of a batch come in one step.
+# The longest prompt has about 110 tokens: one step takes the prompts of a whole batch.
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -28,8 +31,8 @@ ENGINE = {
     "seed": 0,
 }
 
-# A probe takes a seat of the batch for a step. Where requests take them all it waits, the thought
-# goes on, and is closed in the middle of its next words.
+# Seats left for probes. Without a free seat a probe waits while its thought goes on, which is then
+# closed in the middle of its next words.
 PROBE_SEATS = 16
 
 # Called with stage, arm, requests that are done, and requests in all.
@@ -106,58 +109,64 @@ class ExitBench:
         self._on_progress(stage.name, "starting", 0, len(problems))
         arguments: dict[str, Any] = {"model": str(self._model), **ENGINE, **stage.engine}
         concurrency = arguments["max_num_seqs"] - PROBE_SEATS
-        process = ExitEngineProcess(
-            arguments, reasoning, concurrency, stage.settings, self._profile, log
-        )
-        with process as engine:
+        job = {"engine": arguments, "reasoning": reasoning, "concurrency": concurrency}
+        variables = _variables(stage.settings, self._profile)
+        with EngineChild(_ENGINE, job, variables, log, BenchError) as engine:
             runs.extend(
                 self._run_arm(engine, stage, arm, problems, prompts, seed) for arm in stage.arms
             )
 
     def _run_arm(
         self,
-        engine: ExitEngineProcess,
+        engine: EngineChild,
         stage: Stage,
         arm: Arm,
         problems: Sequence[Problem],
         prompts: Sequence[list[int]],
         seed: int,
     ) -> ArmRun:
-        asks = [
-            Ask(str(number), prompt, self._params(stage, arm, seed + number))
+        requests = [
+            {
+                "key": str(number),
+                "prompt": prompt,
+                "params": self._params(stage, arm, seed + number),
+            }
             for number, prompt in enumerate(prompts)
         ]
         results: dict[int, Result] = {}
         violations: list[Violation] = []
         started = time.monotonic()
-        for reply in engine.run(asks):
-            number = int(reply.key)
+        engine.send({"requests": requests})
+        for _ in requests:
+            reply = engine.receive()
+            number = int(reply["key"])
             results[number], broken = self._read(stage, arm, problems[number], reply)
             violations += broken
-            self._on_progress(stage.name, arm.name, len(results), len(asks))
+            self._on_progress(stage.name, arm.name, len(results), len(requests))
         seconds = time.monotonic() - started
-        ordered = [results[number] for number in range(len(asks))]
-        return ArmRun(stage.name, arm, ordered, engine.totals, violations, seconds)
+        totals = engine.receive()["totals"]
+        ordered = [results[number] for number in range(len(requests))]
+        return ArmRun(stage.name, arm, ordered, totals, violations, seconds)
 
     def _read(
-        self, stage: Stage, arm: Arm, problem: Problem, reply: Reply
+        self, stage: Stage, arm: Arm, problem: Problem, reply: Mapping[str, Any]
     ) -> tuple[Result, list[Violation]]:
-        end = self._markers.end
-        think_tokens = reply.ids.index(end) + 1 if end in reply.ids else len(reply.ids)
+        ids, end = reply["ids"], self._markers.end
+        think_tokens = ids.index(end) + 1 if end in ids else len(ids)
         answer = None
-        if end in reply.ids:
-            answer = self._tokenizer.decode(reply.ids[think_tokens:], skip_special_tokens=True)
+        if end in ids:
+            answer = self._tokenizer.decode(ids[think_tokens:], skip_special_tokens=True)
         violations = find_violations(
             f"{stage.name}: {arm.name}",
             problem.question,
-            reply.ids,
-            reply.forced,
+            ids,
+            reply["forced"],
             answer,
             self._markers,
-            is_cut=reply.finish_reason == "length",
+            is_cut=reply["finish_reason"] == "length",
         )
         is_right = answer is not None and grade(answer, problem.answer)
-        return Result(think_tokens, is_right, reply.told.get("exit_reason", "")), violations
+        return Result(think_tokens, is_right, reply["told"].get("exit_reason", "")), violations
 
     def _params(self, stage: Stage, arm: Arm, seed: int) -> dict[str, Any]:
         params = {"temperature": stage.temperature, "max_tokens": MAX_TOKENS, **arm.params}
@@ -171,3 +180,18 @@ class ExitBench:
         )
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+
+def _variables(settings: Mapping[str, str], profile: Path) -> dict[str, str]:
+    """Environment of a patched engine; ``settings`` of section ``exit`` replace the profile's."""
+    own = {f"{envs.OVERRIDE_PREFIX}EXIT__{name.upper()}": v for name, v in settings.items()}
+    return own | {
+        "MERIDIAN_PATCH": "1",
+        "MERIDIAN_PATCH_CONFIG": str(profile.resolve()),
+        "VLLM_PLUGINS": envs.PLUGIN_NAME,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Threads of a second OpenMP worker spin against whatever else runs.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
