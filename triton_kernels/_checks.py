@@ -1,4 +1,4 @@
-"""What both kernels ask of their tensors. Each message names the argument, what came, what fits."""
+"""Checks both kernels' tensors. Messages name the argument, its value and what is expected."""
 
 import torch
 
@@ -37,7 +37,7 @@ def check_table(
 
     Args:
         name: of the argument.
-        table: what came; rows may be padded.
+        table: the argument; rows may be padded.
         shape: rows and columns; None for any number of rows.
         logits: whose device it must share.
     """

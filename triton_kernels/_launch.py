@@ -68,7 +68,7 @@ def config_for(n_cols: int) -> LaunchConfig:
 
 @cache
 def rows_that_fill(device: torch.device) -> int:
-    """From how many rows on one program per row occupies the device.
+    """Fewest rows of which one program each occupies the device.
 
     Asks the driver once, and waits for nothing.
     """

@@ -1,6 +1,6 @@
-"""Workloads, clients, metrics and reports for served comparisons."""
+"""Comparisons with stock vLLM: served, simulated, of early exit, and of single operations."""
 
 import logging
 
-# It says which of the fonts it might use are not there, and draws with the one it brings.
+# At a lower level it lists the fonts that are not installed.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)

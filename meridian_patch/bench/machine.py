@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for the reader of its report."""
+"""Describes the machine of a benchmark, for its report."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ class Machine:
         load: runnable processes in the last minute, before the benchmark began.
         python: version.
         vllm: distribution and version.
-        accelerator: what vLLM runs on in place of the CPU, where that was asked.
+        accelerator: GPU that vLLM runs on; None: the CPU, or not looked up.
     """
 
     cpu: str

@@ -1,4 +1,4 @@
-"""Reads the benches' command-line values; a wrong one is one sentence that names the option."""
+"""Reads values of the command line; the error for a wrong one names the option."""
 
 import math
 

@@ -5,11 +5,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bars(console: Console, *, transient: bool = False) -> Progress:
-    """A bar per task; seldom redrawn, for whatever is measured shares the machine.
+    """A bar per task; seldom redrawn, because drawing takes time from what is measured.
 
     Args:
         console: shows them.
-        transient: they are gone when all is done.
+        transient: remove them at the end.
     """
     return Progress(
         TextColumn("{task.description}"),

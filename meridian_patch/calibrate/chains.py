@@ -43,7 +43,7 @@ def find_chain(
 
 
 def answer_begin(output: Sequence[int], boundaries: Boundaries) -> int:
-    """Where the answer begins in what was written behind a forced close.
+    """Index at which the answer begins in the output after a forced close.
 
     A model may think on and end the thought a second time.
     """

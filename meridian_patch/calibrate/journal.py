@@ -15,26 +15,26 @@ _DECIMALS = 7
 class Journal:
     """A file of replies by key: JSON lines, the settings they were made with first.
 
-    What is not of the settings may change from one calibration to the next: more problems, other
-    answers, another grader, tolerance or thresholds ask the engine only for what is missing.
+    All that is not in the settings may change from one calibration to the next. With more problems,
+    another grader, tolerance or thresholds, the engine is asked only for the missing replies.
 
     Args:
         path: of the file; it is made where it is missing.
-        settings: what replies depend on, beside their key.
+        settings: that replies depend on, beside their key.
 
     Raises:
-        CalibrationError: the file is of other settings, or is no such file.
+        CalibrationError: the file is not a journal, or has other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
         self._replies: dict[str, Reply] = {}
         self._notes: dict[str, dict[str, int]] = {}
-        # As it comes back from the file.
+        # As JSON reads them back.
         self._settings = json.loads(json.dumps(settings))
         whole = self._read() if path.is_file() else 0
         self._file = path.open("r+b" if path.is_file() else "w+b")
-        # A line that was cut off in the middle is asked for again.
+        # Drops a line that was cut off; its request is made again.
         self._file.truncate(whole)
         self._file.seek(whole)
         if not whole:
@@ -52,11 +52,11 @@ class Journal:
         self._file.close()
 
     def get(self, key: str) -> Reply | None:
-        """The reply with this key, if there was one."""
+        """The reply with this key; None: not in the file."""
         return self._replies.get(key)
 
     def add(self, key: str, reply: Reply) -> Reply:
-        """Keep a reply, on disk at once; what will be read from there."""
+        """Write a reply to disk at once; the reply as it will be read back."""
         rounded = None
         if reply.entropies is not None:
             rounded = [round(entropy, _DECIMALS) for entropy in reply.entropies]
@@ -65,11 +65,11 @@ class Journal:
         return kept
 
     def noted(self, name: str) -> dict[str, int] | None:
-        """Figures of the engine that were kept under this name, if there are any."""
+        """Figures of the engine under this name; None: not in the file."""
         return self._notes.get(name)
 
     def note(self, name: str, figures: Mapping[str, int]) -> dict[str, int]:
-        """Keep figures of the engine, on disk at once; what will be read from there."""
+        """Write figures of the engine to disk at once; as they will be read back."""
         self._append({"note": name, "figures": dict(figures)})
         kept = self._notes[name] = dict(figures)
         return kept
@@ -79,7 +79,7 @@ class Journal:
         self._file.flush()
 
     def _read(self) -> int:
-        """Take in the file; bytes of its whole lines."""
+        """Read the file; the number of bytes of its whole lines."""
         whole = 0
         for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):

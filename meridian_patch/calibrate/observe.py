@@ -104,8 +104,8 @@ class Observer:
         engine: answers what the journal does not have.
         journal: of replies.
         on_progress: called as requests finish.
-        lag: of the engine that will close thoughts; None: that of ``engine``, which is asked for it
-            unless the journal knows.
+        lag: of the engine that will close thoughts; None: that of ``engine``, from the journal or
+            from the engine itself.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class Observer:
     def _waits(self, natural: Natural) -> Callable[[int], int]:
         """Steps that a probe of this thought waits for, by think tokens.
 
-        Which step may have probes does not depend on the thought, so any turn is as likely. It is
-        drawn from the place's name: the same in every run.
+        Which step may have probes does not depend on the thought, so every turn is equally likely.
+        It is derived from the place's name, so that it is the same in every run.
         """
 
         def wait_steps(think_tokens: int) -> int:
@@ -192,7 +192,7 @@ class Observer:
         return wait_steps
 
     def _natural_key(self, problem: Problem, prompt: Sequence[int]) -> str:
-        """Another prompt is another problem, whatever its name."""
+        """Name and prompt: another prompt is another problem, also under the same name."""
         name = f"{problem.name}/{_digest(prompt)}"
         measured = f"measured/{name}"
         is_measured = RPDI in self._subject.thresholds or self._journal.get(measured) is not None

@@ -1,4 +1,4 @@
-"""From what was observed to thresholds, what they cost, and how sure that is."""
+"""Chooses thresholds from observed problems, and says what they cost and how sure that is."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -79,7 +79,7 @@ class StrategyOutcome(NamedTuple):
 
 
 def check_naturals(naturals: Sequence[Natural], goal: Goal) -> None:
-    """Refuse what no early answer can change: too few problems with a thought, or too few right.
+    """Refuse problems that cannot carry the bound: too few with a thought, or too few right.
 
     Raises:
         CalibrationError: says what is missing.

@@ -39,7 +39,7 @@ _Dumper.add_representer(
 
 
 def model_identity(model: Path) -> dict[str, Any]:
-    """Name, revision and digest of a model's weights, as far as they are cheap to tell."""
+    """Name, revision and digest of a model's weights; no digest of large ones."""
     path = model.resolve()
     identity: dict[str, Any] = {"name": path.name}
     if path.parent.name == "snapshots":
@@ -98,7 +98,7 @@ def render_profile(
 
 
 def _exit_section(config: Config, outcomes: Sequence[StrategyOutcome]) -> dict[str, Any]:
-    """What was in force, but for strategies and bounds that the calibration does not speak of."""
+    """The section in force; strategies and bounds that were not calibrated are off."""
     values = config.exit.model_dump(mode="json", exclude={"max_think_tokens", "trace"})
     values |= {"mode": "observe", "end_probability": False} | dict.fromkeys(KINDS, False)
     for outcome in outcomes:

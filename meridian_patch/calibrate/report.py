@@ -129,7 +129,7 @@ def _render(
 
 
 def _shown(outcome: StrategyOutcome) -> range:
-    """Of the curve's points those that are told apart: many close nothing, the last one is kept."""
+    """Indices of the points to show: of those that close nothing only the last."""
     curve = outcome.calibration.curve
     idle = sum(point.saving_ratio == 0 for point in curve)
     return range(max(0, idle - 1), len(curve))

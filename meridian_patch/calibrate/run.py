@@ -52,7 +52,7 @@ def calibrate_model(request: Request) -> int:
     identity = model_identity(request.model)
     request.out.mkdir(parents=True, exist_ok=True)
     for name in (PAGE, PROFILE, RESULT):
-        # What is here from another run must not pass for this one's.
+        # Files of an earlier run must not be taken for this one's.
         (request.out / name).unlink(missing_ok=True)
     arguments = {"model": str(request.model.resolve()), **request.engine}
     with (

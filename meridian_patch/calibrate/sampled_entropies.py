@@ -1,4 +1,4 @@
-"""Where calibration gets the entropy of each sampled token from: the tap, on a stock engine."""
+"""Measures the entropy of each sampled token on a stock engine, by a patched one's tap."""
 
 import math
 from typing import Any
@@ -17,8 +17,8 @@ _ANY_TOKEN = 0
 class SampledEntropies:
     """Entropies (nats) of the raw logits that the tokens of chosen requests are sampled from.
 
-    Nothing of vLLM is replaced: its own scheduler is told what to measure, and the model runners
-    get the tap that they have in a patched server.
+    No class of vLLM is replaced: methods of its scheduler are wrapped to add what to measure, and
+    the model runners get the tap that they have in a patched server.
 
     Args:
         llm: with an engine core in this process, and no requests yet.
@@ -60,7 +60,7 @@ class SampledEntropies:
         signals: Signals | None = getattr(model_output, SIGNALS_FIELD, None)
         rows = {} if signals is None else signals.by_request()
         requests = self._scheduler.requests
-        # One that ends in this step is gone behind it.
+        # A request that ends in this step is gone after it.
         known = {
             name: (requests[name], requests[name].num_output_tokens)
             for name in rows
@@ -68,8 +68,8 @@ class SampledEntropies:
         }
         result = self._update(scheduler_output, model_output)
         for name, (request, before) in known.items():
-            # Of the rows as many count as tokens were accepted: drafts may be refused, and a
-            # request in the middle of its prompt has a row and no token.
+            # One row counts per accepted token: drafts may be refused, and a request in the middle
+            # of its prompt has a row and no token.
             entropies = self._entropies.get(caller_id(name))
             if entropies is not None:
                 entropies += [math.nan] * (before - len(entropies))
@@ -78,6 +78,6 @@ class SampledEntropies:
 
 
 def _tap_worker(worker: Any) -> None:
-    """Runs where the worker is."""
+    """Put the tap into a worker; runs in the worker's process."""
     if answers_scheduler(worker.rank, worker.parallel_config):
         put_tap(worker.model_runner, worker.model_config)

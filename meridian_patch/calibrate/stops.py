@@ -90,7 +90,7 @@ def reached(
 ) -> list[Place]:
     """Those places that some threshold reaches first.
 
-    No other place is ever an ending, so that nothing is lost by leaving them out.
+    Other places never end a thought.
     """
     first = {
         next((p for p in places if (p.value < t if fires_below else p.value > t)), None)
@@ -123,7 +123,7 @@ def _closed(
     line_ends: AbstractSet[int],
     lag: Lag,
 ) -> list[Place]:
-    """From where a strategy judges to where the thought is closed.
+    """Where thoughts are closed, from where a strategy fired.
 
     The end of the line is looked for as ``ThoughtMonitor`` does, from the tokens on that are known
     when the strategy fires; then come the tokens that are on the way.

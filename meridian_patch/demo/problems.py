@@ -4,8 +4,8 @@ The task: a chain of one-digit values, each computed from the one before, modulo
 
     p=7, q=p+5, r=q*3. r?        ->  6
 
-Every operation is a bijection modulo ten (add, subtract, times 3, 7 or 9), so nothing is known
-about the answer before the last step is solved. A thought writes one line per step and then goes
+Every operation is a bijection modulo ten (add, subtract, times 3, 7 or 9), so any answer is
+possible until the last step is solved. A thought writes one line per step and then goes
 over its work again; a first pass sometimes holds a wrong step, which a later pass repairs.
 
 Run ``python -m meridian_patch.demo.problems --count 5 --seed 1`` to see some.
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def answer_text(self) -> str:
-        """What a perfect assistant says: the digit, then why it was asked for it."""
+        """The right answer: the digit, then the chain that leads to it."""
         chain = "".join(f", {s.name}={s.expression}" for s in self.steps)
         return (
             f"{self.answer}\nFrom {self.first}={self.start}{chain}"

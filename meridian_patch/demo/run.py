@@ -25,7 +25,8 @@ from meridian_patch.bench.served.workload import Mix
 from meridian_patch.errors import MeridianError
 
 FIRST_SEED = 1
-# Of what stock completes when it is never idle and all fits. Bursts fill the small pool.
+# Share of the rate that stock completes when all requests come at once and fit. Bursts fill the
+# small pool.
 CAPACITY_SHARE = 0.35
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

@@ -3,7 +3,7 @@
 A thought is a list of lines. Passes over the problem are separated by a blank line and opened by
 a cue; an error of the first pass is written down, carried on, and repaired by a later pass with
 ``No,`` before the right line. A small share of chains derails: it repeats steps with values that
-were never computed before it comes back to its senses.
+were never computed, and then goes on as usual.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""What a replay counts beside the scheduler: an infinite cache, and work done twice."""
+"""Counts beside the scheduler: hits of an infinite cache, and tokens computed twice."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ class InfiniteCache:
 
 
 class RecomputedTokens:
-    """Counts tokens that are computed again because a preemption threw them away."""
+    """Counts tokens that are computed again because a preemption freed them."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -1,8 +1,8 @@
-"""Who runs on which core when vLLM serves on a small CPU machine.
+"""Assigns cores to the processes of a vLLM server on a small CPU machine.
 
 The model runs within EngineCore there, as on a single GPU, and EngineCore's thread has a core that
 no other process of its server uses. API server and clients read each token of a step while the next
-one is computed: on EngineCore's core, the more it has to do the longer it would wait for them.
+one is computed; on EngineCore's core they would lengthen its steps.
 """
 
 import os
@@ -29,16 +29,16 @@ def environment() -> dict[str, str]:
 
 
 def keep_to_the_engines_core(environment: Mapping[str, str]) -> None:
-    """This process, an engine without a server, stays on the core of the engine."""
+    """Bind this process, an engine without a server, to the engine's core."""
     own = _own(environment)
     if own:
         os.sched_setaffinity(0, own)
 
 
 def separate(group: int, environment: Mapping[str, str]) -> None:
-    """The engine of a process group gets its core, and all others of the group leave it.
+    """Bind the engine of a process group to its core, and all other processes to the others.
 
-    The engine is what vLLM has bound to that core already, as it does with a worker process; else
+    The engine is the process that vLLM has bound to that core already, such as a worker; otherwise
     EngineCore's first thread.
 
     Args:
@@ -60,7 +60,7 @@ def separate(group: int, environment: Mapping[str, str]) -> None:
 
 
 def _own(environment: Mapping[str, str]) -> set[int]:
-    """The engine's core; none where it has none to itself."""
+    """The engine's core; empty where none is reserved for it."""
     engine = environment.get(VARIABLE, "")
     return {int(engine)} & os.sched_getaffinity(0) if engine.isdecimal() else set()
 

@@ -1,4 +1,4 @@
-"""Drives vLLM's real scheduler on a virtual clock; what the model would sample is given."""
+"""Drives vLLM's real scheduler on a virtual clock; requests bring the tokens to sample."""
 
 import copy
 import logging
@@ -33,11 +33,11 @@ from meridian_patch.replay.types import (
 
 
 class ReplayEngine:
-    """One scheduler under test and its pretended model.
+    """One scheduler under test and a simulated model.
 
     Under async scheduling a step's tokens are handed over only after the next step was scheduled,
     as in the engine. Measure plans and probes are answered with made-up signals; their steps take
-    the time of their tokens. No thought is closed: the model says what its request says.
+    the time of their tokens. No thought is closed: sampled tokens are always the request's.
 
     Attributes:
         now: the virtual clock, in seconds; a caller may set it forward while idle.
@@ -80,13 +80,13 @@ class ReplayEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits, runs, is on its way back, or is copied."""
+        """No request waits or runs, and no step or copy is under way."""
         is_copying = self._offload is not None and self._offload.is_busy
         return not self._live and not self._in_flight and not is_copying
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pool that requests hold; what is merely cached is free."""
+        """Share of the KV pool that requests hold; blocks that are only cached count as free."""
         return self.scheduler.kv_cache_manager.usage
 
     @property

@@ -1,4 +1,4 @@
-"""An offload tier for replays: vLLM's own offloading connector, its copies made of virtual time.
+"""An offload tier for replays: vLLM's own offloading connector, with copies in virtual time.
 
 The scheduler side is what ``--kv-offloading-size`` runs, and so is the worker side down to the
 copies. These take ``bytes / bandwidth`` each, one after the other per direction, beside the model:
@@ -35,11 +35,11 @@ _GB = 1e9
 
 
 def transfer_config(arm: ReplayArm, spec: KVCacheSpec) -> KVTransferConfig | None:
-    """What switches the connector on in vLLM's configuration; None for an arm without a tier.
+    """The connector's part of vLLM's configuration; None for an arm without a tier.
 
     Args:
         arm: its bandwidth and capacity.
-        spec: of the KV cache that is replayed; its bytes stand for no machine's.
+        spec: of the KV cache that is replayed; its sizes in bytes are not those of a real model.
 
     Raises:
         BenchError: a bandwidth or capacity that no tier can have.
@@ -62,7 +62,7 @@ def transfer_config(arm: ReplayArm, spec: KVCacheSpec) -> KVTransferConfig | Non
             f"arm {arm.name!r}: offload_tokens is {capacity}, expected at least one block of "
             f"{spec.block_size} tokens; leave it out for a tier without a bound"
         )
-    # vLLM announces the connector and that it is experimental, at each replay anew.
+    # vLLM logs at each replay that the connector is in use and experimental.
     for name in ("vllm.distributed.kv_transfer", "vllm.v1.kv_offload"):
         logging.getLogger(name).setLevel(logging.ERROR)
     blocks = _UNLIMITED_BLOCKS if capacity is None else capacity // spec.block_size
@@ -109,7 +109,7 @@ class OffloadTier:
 
     @property
     def is_busy(self) -> bool:
-        """The engine would keep stepping: a copy is under way, or a finished request unknown."""
+        """Steps are still needed: a copy is under way, or a finished request not yet reported."""
         return bool(self._scheduler.has_requests())
 
     @property
@@ -127,7 +127,7 @@ class OffloadTier:
         return self._copies.next_done_s(now)
 
     def run(self, output: Any, result: ModelRunnerOutput, now: float, step_s: float) -> float:
-        """What the worker does for a step.
+        """Do what the worker does in a step.
 
         Args:
             output: of the scheduler.

@@ -13,13 +13,13 @@ Arrival = tuple[float, ReplayRequest]
 
 
 class Source(Protocol):
-    """Where requests come from; may answer a finished one with the next (a closed loop)."""
+    """Where requests come from; a finished one may be followed by others (a closed loop)."""
 
     def start(self) -> Iterable[Arrival]:
-        """The requests that arrive whatever happens."""
+        """The requests that depend on no other."""
 
     def follow(self, record: ReplayRecord) -> Iterable[Arrival]:
-        """The requests that a finished one brings about, none of them before its last token."""
+        """The requests that follow a finished one, none of them before its last token."""
 
 
 def play(

@@ -49,7 +49,7 @@ _MARKERS = {
     "user": "<|user|>",
     "assistant": "<|assistant|>",
 }
-# The tiny reasoner calls no tools; with this it does, as far as the scheduler can see.
+# The tiny reasoner calls no tools; this family file makes the scheduler see tool calls.
 _FAMILY = f"""\
 version: 1
 family: tiny_reasoner
@@ -65,7 +65,7 @@ tool_call: {json.dumps([TOOL_CALL])}
 """
 _STATUS_DIR = "MERIDIAN_PATCH_STATUS_DIR"
 _FAMILIES_DIR = "MERIDIAN_PATCH_SET_FAMILIES_DIR"
-# An arm that wants early exit asks for it; the signals are made up then.
+# An arm may switch early exit on; its signals are then made up.
 _NO_EXIT = {"MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
 
 
@@ -150,17 +150,17 @@ def _vllm_config(is_async: bool, limits: EngineLimits) -> Any:
         "enforce_eager": True,
     }
     # Load-bearing: EngineArgs loads vLLM's plugins, ours too. This process stays unpatched.
-    # What vLLM warns of is this machine's CPU, on which nothing is computed.
+    # vLLM's warnings are about this machine's CPU, which computes nothing here.
     with quiet(logging.WARNING), _environment({"MERIDIAN_PATCH": "0"}):
         config = EngineArgs(**arguments).create_engine_config()
-    # The CPU platform turns async scheduling off; the scheduler itself does not mind.
+    # The CPU platform turns async scheduling off; the scheduler itself supports it.
     config.scheduler_config.async_scheduling = is_async
     return config
 
 
 @contextmanager
 def quiet(level: int) -> Iterator[None]:
-    """Nothing up to ``level`` is logged."""
+    """Log nothing up to ``level`` within this context."""
     before = logging.root.manager.disable
     logging.disable(level)
     try:
@@ -171,7 +171,7 @@ def quiet(level: int) -> Iterator[None]:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """The arm's settings, the replay's family file, and nothing else; status goes nowhere."""
+    """Only the arm's settings and the replay's family file; status files are thrown away."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "tiny_reasoner.yaml").write_text(_FAMILY)
         values = {**_NO_EXIT, **settings, _STATUS_DIR: folder, _FAMILIES_DIR: folder}

@@ -1,4 +1,4 @@
-"""Made-up signals: what a replayed model answers to measure plans and probes."""
+"""Made-up signals, with which a replayed model answers measure plans and probes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ def _row(request: Any) -> tuple[float, float, float, float]:
 
 @contextmanager
 def measuring_workers() -> Iterator[None]:
-    """A scheduler that is built meanwhile takes its workers for patched ones, which measure."""
+    """Within this context, a new scheduler takes its workers for patched ones, which measure."""
     worker = worker_base.WorkerBase
     had_mark = MARK in vars(worker)
     before = vars(worker).get(MARK)

@@ -5,9 +5,9 @@
 The job holds ``engine``, arguments of ``vllm.LLM``, and ``plays``, lists of requests by name. A
 request has ``id``, ``arrival_s``, ``max_tokens`` and either ``messages`` for the chat template or
 ``prompt``, token ids; with ``ignore_eos`` it samples ``max_tokens`` tokens; ``extra_args`` are its
-own wishes. The result holds ``engine``, facts of the engine, and for each play its ``steps`` (the
-fields of ``StepWork`` and seconds), its ``requests`` (token ids, and when each token was delivered)
-and ``preemptions``.
+``vllm_xargs``. The result holds ``engine``, facts of the engine, and for each play its ``steps``
+(the fields of ``StepWork`` and seconds), its ``requests`` (token ids, and when each token was
+delivered) and ``preemptions``.
 
 Requests are put into the engine core when their time has come, on the wall clock: what an API
 server does before and after is not part of it. Sampling is greedy.
@@ -42,7 +42,7 @@ class TimedEngine:
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        # Kept: when it goes, it ends the worker.
+        # Kept: without it the worker ends.
         self._llm = LLM(**arguments)
         self._tokenizer = self._llm.get_tokenizer()
         self.core = core_of(self._llm)
@@ -50,7 +50,7 @@ class TimedEngine:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a replay has to know of this engine."""
+        """The engine's properties that a replay needs."""
         config = self.core.vllm_config
         scheduler = self.core.scheduler
         return {
@@ -94,7 +94,7 @@ class TimedEngine:
         }
 
     def _has_work(self) -> bool:
-        # After the last token there is one more step, which tells the worker.
+        # After the last token one more step tells the worker that the request has ended.
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     def _with_prompt(self, request: dict[str, Any]) -> dict[str, Any]:

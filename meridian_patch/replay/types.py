@@ -1,4 +1,4 @@
-"""What a replay is fed with and what it hands back; imports no vLLM."""
+"""Inputs and results of a replay; imports no vLLM."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -74,15 +74,15 @@ class ReplayRequest:
 
 @dataclass(slots=True)
 class ReplayRecord:
-    """What became of one request; times in seconds of the virtual clock.
+    """The course of one request; times in seconds of the virtual clock.
 
     Attributes:
         hit_tokens: prompt tokens found in the prefix cache, or in the offload tier, when it was
             first admitted.
-        bound_tokens: those that a cache which never evicts would have held at that time.
+        bound_tokens: prompt tokens that a cache which never evicts would have held at that time.
         token_s: when each output token was delivered.
         preemptions: by the phase that the request was in.
-        recomputed_tokens: computed once more after a preemption, by the same.
+        recomputed_tokens: computed again after a preemption, by the same phase.
         scheduled_s: when the last step that the request was part of began.
         longest_pause_s: between the begins of two steps in a row that the request was part of.
     """
@@ -132,9 +132,9 @@ class ReplayTotals:
     """Sums over a replay.
 
     Attributes:
-        recomputed_tokens: tokens computed once more because a preemption had thrown them away.
+        recomputed_tokens: tokens computed again because a preemption had freed them.
         reloaded_tokens: tokens loaded from the offload tier, lost by preemption or by eviction.
-        engine_hits, engine_queries: hit and asked tokens as vLLM's own statistics count them.
+        engine_hits, engine_queries: hit and queried tokens in vLLM's own statistics.
     """
 
     steps: int = 0

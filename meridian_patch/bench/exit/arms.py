@@ -1,4 +1,4 @@
-"""The arms of ``meridian bench exit``: who ends a thought, and on which engine."""
+"""The arms of ``meridian bench exit``: what ends a thought, and on which engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +41,8 @@ class Stage:
         engine: arguments of ``vllm.LLM`` in place of the usual ones.
         settings: of section ``exit`` in place of the profile's.
         temperature: of all requests.
-        is_seeded: every request has the same seed in every arm: thoughts then only differ from
-            where they are ended on.
+        is_seeded: every request has the same seed in every arm, so that thoughts are equal up to
+            where they are ended.
         needs_budget: vLLM's own thinking budget is switched on.
     """
 
@@ -57,12 +57,12 @@ class Stage:
 
 
 def natural() -> Arm:
-    """Nothing is ended."""
+    """No thought is ended early."""
     return Arm(NATURAL, NATURAL, {"extra_args": _OFF})
 
 
 def eat() -> Arm:
-    """As the profile says."""
+    """EAT, with the profile's thresholds."""
     return Arm(EAT, EAT, {"extra_args": _ENFORCE})
 
 
@@ -72,7 +72,7 @@ def eat_rpdi(threshold: float) -> Arm:
 
 
 def cap(tokens: int) -> Arm:
-    """A fixed budget of ours."""
+    """Our own fixed budget of think tokens."""
     return Arm(
         f"{CAP} {tokens}",
         CAP,
@@ -82,7 +82,7 @@ def cap(tokens: int) -> Arm:
 
 
 def budget(tokens: int) -> Arm:
-    """VLLM's own."""
+    """The fixed budget that vLLM itself has."""
     return Arm(
         f"{BUDGET} {tokens}", BUDGET, {"extra_args": _OFF, "thinking_token_budget": tokens}, tokens
     )

@@ -1,4 +1,4 @@
-"""What must never happen to a thought, looked for in every reply."""
+"""Finds replies that break a rule which every closed thought must keep."""
 
 import re
 from collections.abc import Sequence

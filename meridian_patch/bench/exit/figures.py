@@ -11,7 +11,7 @@ from meridian_patch.bench.exit.run import ArmRun, Result
 from meridian_patch.bench.statistics import bootstrap_quotient
 from meridian_patch.exit.statistics import clopper_pearson
 
-# Most that accuracy may fall for a fixed budget to be taken for as good, in percentage points.
+# Largest loss of accuracy at which a fixed budget counts as good, in percentage points.
 TOLERANCE_PP = 0.5
 _RISK = 0.05
 
@@ -60,7 +60,7 @@ def figures_of(run: ArmRun, natural: ArmRun | None) -> Figures:
 
     Args:
         run: the arm.
-        natural: the arm without any end, on the same problems; None: there is none.
+        natural: the arm that ends nothing, on the same problems; None: not run.
     """
     results, totals, count = run.results, run.totals, len(run.results)
     compared = _compare(run.results, natural.results) if natural is not None else {}

@@ -1,4 +1,4 @@
-"""Runs the stages, and reads thoughts and answers off the replies."""
+"""Runs the stages, and finds thought and answer in each reply."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

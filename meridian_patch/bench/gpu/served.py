@@ -103,7 +103,7 @@ def _serve_checked(
 
 
 def _what_stock_does(context: Context, limit_s: float) -> str:
-    """Whether stock vLLM fails in the same way; said of a failure, to know whose it is."""
+    """Play the same requests on stock vLLM and say whether it fails, too."""
     if limit_s < _LEAST_S:
         return "There was no time to try the same requests on stock vLLM."
     log = context.folder / "sync-check-stock.log"
@@ -199,7 +199,7 @@ def _load_of(
     console: Console,
     left_s: Callable[[], float],
 ) -> tuple[Mix, list[int]]:
-    """A rate that the machine bears, and as many traces as there is time for."""
+    """A rate that the machine can serve, and seeds of as many traces as there is time for."""
     if context.rehearse:
         return Mix(requests=6, rate_per_s=3.0, max_tokens=128), [_SEED]
     mix = Mix(requests=160, rate_per_s=1.0)
@@ -254,7 +254,7 @@ def _problems(context: Context, number: int, max_tokens: int) -> list[TraceReque
 
 
 def _thinking(context: Context, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """With random weights thoughts have no end of their own; vLLM's budget gives them one."""
+    """Bound thoughts by vLLM's budget where random weights would never end them."""
     if not context.is_dummy:
         return list(trace)
     return [
@@ -308,7 +308,7 @@ def _check_requests(records: Sequence[RequestRecord], log: Path) -> None:
 
 
 def _check_log(log: Path) -> None:
-    """Our code catches errors of its own steps, so a server may live on behind one."""
+    """Raise BenchError for a synchronisation: our guard catches it, so the server goes on."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if SYNC_WORDS in line]
     if lines:
         raise BenchError(f"{len(lines)} synchronisations, the first: {lines[0]}; see {log}")

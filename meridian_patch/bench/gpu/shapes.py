@@ -44,7 +44,7 @@ _QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-# A rehearsal keeps the vocabulary alone.
+# A rehearsal keeps only the vocabulary.
 _REHEARSED: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,

@@ -1,4 +1,4 @@
-"""Runs parts one after the other, each within its share of the time, and keeps what each found."""
+"""Runs parts one after the other, each within its share of the time, and records their results."""
 
 import signal
 import time
@@ -167,7 +167,7 @@ def _run_part(context: Context, part: Part, record: Record) -> bool:
     except BenchError as error:
         record.verdict, record.reason = FAILED, str(error)
     except Exception as error:
-        # An error of the suite's own must not cost the other parts.
+        # An error of the suite itself must not end the other parts.
         record.verdict, record.reason = FAILED, f"{type(error).__name__}: {error}"
     record.seconds = time.monotonic() - begin
     return record.verdict == FAILED and not alarm.has_rung and "Ctrl-C" in record.reason
