@@ -14,8 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from meridian_patch import envs
 from meridian_patch.bench.interrupts import end_like_ctrl_c
-from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS, Arm
+from meridian_patch.bench.options import read_positive, read_whole
+from meridian_patch.bench.served.arm_options import read_arms
+from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS
 from meridian_patch.bench.served.capacity import measure_capacity
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.plan import find_model, plan_traces, tiny_settings
@@ -28,6 +31,7 @@ FIRST_SEED = 1
 # Share of the rate that stock completes when all requests come at once and fit. Bursts fill the
 # small pool.
 CAPACITY_SHARE = 0.35
+ARMS = ",".join(ARM_ENVIRONMENTS)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MODULE = "meridian_patch.demo.run"
@@ -48,19 +52,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
-    settings = tiny_settings(find_model(args.model), args.blocks)
-    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
+    seeds = range(FIRST_SEED, FIRST_SEED + read_whole("--seeds", args.seeds))
+    rate = None if args.rate is None else read_positive("--rate", args.rate)
+    mix = Mix(requests=read_whole("--requests", args.requests), rate_per_s=rate or 1.0)
+    arms = read_arms(args.arms, [], envs.environment())
+    settings = tiny_settings(find_model(args.model), read_whole("--blocks", args.blocks))
     console, load = Console(), Load()
-    mix = Mix(requests=args.requests, rate_per_s=args.rate or 1.0)
     why = ""
-    if args.rate is None and args.trace is None:
-        check_ports(args.port, len(args.arms))
+    if rate is None and args.trace is None:
+        check_ports(args.port, len(arms))
         capacity = measure_capacity(settings, load, mix, args.out, console)
         mix = replace(mix, rate_per_s=round(CAPACITY_SHARE * capacity, 2))
         why = f" Stock completes {capacity:.2f} per second here when all come at once and fit."
     traces, workload = plan_traces(args.trace, mix, list(seeds))
     comparison = Comparison(
-        arms=[Arm(name, ARM_ENVIRONMENTS[name]) for name in args.arms],
+        arms=arms,
         settings=settings,
         traces=traces,
         workload=workload + why,
@@ -76,46 +82,18 @@ def _run(args: argparse.Namespace, command: str) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -P -m {_MODULE}", description=__doc__)
-    whole = "a whole number above 0"
     share = f"{CAPACITY_SHARE:.0%}".replace("%", " %%")
     by_default = f"mean arrivals per second (default: {share} of what stock completes here)"
-    parser.add_argument("--seeds", type=_count, default=1, help=f"traces per arm, {whole}")
-    parser.add_argument("--requests", type=_count, default=160, help=f"per trace, {whole}")
-    parser.add_argument("--rate", type=_rate, help=by_default)
-    parser.add_argument("--blocks", type=_count, default=96, help="KV pool of each server")
+    parser.add_argument("--seeds", default="1", help="traces per arm (default: 1)")
+    parser.add_argument("--requests", default="160", help="per trace (default: 160)")
+    parser.add_argument("--rate", help=by_default)
+    parser.add_argument("--blocks", default="96", help="KV pool of each server (default: 96)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the report")
     parser.add_argument("--model", type=Path, help="model directory (default: the packaged one)")
-    parser.add_argument("--arms", type=_arms, default=list(ARM_ENVIRONMENTS), help="comma list")
+    parser.add_argument("--arms", default=ARMS, help=f"comma list (default: {ARMS})")
     parser.add_argument("--trace", type=Path, help="JSON lines to play in place of drawn problems")
     parser.add_argument("--port", type=int, default=0, help="of the servers; 0: any free one")
     return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _arms(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in ARM_ENVIRONMENTS:
-            known = ", ".join(ARM_ENVIRONMENTS)
-            raise argparse.ArgumentTypeError(f"unknown arm {name!r}; known: {known}")
-    if len(set(names)) != len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} names an arm twice")
-    return names
 
 
 if __name__ == "__main__":
