@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_engine import PATCHED, STOCK, SUPPORT, Job, run_job
+from run_engine import JOBS, PATCHED, STOCK, Job, run_job
 from run_server import Server
 from workloads import ask, engine_arguments, phases_after_prefill, sample
 
@@ -117,7 +117,7 @@ def tampered(tmp_path_factory) -> dict[str, str]:
         scheduler = release["vllm.v1.core.sched.scheduler:Scheduler"]
         scheduler["parameters"]["schedule"] = "(self, a_parameter_of_another_release)"
     path.write_text(json.dumps(lock))
-    return PATCHED | {"PYTHONPATH": f"{root}:{SUPPORT}"}
+    return PATCHED | {"PYTHONPATH": f"{root}:{JOBS}"}
 
 
 def test_a_mismatch_stops_the_server(demo_model, tampered, tmp_path):

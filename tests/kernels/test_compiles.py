@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "support" / "compile_kernels.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "jobs" / "compile_kernels.py"
 # Ampere and Hopper.
 CAPABILITIES = ("80", "90")
 # Three kernels that read rows, for two types and three widths, and one that merges.

@@ -11,7 +11,7 @@ import torch
 
 from meridian_patch.envs import environment
 
-SUPPORT = Path(__file__).parent
+JOBS = Path(__file__).parent
 LOG_TAIL_LINES = 40
 # Active and inactive, as environments.
 PATCHED = {"VLLM_PLUGINS": "meridian_patch"}
@@ -72,7 +72,7 @@ def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
             }
         )
     )
-    script = SUPPORT / ("async_job.py" if job.is_async else "engine_job.py")
+    script = JOBS / ("async_job.py" if job.is_async else "engine_job.py")
     command = [sys.executable, "-P", str(script), str(spec), str(result)]
     with log.open("wb") as sink:
         done = subprocess.run(
@@ -106,7 +106,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
     }
     return kept | {
         "MERIDIAN_PATCH_STATUS_DIR": str(folder / "status"),
-        "PYTHONPATH": str(SUPPORT),
+        "PYTHONPATH": str(JOBS),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # Threads of a second OpenMP worker spin against whatever else runs: 40 times slower here.
         "OMP_NUM_THREADS": "1",

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 RECORD = ROOT / "out" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 WORKS, INACTIVE, REFUSED, NOT_RUN = "works", "inactive with notice", "refused", "cannot run here"
