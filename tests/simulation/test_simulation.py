@@ -13,11 +13,51 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def in_child(script: str, *, timeout: float = 240) -> dict:
-    """What a script prints last, in a process whose strings have the same hashes each time."""
-    path = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+BEGIN = f"""
+import json, sys
+sys.path.insert(0, {str(HERE)!r})
+from simulator.axes import AXES, Case, draw, repair
+from simulator.campaign import all_values, possible_pairs
+from simulator.run import run_case
+
+def digests(seeds):
+    results = [run_case(draw(seed, 60)) for seed in seeds]
+    return [[each.steps, each.digest, each.counts] for each in results]
+
+told = {{}}
+"""
+EVERY_HOOK = """
+plain = {name: axis.plain for name, axis in AXES.items()}
+result = run_case(Case(1, 20, repair({**plain, "exit": "observe", "fault_raises": True})))
+told["every hook"] = [result.steps, result.failures]
+"""
+ASKS_ITSELF = """
+result = run_case(draw(70032, 250))
+told["asks itself"] = [result.case.exit, result.counts, result.failures]
+"""
+DRAWS = """
+cases = [draw(seed, 1) for seed in range(3000)]
+met = {(name, repr(value)) for case in cases for name, value in case.values.items()}
+told["draws"] = {
+    "missing": [str(each) for each in all_values() if (each[0], repr(each[1])) not in met],
+    "unstable": [case.seed for case in cases if repair(case.values) != case.values],
+    "axes": len(AXES),
+    "pairs": sum(1 for _ in possible_pairs()),
+}
+"""
+DIGESTS = """
+told["digests"] = digests({seeds})
+"""
+END = """
+print(json.dumps(told))
+"""
+SEEDS = [3, 7, 11, 17]
+
+
+def in_child(*scripts: str, timeout: float = 240) -> dict:
+    """What scripts tell, by name, in one process whose strings have the same hashes each time."""
     child = subprocess.run(
-        [sys.executable, "-P", "-c", path + script],
+        [sys.executable, "-P", "-c", "".join([BEGIN, *scripts, END])],
         env={**os.environ, "PYTHONHASHSEED": "0"},  # noqa: TID251
         capture_output=True,
         text=True,
@@ -28,73 +68,36 @@ def in_child(script: str, *, timeout: float = 240) -> dict:
     return json.loads(child.stdout.splitlines()[-1])
 
 
-DIGESTS = """
-import json
-from simulator.axes import draw
-from simulator.run import run_case
-results = [run_case(draw(seed, 60)) for seed in {seeds}]
-print(json.dumps([[each.steps, each.digest, each.counts] for each in results]))
-"""
+@pytest.fixture(scope="module")
+def told() -> dict:
+    """Importing vLLM takes longer than any of these: they share a process."""
+    seeds = DIGESTS.format(seeds=SEEDS[::-1])
+    return in_child(EVERY_HOOK, ASKS_ITSELF, DRAWS, seeds)
 
 
-def test_the_same_seed_gives_the_same_bytes_whatever_ran_before():
-    first = in_child(DIGESTS.format(seeds=[3, 7, 11, 17]))
-    second = in_child(DIGESTS.format(seeds=[17, 11, 7, 3]))
-    assert first == second[::-1]
+def test_the_same_seed_gives_the_same_bytes_whatever_ran_before(told):
+    """In an order of its own, and behind other cases."""
+    first = in_child(DIGESTS.format(seeds=SEEDS))["digests"]
+    assert first == told["digests"][::-1]
     assert all(steps and digest for steps, digest, _ in first)
 
 
-EVERY_HOOK = """
-import json
-from simulator.axes import AXES, Case, repair
-from simulator.run import run_case
-plain = {name: axis.plain for name, axis in AXES.items()}
-result = run_case(Case(1, 20, repair({**plain, "exit": "observe", "fault_raises": True})))
-print(json.dumps([result.steps, result.failures]))
-"""
-
-
-def test_every_hook_that_is_made_to_fail_exists():
-    steps, failures = in_child(EVERY_HOOK)
+def test_every_hook_that_is_made_to_fail_exists(told):
+    steps, failures = told["every hook"]
     assert steps
     assert failures == {}
 
 
-ASKS_ITSELF = """
-import json
-from simulator.axes import draw
-from simulator.run import run_case
-result = run_case(draw(70032, 250))
-print(json.dumps([result.case.exit, result.counts, result.failures]))
-"""
-
-
-def test_steps_are_not_stocks_where_a_request_asks_for_early_exit_and_is_probed():
-    mode, counts, failures = in_child(ASKS_ITSELF)
+def test_steps_are_not_stocks_where_a_request_asks_for_early_exit_and_is_probed(told):
+    mode, counts, failures = told["asks itself"]
     assert mode == "off"
     assert counts["probes"]
     assert not counts["compared"]
     assert failures == {}
 
 
-DRAWS = """
-import json
-from simulator.axes import AXES, draw, repair
-from simulator.campaign import all_values, possible_pairs
-cases = [draw(seed, 1) for seed in range(3000)]
-met = {(name, repr(value)) for case in cases for name, value in case.values.items()}
-missing = [str(each) for each in all_values() if (each[0], repr(each[1])) not in met]
-print(json.dumps({
-    "missing": missing,
-    "unstable": [case.seed for case in cases if repair(case.values) != case.values],
-    "axes": len(AXES),
-    "pairs": sum(1 for _ in possible_pairs()),
-}))
-"""
-
-
-def test_every_value_of_every_axis_is_drawn_and_a_repaired_case_stays_as_it_is():
-    drawn = in_child(DRAWS)
+def test_every_value_of_every_axis_is_drawn_and_a_repaired_case_stays_as_it_is(told):
+    drawn = told["draws"]
     assert drawn["missing"] == []
     assert drawn["unstable"] == []
     assert drawn["axes"] >= 30
