@@ -6,7 +6,6 @@ from meridian_patch.bench.exit.command import add_exit
 from meridian_patch.bench.exit_trace import add_exit_trace
 from meridian_patch.bench.micro.command import add_micro
 from meridian_patch.bench.served.command import add_serve
-from meridian_patch.bench.served.conversation_command import add_served_turns
 from meridian_patch.bench.simulated.command import add_replay
 from meridian_patch.bench.simulated.fit_command import add_fit_cost
 from meridian_patch.bench.simulated.validate_command import add_validate
@@ -19,7 +18,6 @@ def add_bench(commands: Any) -> None:
     add_serve(benches)
     add_fit_cost(benches)
     add_validate(benches)
-    add_served_turns(benches)
     add_replay(benches)
     add_micro(benches)
     add_exit_trace(benches)

@@ -71,6 +71,27 @@ def test_pair_is_measured_and_reported(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.nightly
+def test_turns_hit_the_prefix_cache(tmp_path):
+    """Conversations on three servers: every later turn finds its history, and ample most of it."""
+    turns = ("--workload", "turns", "--rate", "3", "--pause", "0.2", "--blocks", "129")
+    arms = ("--arms", "stock,ample,patched", "--requests", "24", "--pairs", "1")
+    bench = start_bench(tmp_path, *turns, *arms)
+    output, _ = bench.communicate(timeout=400)
+    assert bench.returncode == 0, output
+    data = json.loads((tmp_path / "results.json").read_text())
+    runs = {name: arm["by_seed"]["11"] for name, arm in data["arms"].items()}
+    for figures in runs.values():
+        assert figures["failed_requests"] == 0
+        assert figures["accuracy"] > 0.8
+        assert 0.2 < figures["hit_share"] <= runs["ample"]["hit_share"] + 0.02
+    assert runs["stock"]["evictions_think_complete"] is None
+    assert runs["patched"]["evictions_think_complete"] >= 0
+    assert "avoidable_misses" in data["over_stock"]["patched"]
+    for words in ("prefix hits, %", "hit tokens OUTPUT_CRITICAL", "TTFT p50, ms"):
+        assert words in output
+
+
 def cores_of(process: int) -> list[set[int]]:
     """Of the first thread, and of the others."""
     tasks = sorted(int(task.name) for task in Path(f"/proc/{process}/task").iterdir())

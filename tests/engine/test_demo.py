@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.demo.run import CAPACITY_SHARE
+from meridian_patch.bench.served.capacity import CAPACITY_SHARE
 from meridian_patch.envs import environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -82,7 +82,7 @@ def test_answers_are_spared(demo_run):
 
     Not always all of them: when answers alone fill the pool, one of them must make room.
     """
-    arms = json.loads((demo_run[1] / "report.json").read_text())["arms"]
+    arms = json.loads((demo_run[1] / "results.json").read_text())["arms"]
     preempted = {
         name: sum(figures["answer_preemptions"] for figures in arm["by_seed"].values())
         for name, arm in arms.items()
@@ -93,7 +93,7 @@ def test_answers_are_spared(demo_run):
 
 def test_every_request_is_answered_right(demo_run):
     """All streams end, and the tiny reasoner is right far above chance in both arms."""
-    arms = json.loads((demo_run[1] / "report.json").read_text())["arms"]
+    arms = json.loads((demo_run[1] / "results.json").read_text())["arms"]
     for arm in arms.values():
         assert arm["error"] is None
         for figures in arm["by_seed"].values():
@@ -119,7 +119,7 @@ def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
     demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "20")
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
-    said = json.loads((tmp_path / "report.json").read_text())["workload"]
+    said = json.loads((tmp_path / "results.json").read_text())["workload"]
     rate = float(re.search(r"([\d.]+) per second in bursts", said)[1])
     capacity = float(re.search(r"Stock completes ([\d.]+) per second here", said)[1])
     assert rate == pytest.approx(CAPACITY_SHARE * capacity, rel=0.01)
@@ -139,7 +139,7 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
     output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert "the vLLM server ended with exit code -9" in output
-    arm = json.loads((tmp_path / "report.json").read_text())["arms"]["noop"]
+    arm = json.loads((tmp_path / "results.json").read_text())["arms"]["noop"]
     assert arm["is_partial"]
     assert "the last lines:" in arm["error"]
     assert arm["by_seed"]["1"]["tokens_per_s"] > 0

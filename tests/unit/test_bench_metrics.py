@@ -1,15 +1,22 @@
+"""Figures of one run: what clients noted, and counters of metrics pages."""
+
 import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (
     FIGURE_KINDS,
+    TURN_KINDS,
+    difference,
     first_answer_index,
     longest_silence,
     quantile,
+    read_counters,
     request_times,
     run_figures,
 )
 from meridian_patch.bench.served.workload import TraceRequest
+from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 END = (257,)
 
@@ -93,7 +100,8 @@ def test_figures_of_a_run():
 
 def test_every_figure_has_a_kind():
     """What is computed and what is shown are the same names."""
-    assert set(run_figures([], END, {})) == {kind.name for kind in FIGURE_KINDS}
+    kinds = {kind.name for kind in (*FIGURE_KINDS, *TURN_KINDS)}
+    assert set(run_figures([], END, {})) == kinds
 
 
 def test_figures_of_nothing():
@@ -121,3 +129,72 @@ def test_stream_served_meanwhile_breaks_a_silence():
     stalled, served = record([1, 2], [1.0, 2.0]), record([1, 2, 3], [1.2, 1.5, 1.9])
     assert longest_silence([stalled, served]) == pytest.approx(0.4)
     assert longest_silence([]) is None
+
+
+def test_thoughts_without_an_end_are_counted():
+    """Without a marker there is no thinking: the first token answers."""
+    unended = record([10, 11], [1.5, 1.6], finish="length")
+    assert run_figures([one_request(), unended], END, {})["unended_thoughts"] == 1
+    figures = run_figures([unended], (), {})
+    assert (figures["unended_thoughts"], figures["ttfat_p50_s"]) == (0, pytest.approx(0.5))
+
+
+def page_of(hits: int, *, ours: bool) -> str:
+    """A page of two engines, each of which looked up 1,000 prompt tokens."""
+    registry = CollectorRegistry()
+    values = {"num_preemptions": 3, "prefix_cache_queries": 1000, "prefix_cache_hits": hits}
+    for name, value in values.items():
+        counter = Counter(f"vllm:{name}", "", ["engine"], registry=registry)
+        for engine in ("0", "1"):
+            counter.labels(engine).inc(value)
+    # Not to be taken for the one above.
+    Counter("vllm:external_prefix_cache_hits", "", registry=registry).inc(99)
+    if ours:
+        metrics = PhaseMetrics("m", registry)
+        metrics.initialize(0)
+        metrics.record({"preemption:think": 5, "preemption:answer": 2, "fallback:exception": 1}, 0)
+        metrics.record({"preemption:think": 6, "fallback:slow": 1}, 1)
+        metrics.record({"kv_eviction:think_complete": 7, "kv_hit_tokens:in_use": 64}, 0)
+        metrics.record({"probe:measured": 4}, 0)
+    return generate_latest(registry).decode()
+
+
+def test_stock_page_has_its_own_counters_alone():
+    """A server without our metrics gives vLLM's totals over engines; what is ours is unknown."""
+    counters = read_counters(page_of(500, ours=False))
+    assert counters == {"preemptions": 6.0, "prompt_tokens": 2000.0, "hit_tokens": 1000.0}
+    figures = run_figures([], END, counters)
+    assert (figures["hit_share"], figures["evictions_think_complete"]) == (0.5, None)
+
+
+def test_our_page_has_phases_and_tiers():
+    """The names read here are the names that telemetry exports."""
+    found = read_counters(page_of(500, ours=True))
+    ours = {name: value for name, value in found.items() if value and name != "hit_tokens"}
+    assert ours == {
+        "preemptions": 6.0,
+        "prompt_tokens": 2000.0,
+        "answer_preemptions": 2.0,
+        "think_preemptions": 11.0,
+        "policy_fallbacks": 2.0,
+        "policy_exceptions": 1.0,
+        "probes_measured": 4.0,
+        "evictions_think_complete": 7.0,
+        "hits_in_use": 64.0,
+    }
+    assert {"probes_lost", "evictions_output_critical", "hits_think_active"} <= found.keys()
+
+
+def test_declared_counter_without_samples_stands_at_zero():
+    """A labelled counter that has not counted yet is zero, not absent."""
+    page = "# HELP meridian_preemptions_total x\n# TYPE meridian_preemptions_total counter\n"
+    assert read_counters(page) == {"answer_preemptions": 0.0, "think_preemptions": 0.0}
+
+
+def test_difference_is_what_rose():
+    """Each counter's rise is given; one that was absent before rose from zero."""
+    after = {"preemptions": 9.0, "answer_preemptions": 2.0}
+    assert difference({"preemptions": 7.0}, after) == {
+        "preemptions": 2.0,
+        "answer_preemptions": 2.0,
+    }

@@ -1,23 +1,32 @@
 import io
 import json
 import re
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from meridian_patch.bench.machine import Machine, describe_machine
-from meridian_patch.bench.served.arms import ArmRun, SeedRun
 from meridian_patch.bench.served.client import RequestRecord
-from meridian_patch.bench.served.report import Origin, write_report
-from meridian_patch.bench.served.server import ServerSettings
-from meridian_patch.bench.served.summary import Spread, seed_ratios, summarise
-from meridian_patch.bench.served.table import (
+from meridian_patch.bench.served.report import (
     BORROWED_NOTE,
+    Origin,
     build_rows,
     column_titles,
     has_borrowed,
     terminal_table,
+    write_report,
+)
+from meridian_patch.bench.served.server import ServerSettings
+from meridian_patch.bench.served.summary import (
+    ArmRun,
+    SeedRun,
+    Spread,
+    misses_over_stock,
+    seed_ratios,
+    summarise,
 )
 from meridian_patch.bench.served.workload import TraceRequest
 
@@ -42,7 +51,7 @@ def seed_run(seed: int, stall_s: float, counters: dict, *, is_complete: bool = T
                 "stop",
             )
         )
-    return SeedRun(seed, 10, END, records, counters, is_complete)
+    return SeedRun(seed, END, records, counters, is_complete)
 
 
 def three_arms() -> list[ArmRun]:
@@ -128,7 +137,7 @@ def test_partial_arm_is_marked_in_its_title():
 def test_report_page_and_data_agree(tmp_path):
     """The page shows every cell of the table, and the JSON holds the figures behind it."""
     page = write_report(tmp_path, three_arms(), origin()).read_text()
-    data = json.loads((tmp_path / "report.json").read_text())
+    data = json.loads((tmp_path / "results.json").read_text())
     rows = build_rows([summarise(run) for run in three_arms()])
     for row in rows:
         for cell in (*row.cells, *row.ratios):
@@ -154,7 +163,7 @@ def test_report_is_written_when_an_arm_failed(tmp_path):
     page = write_report(tmp_path, [*three_arms()[:2], failed], origin()).read_text()
     assert "patched did not finish" in page
     assert "port &lt;8000&gt; is taken" in page
-    data = json.loads((tmp_path / "report.json").read_text())
+    data = json.loads((tmp_path / "results.json").read_text())
     assert data["arms"]["patched"]["error"] == "port <8000> is taken"
     assert data["over_stock"]["patched"] == {}
 
@@ -206,3 +215,27 @@ def test_table_of_seeds_fits_a_narrow_terminal():
     assert "…" not in text
     assert "1,000..2,500" in text
     assert "answer stalls > 250 ms" in text
+
+
+def turns_run(name: str, hit_tokens: float) -> ArmRun:
+    """One seed with turns of conversations, of whose 1,000 prompt tokens some were hit."""
+    run = seed_run(1, 0.1, {"prompt_tokens": 1000.0, "hit_tokens": hit_tokens})
+    for before, record in pairwise(run.records):
+        record.request = replace(record.request, follows=before.request.id)
+    return ArmRun(name, [run])
+
+
+def test_turns_are_shown_with_prefix_hits(tmp_path):
+    """Only conversations have rows of prefix hits; avoidable misses need an arm without any."""
+    runs = [turns_run("stock", 500.0), turns_run("ample", 800.0), turns_run("patched", 750.0)]
+    assert cells("prefix hits", runs) == (("50", "80", "75"), "1.61.5")
+    assert cells("avoidable misses", runs) == (("-", "-", "-"), "00.17")
+    arms = [summarise(run) for run in runs]
+    assert misses_over_stock(arms[:1] + arms[2:], "patched") is None
+    assert "avoidable" not in {row.label.split()[0] for row in build_rows(arms[:1] + arms[2:])}
+    assert "prefix hits, %" not in {row.label for row in build_rows([summarise(three_arms()[0])])}
+    assert "Avoidable misses" in write_report(tmp_path, runs, origin()).read_text()
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["arms"]["patched"]["by_seed"]["1"]["hit_share"] == 0.75
+    ratios = data["over_stock"]["patched"]
+    assert ratios["avoidable_misses"]["by_seed"]["1"] == pytest.approx(1 / 6)

@@ -1,22 +1,37 @@
 """What `meridian bench serve` refuses, and how its client processes share a trace."""
 
+import argparse
+import io
 import json
 import socket
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from itertools import pairwise
+from typing import ClassVar, get_args
 
 import pytest
+from rich.console import Console
 
 from meridian_patch import cli
-from meridian_patch.bench.served.arm_options import known_arms, policy_profiles, read_arms
-from meridian_patch.bench.served.arms import Arm, ArmRun, SeedRun, arm_environment
+from meridian_patch.bench.served import load
+from meridian_patch.bench.served.arms import Arm, arm_environment, read_arms
+from meridian_patch.bench.served.capacity import completed_per_s
 from meridian_patch.bench.served.client import Client, RequestRecord
+from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.served.load import deal, play_in_processes
-from meridian_patch.bench.served.plan import any_settings, find_model_or_name, packaged_model
-from meridian_patch.bench.served.run import abba, rotated
+from meridian_patch.bench.served.plan import (
+    TURNS_SIZES,
+    any_settings,
+    find_model,
+    packaged_model,
+    plan_comparison,
+)
+from meridian_patch.bench.served.run import rotated
 from meridian_patch.bench.served.summary import (
+    ArmRun,
+    SeedRun,
     compared_arms,
     harm_over_stock,
     ratio_to_stock,
@@ -25,11 +40,15 @@ from meridian_patch.bench.served.summary import (
 from meridian_patch.bench.served.workload import (
     Mix,
     TraceRequest,
+    Turns,
+    conversations,
+    make_conversations,
     make_trace,
     read_trace,
     write_trace,
 )
 from meridian_patch.config.load import load_config
+from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.errors import BenchError
 
 
@@ -69,6 +88,10 @@ def refused(capsys, *arguments: str) -> str:
         (["--model", "./none"], "model directory none holds no config.json"),
         (["--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
         (["--trace", "t.jsonl", "--seeds", "1"], "leave one of them out"),
+        (["--workload", "turns", "--blocks", "128"], "--blocks is 128, expected at least 129"),
+        (["--workload", "turns", "--rate", "auto"], "--rate is 'auto'"),
+        (["--workload", "turns", "--pause", "0"], "--pause is '0'"),
+        (["--arms", "stock,ample", "--model", "a/b"], "ample has 20 times the KV pool"),
     ],
 )
 def test_wrong_option_is_one_sentence(capsys, arguments, message):
@@ -90,32 +113,32 @@ def test_taken_port_is_refused(capsys, tmp_path):
 
 def test_every_policy_profile_is_an_arm():
     """Whatever policies there are can be served without a change here."""
-    assert set(policy_profiles()) <= set(known_arms())
-    for arm in read_arms(",".join(policy_profiles()), [], {}):
-        config = load_config(arm_environment(arm, {})).config
+    profiles = get_args(PolicyConfig.model_fields["name"].annotation)
+    for arm in read_arms(",".join(profiles), [], {}):
+        config = load_config(arm_environment(arm.environment, {})).config
         assert config.policy.name == arm.name
 
 
 def test_described_arm_sets_its_keys():
     """Keys of a described arm reach the configuration of its server and of no other."""
     stock, calm = read_arms("stock", ["calm:policy.max_preemptions=7,kv.tiers=false"], {})
-    config = load_config(arm_environment(calm, {})).config
+    config = load_config(arm_environment(calm.environment, {})).config
     assert (config.policy.max_preemptions, config.kv.tiers) == (7, False)
-    assert arm_environment(stock, {})["MERIDIAN_PATCH"] == "0"
+    assert arm_environment(stock.environment, {})["MERIDIAN_PATCH"] == "0"
 
 
 def test_hub_name_and_directory_are_told_apart(tmp_path, monkeypatch):
     """owner/name is a directory only where the owner is a folder here."""
     monkeypatch.chdir(tmp_path)
-    assert find_model_or_name("owner/name") == "owner/name"
+    assert find_model("owner/name") == "owner/name"
     (tmp_path / "owner").mkdir()
     with pytest.raises(BenchError, match="holds no config"):
-        find_model_or_name("owner/name")
+        find_model("owner/name")
 
 
 def test_other_models_are_served_as_vllm_would(tmp_path):
     """The tiny reasoner has settings of its own; another model only what was asked for."""
-    tiny = any_settings(packaged_model().resolve(), None, ("--seed", "3"))
+    tiny = any_settings(packaged_model(), None, ("--seed", "3"))
     assert "--num-gpu-blocks-override 96" in " ".join(tiny.options)
     assert tiny.options[-2:] == ["--seed", "3"]
     other = any_settings(tmp_path / "Model-8B", 500, ("--enforce-eager",))
@@ -123,15 +146,53 @@ def test_other_models_are_served_as_vllm_would(tmp_path):
     assert other.served_name == "Model-8B"
 
 
-def test_pairs_run_forth_and_back():
-    """Neither arm is always the first."""
-    assert [abba("sl", pair) for pair in range(4)] == ["sl", "ls", "sl", "ls"]
+def comparison_of(*options: str):
+    """What ``meridian bench serve`` would compare with these options."""
+    serve = add_serve(argparse.ArgumentParser().add_subparsers())
+    return plan_comparison(serve.parse_args(options), "serve", Console(file=io.StringIO()))
 
 
-def test_another_server_starts_first_each_time():
-    """The first to start is the fastest as a rule, whatever it runs."""
+def test_turns_are_a_workload():
+    """Conversations on larger servers; the arm ample has a pool that others have not."""
+    arms = "ample,stock,patched"
+    found = comparison_of(
+        "--workload", "turns", "--arms", arms, "--seeds", "1-3", "--requests", "9"
+    )
+    assert {len(trace) for trace in found.traces.values()} == {9}
+    assert all(len(conversations(trace)) < 9 for trace in found.traces.values())
+    sizes = [
+        (s.kv_blocks, s.max_model_len) for s in (a.settings(found.settings) for a in found.arms)
+    ]
+    assert sizes == [(20 * TURNS_SIZES[0], TURNS_SIZES[1]), TURNS_SIZES, TURNS_SIZES]
+    assert "conversations per second" in found.workload
+
+
+def test_kept_thoughts_need_the_other_template():
+    """Patched servers of the tiny reasoner are told of it; an arm may say otherwise."""
+    wrong = "wrong-rule:kv.history=strip"
+    found = comparison_of("--history", "kept", "--arms", "stock,patched", "--arm", wrong)
+    assert "chat_template_keep_thinking.jinja" in " ".join(found.settings.options)
+    rules = [
+        load_config(arm_environment(arm.environment, {})).config.kv.history for arm in found.arms
+    ]
+    assert rules == ["keep", "keep", "strip"]
+    assert found.load.history == "kept"
+    assert comparison_of("--history", "plain").load.end_marker == ""
+
+
+def test_another_arm_is_first_each_time():
+    """The first to start is the fastest as a rule, whatever it runs, and each has each place."""
     orders = [rotated(range(3), pair) for pair in range(4)]
     assert orders == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert [rotated("sl", pair) for pair in range(3)] == [["s", "l"], ["l", "s"], ["s", "l"]]
+
+
+def test_the_last_tenth_does_not_count():
+    """Long requests that run alone at the end are no sign of a slow server."""
+    ends = [float(second) for second in range(1, 10)]
+    assert completed_per_s([*ends, 100.0]) == pytest.approx(1.0)
+    assert completed_per_s([100.0, *reversed(ends)]) == pytest.approx(1.0)
+    assert completed_per_s([0.5]) == 2.0
 
 
 def test_trace_is_dealt_in_turn():
@@ -142,6 +203,10 @@ def test_trace_is_dealt_in_turn():
         ["1-1", "1-3"],
     ]
     assert len(deal(trace, 9)) == 5
+    turns = make_conversations(Turns(20, 1.0), 1)
+    for share in deal(turns, 2):
+        # No conversation is torn apart.
+        assert {request.follows for request in share} <= {request.id for request in share} | {""}
 
 
 def test_extra_fields_of_a_trace(tmp_path):
@@ -164,7 +229,7 @@ class Streams(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(body)
-        question = body["messages"][0]["content"]
+        question = body["messages"][-1]["content"]
         self.send_response(400 if question == "bad" else 200)
         self.end_headers()
         for number in range(3):
@@ -173,7 +238,7 @@ class Streams(BaseHTTPRequestHandler):
             ends = number == 2 and question != "breaks off"
             choice = {
                 "token_ids": [number],
-                "delta": {"content": "x"},
+                "delta": {"reasoning": "hm"} if number == 0 else {"content": "x"},
                 "finish_reason": "stop" if ends else None,
             }
             self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
@@ -223,7 +288,55 @@ def test_processes_share_a_trace(address):
     assert sorted(body["top_k"] for body in Streams.seen) == list(range(9))
 
 
-def test_failed_requests_are_noted_and_hang_nobody(address):
+def turns_of(*questions: str) -> list[TraceRequest]:
+    """One conversation, without pauses."""
+    trace: list[TraceRequest] = []
+    for request in requests(*questions, gap_s=0.0):
+        follows = trace[-1].id if trace else ""
+        trace.append(replace(request, follows=follows))
+    return trace
+
+
+@pytest.mark.parametrize("history", ["stripped", "kept", "plain"])
+def test_turns_hold_what_the_server_said(address, history):
+    """A later turn waits for the answer before it and holds it; the thought only where kept."""
+    records = []
+    Client(address, "m", history=history).play(turns_of("a?", "b?", "c?"), records)
+    assert [record.request.id for record in records] == ["0", "1", "2"]
+    assert all(b.submit_s >= a.token_s[-1] for a, b in pairwise(records))
+    said = {"role": "assistant", "content": "xx"}
+    if history == "kept":
+        said["reasoning"] = "hm"
+    user = [{"role": "user", "content": question} for question in ("a?", "b?", "c?")]
+    assert Streams.seen[2]["messages"] == [user[0], said, user[1], said, user[2]]
+    plain = {"enable_thinking": False}
+    assert [body.get("chat_template_kwargs") for body in Streams.seen] == (
+        [plain] * 3 if history == "plain" else [None] * 3
+    )
+
+
+def test_a_conversation_ends_where_it_fails_or_would_not_fit(address):
+    """Later turns are not sent and are no failures; other conversations go on."""
+    records = []
+    trace = [*turns_of("a?", "breaks off", "c?"), replace(requests("d?")[0], id="d")]
+    play_in_processes(Client(address, "m"), trace, 2, records, lambda: None, lambda: None)
+    assert sorted(record.request.id for record in records) == ["0", "1", "d"]
+    records.clear()
+    # The first prompt has 2 bytes, the second 6 and the markers of 3 messages.
+    Client(address, "m", context_tokens=2 + 2 + 2 + 4 * 6 + 9).play(turns_of(*["a?"] * 3), records)
+    assert [record.request.id for record in records] == ["0", "1"]
+
+
+def test_a_client_process_that_fails_is_an_error(address, monkeypatch, tmp_path):
+    """The requests that it did not send would be missing from the figures."""
+    (tmp_path / "broken_client.py").write_text("print('ready', flush=True); input(); exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(load, "PROCESS_MODULE", "broken_client")
+    with pytest.raises(BenchError, match=r"exit codes \[3\], expected 0"):
+        play_in_processes(Client(address, "m"), requests("a"), 2, [], lambda: None, lambda: None)
+
+
+def test_failed_requests_are_noted_and_block_no_other(address):
     """A refused, a broken and a hanging request end as failed; the others are as ever."""
     records = []
     trace = requests("fine", "bad", "breaks off", "hangs")
@@ -279,7 +392,7 @@ def whole_run(name: str, ttfat_s: float, *, is_complete: bool = True) -> ArmRun:
     record = RequestRecord(
         request, 0.0, [9, 1, 2], [0.1, ttfat_s, ttfat_s + 0.1], finish_reason="stop"
     )
-    return ArmRun(name, [SeedRun(11, 1, (9,), [record], {}, is_complete)])
+    return ArmRun(name, [SeedRun(11, (9,), [record], {}, is_complete)])
 
 
 def test_harm_is_what_the_same_request_lost():
@@ -289,7 +402,7 @@ def test_harm_is_what_the_same_request_lost():
     assert ratio_to_stock(arms, "latency", "ttfat_p95_s").mean == pytest.approx(1.5)
 
 
-def test_broken_run_is_compared_with_nobody():
+def test_broken_run_is_compared_with_no_other():
     """Half a run against a whole one would be no ratio."""
     broken = summarise(whole_run("latency", 1.5, is_complete=False))
     arms = [summarise(whole_run("stock", 1.0)), broken]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS, Arm, arm_environment
+from meridian_patch.bench.served.arms import KNOWN_ARMS, arm_environment
 from meridian_patch.bench.served.client import Client
 from meridian_patch.bench.served.server import (
     ServerProcess,
@@ -112,7 +112,7 @@ def test_interrupt_while_starting_ends_the_server(tmp_path):
 
 
 def test_taken_port_is_named():
-    """A port that somebody listens on is refused by number."""
+    """A port that is in use is refused by number."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -145,13 +145,14 @@ def test_the_engine_has_a_core_of_its_own(monkeypatch):
         assert server_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
-@pytest.mark.parametrize("arm", ARM_ENVIRONMENTS)
+@pytest.mark.parametrize("arm", KNOWN_ARMS)
 def test_activation_is_the_arms_own(arm):
     """Whatever activation is inherited, an arm has its own; other settings pass through."""
     base = {"MERIDIAN_PATCH": "1", "VLLM_PLUGINS": "meridian_patch", "MERIDIAN_PATCH_CONFIG": "c"}
-    env = arm_environment(Arm(arm, ARM_ENVIRONMENTS[arm]), base)
-    assert env["MERIDIAN_PATCH"] == ("0" if arm == "stock" else "1")
-    assert env.get("VLLM_PLUGINS") == ("" if arm == "stock" else None)
+    env = arm_environment(KNOWN_ARMS[arm].environment, base)
+    is_stock = arm in {"stock", "stock-again", "ample"}
+    assert env["MERIDIAN_PATCH"] == ("0" if is_stock else "1")
+    assert env.get("VLLM_PLUGINS") == ("" if is_stock else None)
     assert env["MERIDIAN_PATCH_CONFIG"] == "c"
 
 

@@ -1,12 +1,22 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from meridian_patch.bench.served.workload import Mix, make_trace, read_trace, write_trace
+from meridian_patch.bench.served.workload import (
+    Mix,
+    Turns,
+    conversations,
+    make_conversations,
+    make_trace,
+    read_trace,
+    write_trace,
+)
 from meridian_patch.errors import BenchError
 
+TURNS = Turns(requests=200, rate_per_s=2.0)
 LINE = {
     "id": "1-0",
     "arrival_s": 0.5,
@@ -74,9 +84,45 @@ def test_longest_request_fits_the_servers_context():
     assert longest + len("<think>\n") < 2048
 
 
-def test_file_round_trip(tmp_path):
+def test_conversations_are_as_asked():
+    """The seed alone decides; a conversation is one system prompt and its questions in order."""
+    trace = make_conversations(TURNS, 3)
+    assert trace == make_conversations(TURNS, 3) != make_conversations(TURNS, 4)
+    assert len(trace) == TURNS.requests
+    found = conversations(trace)
+    # The last one may have been cut off.
+    assert {len(turns) for turns in found[:-1]} == set(range(2, 7))
+    starts = [turns[0].arrival_s for turns in found]
+    assert starts == sorted(starts)
+    systems = {turns[0].messages[0]["content"] for turns in found}
+    assert len(systems) == TURNS.system_prompts
+    assert all(abs(len(system) - TURNS.system_tokens) < 3 for system in systems)
+    for turns in found:
+        assert [m["role"] for m in turns[0].messages] == ["system", "user"]
+        assert {len(turn.messages) for turn in turns[1:]} <= {1}
+        assert all(b.follows == a.id for a, b in pairwise(turns))
+
+
+def test_a_higher_rate_asks_the_same_questions_sooner():
+    """Conversations start sooner; pauses within them are the same."""
+    slow, fast = (make_conversations(replace(TURNS, rate_per_s=rate), 1) for rate in (1.0, 2.0))
+    assert [turn.messages for turn in slow] == [turn.messages for turn in fast]
+    for a, b in zip(slow, fast, strict=True):
+        assert a.arrival_s == pytest.approx(b.arrival_s * (1 if a.follows else 2), abs=1e-5)
+
+
+def test_a_turn_follows_an_earlier_request(tmp_path):
+    """A turn that follows nothing, or what another turn follows, is refused at its line."""
+    first, second = LINE, LINE | {"id": "b", "follows": "1-0"}
+    wrong = LINE | {"id": "c", "follows": "x"}
+    for lines, number in (([wrong, first], 1), ([first, second, second | {"id": "c"}], 3)):
+        with pytest.raises(BenchError, match=f"line {number}: field follows is"):
+            read_line(tmp_path, "\n".join(map(json.dumps, lines)))
+
+
+@pytest.mark.parametrize("trace", [make_trace(Mix(25, 4.0), 2), make_conversations(TURNS, 2)])
+def test_file_round_trip(tmp_path, trace):
     """What is written is read back equal."""
-    trace = make_trace(Mix(25, 4.0), 2)
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace
 
@@ -93,6 +139,7 @@ def test_file_round_trip(tmp_path):
         ({"messages": []}, r"field messages is \[\]"),
         ({"messages": [{"role": "tool", "content": ""}]}, "field messages is"),
         ({"messages": [{"role": "user"}]}, "field messages is"),
+        ({"follows": 1}, "field follows is 1"),
         ({"color": 1}, "unknown field color"),
     ],
 )

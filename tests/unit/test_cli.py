@@ -66,7 +66,6 @@ def test_a_wrong_value_is_one_sentence(monkeypatch, capsys):
         ["bench", "fit-cost", "--out", "cost.yaml"],
         ["bench", "replay"],
         ["bench", "serve"],
-        ["bench", "served-turns"],
         ["bench", "validate"],
     ),
 )

@@ -19,15 +19,13 @@ from meridian_patch.bench.gpu import cost, kernels, served
 from meridian_patch.bench.gpu.report import describe_origin, write_report
 from meridian_patch.bench.gpu.shapes import SHAPES, write_shape
 from meridian_patch.bench.gpu.suite import FAILED, Context, Part, run_suite
-from meridian_patch.bench.interrupts import end_like_ctrl_c
+from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED, run_program
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.options import read_positive, read_whole
-from meridian_patch.bench.served.plan import any_settings, find_model_or_name, packaged_model
+from meridian_patch.bench.served.plan import any_settings, find_model, packaged_model
 from meridian_patch.engine.device import accelerator_name
-from meridian_patch.errors import BenchError, MeridianError
+from meridian_patch.errors import BenchError
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 _MINUTES = "45"
 _SCRIPT = "scripts/gpu_suite"
 # Tokens of a request: three servers on one GPU have no room for a model's whole context.
@@ -56,15 +54,8 @@ PARTS = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite; exits with 1 when a part failed and 130 on Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    end_like_ctrl_c()
-    try:
-        sys.exit(_run(_parse(arguments), shlex.join([_SCRIPT, *arguments])))
-    except MeridianError as error:
-        print(f"gpu_suite: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt:
-        print("gpu_suite: interrupted before the first part", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+    command = shlex.join([_SCRIPT, *arguments])
+    run_program("gpu_suite", lambda: _run(_parse(arguments), command))
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
@@ -109,8 +100,8 @@ def _context(
         # The parser names the markers, which thinking_token_budget needs.
         extra = ("--load-format", "dummy", "--reasoning-parser", "deepseek_r1", *extra)
     else:
-        model = find_model_or_name(args.model)
-    is_tiny = isinstance(model, Path) and model == packaged_model().resolve()
+        model = find_model(args.model)
+    is_tiny = model == packaged_model()
     if not is_tiny:
         extra = ("--max-model-len", str(_CONTEXT), *extra)
     elif accelerator is not None:

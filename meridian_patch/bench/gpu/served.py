@@ -8,37 +8,37 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from meridian_patch.bench.gpu.suite import Context, Record
-from meridian_patch.bench.served.arm_options import known_arms
-from meridian_patch.bench.served.arms import ARM_ENVIRONMENTS, STOCK, STOCK_AGAIN, Arm
-from meridian_patch.bench.served.capacity import measure_capacity
+from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
+from meridian_patch.bench.served.arms import (
+    KNOWN_ARMS,
+    PATCHED,
+    STOCK,
+    STOCK_AGAIN,
+    arm_environment,
+    override,
+)
+from meridian_patch.bench.served.capacity import bearable_mix
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.run import EXIT_INTERRUPTED, Comparison, run_comparison
-from meridian_patch.bench.served.server import (
-    ServerProcess,
-    ServerSettings,
-    pick_port,
-    server_environment,
-)
+from meridian_patch.bench.served.metrics import read_counters
+from meridian_patch.bench.served.report import DATA_NAME
+from meridian_patch.bench.served.run import Comparison, describe_failures, run_comparison
+from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
 from meridian_patch.bench.served.workload import Mix, TraceRequest, make_trace
-from meridian_patch.envs import OVERRIDE_PREFIX
 from meridian_patch.errors import BenchError
 
 # Load-bearing: vLLM reads this variable, and says these words where it finds a synchronisation.
 SYNC_VARIABLE = "VLLM_GPU_SYNC_CHECK"
 SYNC_WORDS = "GPU<->CPU sync detected"
-PATCHED = "patched"
 _SEED = 31
 _GAPS = (1, 4, 32)
 _REHEARSED_GAPS = (1,)
 # Context of the servers whose requests run into its end.
 _CONTEXT, _REHEARSED_CONTEXT = 4096, 192
 _CAPS, _REHEARSED_CAPS = range(64, 128, 2), range(12, 28, 4)
-_CAPACITY_SHARE = 0.35
 _MEMORY_OF_THREE = 0.28
 # What a server takes to start, and a trace to end behind its last arrival.
 _START_S, _TAIL_S = 120.0, 20.0
@@ -65,22 +65,19 @@ def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]
     gaps = _REHEARSED_GAPS if context.rehearse else _GAPS
     for gap in gaps:
         log = context.folder / f"sync-check-{gap}.log"
-        env = {
-            "MERIDIAN_PATCH": "1",
-            **_set("exit.probe_min_gap_tokens", gap),
-            **_set("exit.probe_max_gap_tokens", gap),
-        }
+        gaps_in_tokens = {"exit.probe_min_gap_tokens": gap, "exit.probe_max_gap_tokens": gap}
+        env = {"MERIDIAN_PATCH": "1", **override(gaps_in_tokens)}
         try:
             found = _serve_checked(context, env, log, left_s())
         except BenchError:
             record.notes.append(_what_stock_does(context, left_s()))
             raise
-        measured = found.get(("meridian_probes", "measured"), 0)
+        measured = found["probes_measured"]
         record.add(f"probes measured, a gap of {gap}", "", [measured])
-        record.add(f"probes lost, a gap of {gap}", "", [found.get(("meridian_probes", "lost"), 0)])
+        record.add(f"probes lost, a gap of {gap}", "", [found["probes_lost"]])
         if not measured:
             raise BenchError(f"no probe was measured at a gap of {gap} tokens; see {log}")
-        failures = found.get(("meridian_policy_fallbacks", "exception"), 0)
+        failures = found["policy_exceptions"]
         if failures:
             raise BenchError(f"{failures:.0f} steps failed in our code; see {log}")
     if context.accelerator is None:
@@ -90,13 +87,13 @@ def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]
 
 def _serve_checked(
     context: Context, env: Mapping[str, str], log: Path, limit_s: float
-) -> dict[tuple[str, str], float]:
+) -> dict[str, float]:
     """Counters of a server that served problems and runaways under the check."""
     whole = {SYNC_VARIABLE: "error", **env}
     with _server(context, _with_context(context), whole, log, limit_s) as (server, client):
         records: list[RequestRecord] = []
         client.play(_with_runaways(context, client), records, server.check_alive)
-        found = _totals(client.metrics_text())
+        found = read_counters(client.metrics_text())
     _check_requests(records, log)
     _check_log(log)
     return found
@@ -108,7 +105,7 @@ def _what_stock_does(context: Context, limit_s: float) -> str:
         return "There was no time to try the same requests on stock vLLM."
     log = context.folder / "sync-check-stock.log"
     try:
-        _serve_checked(context, ARM_ENVIRONMENTS[STOCK], log, limit_s)
+        _serve_checked(context, KNOWN_ARMS[STOCK].environment, log, limit_s)
     except BenchError as error:
         return f"Stock vLLM fails on the same requests, too: {error}"
     return "Stock vLLM serves the same requests under the same check."
@@ -123,11 +120,7 @@ def run_close_lag(context: Context, record: Record, left_s: Callable[[], float])
     caps = _REHEARSED_CAPS if context.rehearse else _CAPS
     log, trace = context.folder / "close-lag.log", context.folder / "close-lag.jsonl"
     trace.unlink(missing_ok=True)
-    env = {
-        "MERIDIAN_PATCH": "1",
-        **_set("exit.mode", "enforce"),
-        **_set("exit.trace", trace),
-    }
+    env = {"MERIDIAN_PATCH": "1", **override({"exit.mode": "enforce", "exit.trace": trace})}
     problems = _problems(context, len(caps), max(caps) * 2)
     requests = [
         replace(problem, arrival_s=0.0, extra=_extra(context, cap))
@@ -170,20 +163,18 @@ def run_comparison_part(context: Context, record: Record, left_s: Callable[[], f
         load = Load(request_limit_s=max(30.0, left_s()))
         mix, seeds = _load_of(context, settings, load, folder, console, left_s)
         traces = {seed: _thinking(context, make_trace(mix, seed)) for seed in seeds}
-        environments = known_arms()
         comparison = Comparison(
-            arms=[Arm(name, environments[name]) for name in (STOCK, STOCK_AGAIN, PATCHED)],
+            arms=[KNOWN_ARMS[name] for name in (STOCK, STOCK_AGAIN, PATCHED)],
             settings=settings,
             traces=traces,
-            workload=f"{mix.requests} arithmetic problems per seed, {mix.rate_per_s:g} per second",
+            workload=str(mix),
             load=load,
             port=0,
             folder=folder,
-            data_name="report.json",
             command=context.command,
         )
         code = run_comparison(comparison, console)
-    _read_comparison(folder / "report.json", record)
+    _read_comparison(folder / DATA_NAME, record)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code:
@@ -202,9 +193,7 @@ def _load_of(
     """A rate that the machine can serve, and seeds of as many traces as there is time for."""
     if context.rehearse:
         return Mix(requests=6, rate_per_s=3.0, max_tokens=128), [_SEED]
-    mix = Mix(requests=160, rate_per_s=1.0)
-    capacity = measure_capacity(settings, load, mix, folder, console)
-    mix = replace(mix, rate_per_s=round(_CAPACITY_SHARE * capacity, 2))
+    mix, _ = bearable_mix(Mix(requests=160, rate_per_s=1.0), settings, load, folder, console)
     of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
     number = int(max(1.0, min(5.0, (left_s() - 3 * _START_S) / of_seed)))
     return mix, list(range(_SEED, _SEED + number))
@@ -230,15 +219,10 @@ def _server(
     context: Context, settings: ServerSettings, env: Mapping[str, str], log: Path, limit_s: float
 ) -> Iterator[tuple[ServerProcess, Client]]:
     """A server with an environment of its own."""
-    inherited = {n: v for n, v in context.base_env.items() if n != "VLLM_PLUGINS"}
-    whole = server_environment(inherited) | dict(env)
+    whole = arm_environment(env, context.base_env)
     port = pick_port()
     with ServerProcess(settings, whole, log, port, start_limit_s=limit_s) as server:
         yield server, Client(server.url, settings.served_name, request_limit_s=max(30.0, limit_s))
-
-
-def _set(key: str, value: object) -> dict[str, str]:
-    return {OVERRIDE_PREFIX + key.upper().replace(".", "__"): str(value)}
 
 
 def _with_context(context: Context) -> ServerSettings:
@@ -291,14 +275,10 @@ def _with_runaways(context: Context, client: Client) -> list[TraceRequest]:
 
 
 def _check_requests(records: Sequence[RequestRecord], log: Path) -> None:
-    failed = [record for record in records if record.finish_reason is None]
-    if failed:
-        first = failed[0]
+    failures = describe_failures(records)
+    if failures is not None:
         _check_log(log)
-        raise BenchError(
-            f"{len(failed)} of {len(records)} requests failed; the first, {first.request.id}: "
-            f"{first.error or 'the stream ended without a finish reason'}; see {log}"
-        )
+        raise BenchError(f"{failures}; see {log}")
     for record in records:
         if record.request.id.endswith("-runaway") and record.finish_reason != "length":
             raise BenchError(
@@ -312,18 +292,6 @@ def _check_log(log: Path) -> None:
     lines = [line for line in log.read_text(errors="replace").splitlines() if SYNC_WORDS in line]
     if lines:
         raise BenchError(f"{len(lines)} synchronisations, the first: {lines[0]}; see {log}")
-
-
-def _totals(page: str) -> dict[tuple[str, str], float]:
-    """Counters of ours by name and by their label ``result`` or ``reason``."""
-    found: dict[tuple[str, str], float] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name.endswith("_total") and family.name.startswith("meridian_"):
-                label = sample.labels.get("result") or sample.labels.get("reason") or ""
-                key = (family.name, label)
-                found[key] = found.get(key, 0.0) + sample.value
-    return found
 
 
 def _lags(trace: Path) -> list[float]:

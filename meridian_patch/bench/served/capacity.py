@@ -9,20 +9,16 @@ from rich.console import Console
 
 from meridian_patch import envs
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.served.arms import (
-    ARM_ENVIRONMENTS,
-    STOCK,
-    Arm,
-    ArmRun,
-    arm_environment,
-    play_seed,
-    start_arm,
-)
+from meridian_patch.bench.served.arms import KNOWN_ARMS, STOCK
 from meridian_patch.bench.served.load import Load
+from meridian_patch.bench.served.run import describe_failures, play_seed, start_arm
 from meridian_patch.bench.served.server import ServerSettings
+from meridian_patch.bench.served.summary import ArmRun
 from meridian_patch.bench.served.workload import Mix, make_trace
 from meridian_patch.errors import BenchError
 
+# Of what stock completes when it is never idle and all fits. Bursts fill a small pool.
+CAPACITY_SHARE = 0.35
 # Of no trace that is compared.
 _SEED = 1_000_005
 _REQUESTS = 80
@@ -50,23 +46,30 @@ def measure_capacity(
     folder.mkdir(parents=True, exist_ok=True)
     drawn = make_trace(replace(mix, requests=_REQUESTS, rate_per_s=1.0), _SEED)
     trace = [replace(request, arrival_s=0.0) for request in drawn]
-    if settings.kv_blocks is not None:
-        settings = replace(settings, kv_blocks=_ROOMY_POOL * settings.kv_blocks)
-    arm, run = Arm(STOCK, ARM_ENVIRONMENTS[STOCK]), ArmRun(STOCK)
-    env = arm_environment(arm, dict(envs.environment()))
+    arm, run = replace(KNOWN_ARMS[STOCK], pool_factor=_ROOMY_POOL), ArmRun(STOCK)
+    env, log = dict(envs.environment()), folder / "server-capacity.log"
     with progress_bars(console, transient=True) as progress:
         task = progress.add_task("what stock completes on this machine", total=len(trace))
         advance = partial(progress.advance, task)
-        with start_arm(run, settings, env, folder / "server-capacity.log", load) as running:
+        with start_arm(run, arm, settings, env, load, log_path=log) as running:
             play_seed(running, _SEED, trace, load.processes, advance)
     [played] = run.seeds
-    failed = [record for record in played.records if record.finish_reason is None]
-    if failed:
-        raise BenchError(
-            f"{len(failed)} of {len(trace)} requests failed while the machine's capacity was "
-            f"measured; the first: {failed[0].error}. See {folder / 'server-capacity.log'}"
-        )
+    failures = describe_failures(played.records)
+    if failures is not None:
+        raise BenchError(f"while the machine's capacity was measured, {failures}. See {log}")
     return completed_per_s([record.token_s[-1] for record in played.records])
+
+
+def bearable_mix(
+    mix: Mix, settings: ServerSettings, load: Load, folder: Path, console: Console
+) -> tuple[Mix, str]:
+    """The mix at a rate that this machine bears, and what its stock completes in words.
+
+    Args and errors as of ``measure_capacity``.
+    """
+    capacity = measure_capacity(settings, load, mix, folder, console)
+    words = f"Stock completes {capacity:.2f} per second here when all come at once and fit."
+    return replace(mix, rate_per_s=round(CAPACITY_SHARE * capacity, 2)), words
 
 
 def completed_per_s(ends_s: Sequence[float]) -> float:

@@ -1,18 +1,26 @@
-"""Streams a trace from a served model and notes when each token came."""
+"""Sends a trace to a server and notes when each token came.
+
+A later turn of a conversation is sent when its pause after the answer before it is over. Its prompt
+holds what the server itself said, so it is known only then.
+"""
 
 import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
-from meridian_patch.bench.served.workload import TraceRequest
+from meridian_patch.bench.served.workload import TraceRequest, conversations
 from meridian_patch.errors import BenchError
 
+# What of earlier thoughts stands in later prompts: nothing, all of it, or there is no thinking.
+History = Literal["stripped", "kept", "plain"]
 END_MARKER = "</think>"
+# More than a chat template adds to one message, in bytes of the tiny reasoner's markers.
+_MARKERS_PER_MESSAGE = 6
 _ALIVE_POLL_S = 0.5
 _RESET_LIMIT_S = 10.0
 _ASK_LIMIT_S = 60.0
@@ -20,7 +28,7 @@ _ASK_LIMIT_S = 60.0
 
 @dataclass
 class RequestRecord:
-    """What one request did, as its reader saw it.
+    """What one request did, as its client saw it.
 
     Attributes:
         request: what was asked.
@@ -51,11 +59,15 @@ class Client:
         url: ``http://host:port`` of the server.
         model: served model name.
         request_limit_s: a request that takes longer counts as failed.
+        history: what of earlier thoughts is sent again.
+        context_tokens: a conversation ends before a turn that might not fit; None: no such bound.
     """
 
     url: str
     model: str
     request_limit_s: float = 180.0
+    history: History = "stripped"
+    context_tokens: int | None = None
 
     def end_marker(self, text: str = END_MARKER) -> tuple[int, ...]:
         """Token ids of the text that ends thinking, in the served model's own vocabulary."""
@@ -91,6 +103,8 @@ class Client:
     ) -> None:
         """Send each request when it is due and wait until all have ended.
 
+        A conversation ends early when a request of it fails; its later turns have no record.
+
         Args:
             trace: what to send.
             records: is filled as requests start, so that it keeps what there is when the run
@@ -125,17 +139,27 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-            async def run_one(request: TraceRequest) -> None:
-                await asyncio.sleep(begin + request.arrival_s - time.monotonic())
-                record = RequestRecord(request, time.monotonic() - begin)
-                records.append(record)
-                try:
-                    await self._stream(session, record, begin)
-                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                    record.error = f"{type(error).__name__}: {error}"
-                on_end(record)
+            async def converse(turns: Sequence[TraceRequest]) -> None:
+                messages: list[dict[str, str]] = []
+                due = begin
+                for request in turns:
+                    messages += request.messages
+                    if request.follows and not self._fits(messages, request.max_tokens):
+                        return
+                    await asyncio.sleep(due + request.arrival_s - time.monotonic())
+                    record = RequestRecord(request, time.monotonic() - begin)
+                    records.append(record)
+                    try:
+                        await self._stream(session, record, messages, begin)
+                    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                        record.error = f"{type(error).__name__}: {error}"
+                    on_end(record)
+                    if record.error is not None or record.finish_reason is None:
+                        return
+                    messages.append(self._said(record))
+                    due = time.monotonic()
 
-            pending = {asyncio.ensure_future(run_one(request)) for request in trace}
+            pending = {asyncio.ensure_future(converse(turns)) for turns in conversations(trace)}
             try:
                 while pending:
                     done, pending = await asyncio.wait(pending, timeout=_ALIVE_POLL_S)
@@ -147,23 +171,41 @@ class Client:
                     task.cancel()
                 await asyncio.gather(*pending, return_exceptions=True)
 
+    def _fits(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> bool:
+        """True when the prompt cannot exceed the context: no token is shorter than a byte."""
+        if self.context_tokens is None:
+            return True
+        texts = (message[key] for message in messages for key in message if key != "role")
+        prompt = sum(len(text.encode()) for text in texts)
+        markers = _MARKERS_PER_MESSAGE * (1 + len(messages))
+        return prompt + markers + max_tokens <= self.context_tokens
+
+    def _said(self, record: RequestRecord) -> dict[str, str]:
+        """The model's message, as the next prompt of the conversation holds it.
+
+        Thoughts go into the field ``reasoning``, where vLLM's chat templates look for them.
+        """
+        said = {"role": "assistant", "content": record.answer}
+        return said | {"reasoning": record.thought} if self.history == "kept" else said
+
     async def _stream(
         self,
         session: aiohttp.ClientSession,
         record: RequestRecord,
+        messages: Sequence[Mapping[str, str]],
         begin: float,
-        extra: Mapping[str, Any] | None = None,
     ) -> None:
+        thinks = self.history != "plain"
         payload = {
             "model": self.model,
-            "messages": record.request.messages,
+            "messages": messages,
             "max_tokens": record.request.max_tokens,
             # Greedy: every arm has the very same tokens to compute.
             "temperature": 0,
             "stream": True,
             "return_token_ids": True,
+            **({} if thinks else {"chat_template_kwargs": {"enable_thinking": False}}),
             **record.request.extra,
-            **(extra or {}),
         }
         async with session.post(f"{self.url}/v1/chat/completions", json=payload) as reply:
             if not reply.ok:

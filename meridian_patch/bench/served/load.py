@@ -1,21 +1,26 @@
 """Plays a trace from several client processes at once and gathers what each noted.
 
 A single event loop that reads every stream of a busy server falls behind and measures itself.
+
+A client process is this module, started with ``python -P -m``. It reads its share of the trace from
+its input, writes that it is ready, reads when to begin, and writes one line per request that has
+ended. When its input ends it writes down the requests under way and ends.
 """
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from meridian_patch.bench.served.client import END_MARKER, Client, RequestRecord
-from meridian_patch.bench.served.workload import TraceRequest
+from meridian_patch.bench.served.client import END_MARKER, Client, History, RequestRecord
+from meridian_patch.bench.served.workload import TraceRequest, conversations
 from meridian_patch.errors import BenchError
 
-PROCESS_MODULE = "meridian_patch.bench.served.client_process"
+PROCESS_MODULE = "meridian_patch.bench.served.load"
 _READY_LIMIT_S = 60.0
 _LEAD_S = 0.2
 _POLL_S = 0.5
@@ -34,16 +39,22 @@ class Load:
         processes: that share the sending.
         request_limit_s: a request that takes longer counts as failed.
         end_marker: text that ends thinking; empty when there is no thinking.
+        history: what of earlier thoughts stands in later prompts.
     """
 
     processes: int = 2
     request_limit_s: float = 180.0
     end_marker: str = END_MARKER
+    history: History = "stripped"
 
 
 def deal(trace: Sequence[TraceRequest], processes: int) -> list[Sequence[TraceRequest]]:
-    """The trace dealt out in turn, a share per process that has any."""
-    return [trace[first::processes] for first in range(min(processes, len(trace)))]
+    """The conversations of a trace dealt out in turn, a share per process that has any."""
+    found = conversations(trace)
+    return [
+        [request for turns in found[first::processes] for request in turns]
+        for first in range(min(processes, len(found)))
+    ]
 
 
 def play_in_processes(
@@ -56,8 +67,10 @@ def play_in_processes(
 ) -> None:
     """Send each request when it is due and wait until all have ended.
 
+    Turns of a conversation that ended early are not sent and have no record.
+
     Args:
-        client: whom to talk to, and for how long at most.
+        client: settings of each process's client.
         trace: what to send.
         processes: that share the sending.
         records: is filled as requests end; with those under way when the run breaks off.
@@ -65,7 +78,7 @@ def play_in_processes(
         on_request: called when a request has ended.
 
     Raises:
-        BenchError: from ``check_server``, or a client process did not do its part.
+        BenchError: from ``check_server``, or a client process failed or hung.
     """
     by_id = {request.id: request for request in trace}
 
@@ -74,23 +87,19 @@ def play_in_processes(
         records.append(RequestRecord(by_id[fields.pop("id")], **fields))
         on_request()
 
-    asyncio.run(_play(client, deal(trace, processes), on_line, check_server))
-    if len(records) < len(trace):
-        raise BenchError(
-            f"the client processes reported {len(records)} of {len(trace)} requests; one of them "
-            "broke off, see its message above"
-        )
-
-
-def record_line(record: RequestRecord) -> str:
-    """What a client process writes of a request."""
-    fields = {name: value for name, value in vars(record).items() if name != "request"}
-    return json.dumps({"id": record.request.id, **fields})
+    # The latest end: each turn waits for the one before it, and takes as long as it may.
+    limits_s = [
+        sum(request.arrival_s + client.request_limit_s for request in turns)
+        for turns in conversations(trace)
+    ]
+    shares = deal(trace, processes)
+    asyncio.run(_play(client, shares, max(limits_s, default=0.0), on_line, check_server))
 
 
 async def _play(
     client: Client,
     shares: Sequence[Sequence[TraceRequest]],
+    limit_s: float,
     on_line: Callable[[bytes], None],
     check_server: Callable[[], None],
 ) -> None:
@@ -106,8 +115,7 @@ async def _play(
         for worker in workers:
             _send(worker, {"begin": begin})
         readers = {asyncio.ensure_future(_read(worker, on_line)) for worker in workers}
-        last_s = max(share[-1].arrival_s for share in shares)
-        deadline = begin + last_s + client.request_limit_s + _GRACE_S
+        deadline = begin + limit_s + _GRACE_S
         pending = readers
         while pending:
             done, pending = await asyncio.wait(pending, timeout=_POLL_S)
@@ -116,6 +124,11 @@ async def _play(
             check_server()
             if time.monotonic() > deadline:
                 raise BenchError(f"{len(pending)} client processes hang long after their requests")
+        codes = [await worker.wait() for worker in workers]
+        if any(codes):
+            raise BenchError(
+                f"client processes ended with exit codes {codes}, expected 0; see the message above"
+            )
     finally:
         await _stop(workers, readers)
 
@@ -170,3 +183,43 @@ async def _stop(
 def _send(worker: asyncio.subprocess.Process, message: Mapping[str, object]) -> None:
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    """Play the share that stands on the input, as a client process."""
+    share = sys.stdin.buffer.readline()
+    print("ready", flush=True)
+    start = sys.stdin.buffer.readline()
+    if share and start:
+        message = json.loads(share)
+        trace = [TraceRequest(**fields) for fields in message["trace"]]
+        asyncio.run(_play_share(Client(**message["client"]), trace, json.loads(start)["begin"]))
+
+
+async def _play_share(client: Client, trace: Sequence[TraceRequest], begin: float) -> None:
+    records: list[RequestRecord] = []
+    written: set[str] = set()
+
+    def write(record: RequestRecord) -> None:
+        written.add(record.request.id)
+        fields = {name: value for name, value in vars(record).items() if name != "request"}
+        print(json.dumps({"id": record.request.id, **fields}), flush=True)
+
+    playing = asyncio.ensure_future(client.stream(trace, records, begin, on_end=write))
+    # Nothing more comes on the input, so that it is readable when it has ended.
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _on_input, playing)
+    with suppress(asyncio.CancelledError):
+        await playing
+    for record in records:
+        if record.request.id not in written:
+            write(record)
+
+
+def _on_input(playing: asyncio.Future[None]) -> None:
+    if not os.read(sys.stdin.fileno(), 1):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        playing.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,12 @@
-"""Figures of one run, computed from what its clients noted. Times in seconds."""
+"""Figures of one run: what its clients noted, and the server's counters. Times in seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.demo.problems import grade
@@ -12,6 +14,29 @@ from meridian_patch.demo.problems import grade
 STALL_S = 0.25
 
 Figures = dict[str, float | None]
+
+_EVICTION_TIERS = ("think_complete", "think_active", "output_critical")
+_HIT_TIERS = (*_EVICTION_TIERS, "in_use")
+# Family on a metrics page: the label and value that are counted, and the name they get here.
+_COUNTERS: Mapping[str, Mapping[tuple[str, str] | None, str]] = {
+    "vllm:num_preemptions": {None: "preemptions"},
+    "vllm:prefix_cache_queries": {None: "prompt_tokens"},
+    "vllm:prefix_cache_hits": {None: "hit_tokens"},
+    "meridian_preemptions": {
+        ("phase", "answer"): "answer_preemptions",
+        ("phase", "think"): "think_preemptions",
+    },
+    "meridian_policy_fallbacks": {
+        None: "policy_fallbacks",
+        ("reason", "exception"): "policy_exceptions",
+    },
+    "meridian_probes": {
+        ("result", "measured"): "probes_measured",
+        ("result", "lost"): "probes_lost",
+    },
+    "meridian_kv_evictions": {("tier", tier): f"evictions_{tier}" for tier in _EVICTION_TIERS},
+    "meridian_kv_hit_tokens": {("tier", tier): f"hits_{tier}" for tier in _HIT_TIERS},
+}
 
 
 @dataclass(frozen=True)
@@ -30,8 +55,8 @@ class FigureKind:
 
 
 FIGURE_KINDS = (
-    FigureKind("ttft_p50_s", "TTFT p50", "s"),
-    FigureKind("ttft_p99_s", "TTFT p99", "s"),
+    FigureKind("ttft_p50_s", "TTFT p50", "ms"),
+    FigureKind("ttft_p99_s", "TTFT p99", "ms"),
     FigureKind("ttfat_p50_s", "TTFAT p50", "s"),
     FigureKind("ttfat_mean_s", "TTFAT mean", "s"),
     FigureKind("ttfat_p95_s", "TTFAT p95", "s"),
@@ -52,11 +77,20 @@ FIGURE_KINDS = (
     FigureKind("accuracy", "graded accuracy", "%"),
     FigureKind("failed_requests", "failed requests"),
 )
+# Shown above the others where requests are turns of conversations.
+TURN_KINDS = (
+    FigureKind("hit_share", "prefix hits", "%"),
+    FigureKind("prompt_tokens", "prompt tokens"),
+    *(FigureKind(f"evictions_{tier}", f"evicted {tier.upper()}") for tier in _EVICTION_TIERS),
+    *(FigureKind(f"hits_{tier}", f"hit tokens {tier.upper()}") for tier in _HIT_TIERS),
+    FigureKind("requests", "requests sent"),
+    FigureKind("unended_thoughts", "thoughts without end"),
+)
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """What the reader of one request waited for.
+    """What the client of one request waited for.
 
     Attributes:
         submit_s: from the start of the trace.
@@ -109,6 +143,33 @@ def request_times(record: RequestRecord, end_marker: Sequence[int]) -> RequestTi
     )
 
 
+def read_counters(page: str) -> dict[str, float]:
+    """Counters of a ``/metrics`` page by the names in ``_COUNTERS``, summed over engines.
+
+    A server that does not export a family lacks its keys: stock has none of ours.
+    """
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for label, name in _COUNTERS.get(family.name, {}).items():
+            # A family that is declared but has not counted yet has no sample: it stands at 0.
+            found[name] = _total(family.samples, label)
+    return found
+
+
+def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What each counter of ``after`` rose by."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def _total(samples: Iterable[Sample], label: tuple[str, str] | None) -> float:
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name.endswith("_total")
+        and (label is None or sample.labels.get(label[0]) == label[1])
+    )
+
+
 def run_figures(
     records: Sequence[RequestRecord], end_marker: Sequence[int], counters: Mapping[str, float]
 ) -> Figures:
@@ -117,8 +178,8 @@ def run_figures(
     Args:
         records: one per request that was sent.
         end_marker: token ids that end thinking.
-        counters: what rose during the run, from ``counters.difference``; a missing one is
-            reported as None.
+        counters: what rose during the run, from ``difference``; a missing one is reported as
+            None.
     """
     times = [t for t in (request_times(record, end_marker) for record in records) if t is not None]
     gaps = [gap for t in times for gap in t.answer_gaps_s]
@@ -128,7 +189,10 @@ def run_figures(
     ended = [record for record in records if record.finish_reason is not None]
     graded = [record for record in ended if record.request.expected]
     right = sum(grade(record.answer, record.request.expected) for record in graded)
+    counted = (name for names in _COUNTERS.values() for name in names.values())
+    kinds = {kind.name for kind in (*FIGURE_KINDS, *TURN_KINDS)}
     return {
+        **{name: counters.get(name) for name in counted if name in kinds},
         "ttft_p50_s": quantile(ttft, 0.5),
         "ttft_p99_s": quantile(ttft, 0.99),
         "ttfat_p50_s": quantile(ttfat, 0.5),
@@ -141,15 +205,14 @@ def run_figures(
         "answer_itl_p99_s": quantile(gaps, 0.99),
         "answer_gap_max_s": max(gaps, default=None),
         "answer_stalls": float(sum(gap > STALL_S for gap in gaps)),
-        "answer_preemptions": counters.get("answer_preemptions"),
-        "think_preemptions": counters.get("think_preemptions"),
-        "preemptions": counters.get("preemptions"),
-        "policy_fallbacks": counters.get("policy_fallbacks"),
         "silence_max_s": longest_silence(records),
         "e2e_p50_s": quantile([t.e2e_s for t in times], 0.5),
         "tokens_per_s": _tokens_per_s(records),
         "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
+        "hit_share": _hit_share(counters),
+        "requests": float(len(records)),
+        "unended_thoughts": float(len(times) - len(ttfat)),
     }
 
 
@@ -165,6 +228,12 @@ def longest_silence(records: Sequence[RequestRecord]) -> float | None:
         if any(stream[0] <= begin and end <= stream[-1] for stream in streams):
             return end - begin
     return None
+
+
+def _hit_share(counters: Mapping[str, float]) -> float | None:
+    """Prompt tokens found in the prefix cache over prompt tokens, both at first admission."""
+    asked = counters.get("prompt_tokens")
+    return counters.get("hit_tokens", 0.0) / asked if asked else None
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -1,110 +1,217 @@
-"""From options to what a served comparison needs: the model, the servers, the traces."""
+"""From options to a served comparison: the model, the servers, the arms, the traces."""
 
+import argparse
 import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+from rich.console import Console
+
+from meridian_patch import envs
+from meridian_patch.bench.options import read_positive, read_seeds, read_whole
+from meridian_patch.bench.served.arms import Arm, override, read_arms
+from meridian_patch.bench.served.capacity import bearable_mix
+from meridian_patch.bench.served.load import Load
+from meridian_patch.bench.served.run import Comparison, check_ports
 from meridian_patch.bench.served.server import ServerSettings
-from meridian_patch.bench.served.workload import Mix, TraceRequest, make_trace, read_trace
+from meridian_patch.bench.served.workload import (
+    Mix,
+    TraceRequest,
+    Turns,
+    make_conversations,
+    make_trace,
+    read_trace,
+)
 from meridian_patch.errors import BenchError
 
-DEFAULT_BLOCKS = 96
+FIRST_SEED = 11
+DEFAULT_PAIRS = "5"
+# Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
+PROBLEMS_SIZES = (96, 2048)
+TURNS_SIZES = (224, 4096)
+# The CPU build wants a multiple of 32.
+_BLOCK_SIZE = 32
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HIGHEST_PORT = 65535
+_KEEPING_TEMPLATE = "chat_template_keep_thinking.jinja"
+
+
+def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) -> Comparison:
+    """The comparison that the options of ``meridian bench serve`` ask for.
+
+    Args:
+        parsed: the options, as ``command.add_serve`` declares them.
+        command: as typed.
+        console: shows progress while ``--rate auto`` measures what stock completes.
+
+    Raises:
+        BenchError: a wrong option, or stock failed.
+    """
+    is_turns = parsed.workload == "turns"
+    arms = read_arms(parsed.arms, parsed.arm, envs.environment())
+    blocks = read_whole("--blocks", parsed.blocks) if parsed.blocks is not None else None
+    extra = _serve_args(parsed.serve_args)
+    sizes = TURNS_SIZES if is_turns else PROBLEMS_SIZES
+    settings = any_settings(find_model(parsed.model), blocks, extra, sizes)
+    _check_ample(arms, settings)
+    if parsed.history == "kept" and settings.model == packaged_model():
+        arms, settings = _keeping_thoughts(arms, settings)
+    load = Load(
+        processes=read_whole("--clients", parsed.clients),
+        request_limit_s=read_positive("--request-limit", parsed.request_limit),
+        end_marker="" if parsed.history == "plain" else parsed.end_marker,
+        history=parsed.history,
+    )
+    port, seeds = _port(parsed.port, len(arms)), _seeds(parsed)
+    requests = read_whole("--requests", parsed.requests or ("96" if is_turns else "160"))
+    if parsed.trace is not None:
+        trace = read_trace(parsed.trace)
+        traces: dict[int, Sequence[TraceRequest]] = dict.fromkeys(seeds, trace)
+        words = f"{len(trace)} requests from {parsed.trace}."
+    elif is_turns:
+        rate = read_positive("--rate", parsed.rate or "0.7")
+        turns = Turns(requests, rate, read_positive("--pause", parsed.pause))
+        traces = {seed: make_conversations(turns, seed) for seed in seeds}
+        words = str(turns)
+    else:
+        if parsed.rate == "auto":
+            check_ports(port, len(arms))
+            mix, why = bearable_mix(Mix(requests, 1.0), settings, load, parsed.out, console)
+        else:
+            mix, why = Mix(requests, read_positive("--rate", parsed.rate or "8")), ""
+        traces = {seed: make_trace(mix, seed) for seed in seeds}
+        words = f"{mix} {why}".strip()
+    return Comparison(
+        arms=arms,
+        settings=settings,
+        traces=traces,
+        workload=words,
+        load=load,
+        port=port,
+        folder=parsed.out,
+        command=command,
+        restarts=parsed.restart,
+    )
 
 
 def packaged_model() -> Path:
     """Directory of the tiny reasoner that ships with the package."""
-    return Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner")))
+    return Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner"))).resolve()
 
 
-def find_model(path: Path | None) -> Path:
-    """The directory of a model, by default the packaged one.
-
-    Raises:
-        BenchError: there is no model in it.
-    """
-    model = path or packaged_model()
-    if not (model / "config.json").is_file():
-        raise BenchError(
-            f"model directory {model} holds no config.json; give --model DIR, a directory as "
-            "written by transformers' save_pretrained"
-        )
-    return model.resolve()
-
-
-def find_model_or_name(text: str | None) -> Path | str:
-    """A directory as ``find_model`` does, or a name on the Hugging Face hub.
+def find_model(text: str | None) -> Path | str:
+    """A model's directory, by default the packaged one, or a name on the Hugging Face hub.
 
     What looks like ``owner/name`` is a directory when its first folder exists here.
 
     Raises:
         BenchError: a directory without a model.
     """
-    if text is None:
-        return find_model(None)
-    path = Path(text)
-    if _HUB_NAME.fullmatch(text) and not path.parent.exists():
+    path = Path(text) if text is not None else packaged_model()
+    if text is not None and _HUB_NAME.fullmatch(text) and not path.parent.exists():
         return text
-    return find_model(path)
-
-
-def tiny_settings(model: Path, blocks: int, extra: tuple[str, ...] = ()) -> ServerSettings:
-    """Servers of the tiny reasoner.
-
-    Args:
-        model: its directory.
-        blocks: KV pool of each server.
-        extra: further options of every server.
-
-    Raises:
-        BenchError: the pool does not hold one request.
-    """
-    settings = ServerSettings(model, blocks, extra=extra)
-    needed = settings.least_blocks or 0
-    if blocks < needed:
+    if not (path / "config.json").is_file():
         raise BenchError(
-            f"--blocks is {blocks}, expected at least {needed}: one request of "
-            f"{settings.max_model_len} tokens must fit into the KV pool"
+            f"model directory {path} holds no config.json; give --model DIR, a directory as "
+            "written by transformers' save_pretrained"
         )
-    return settings
+    return path.resolve()
 
 
-def any_settings(model: Path | str, blocks: int | None, extra: tuple[str, ...]) -> ServerSettings:
+def any_settings(
+    model: Path | str,
+    blocks: int | None,
+    extra: tuple[str, ...],
+    sizes: tuple[int, int] = PROBLEMS_SIZES,
+) -> ServerSettings:
     """Servers of a model: the tiny reasoner's own settings, or vLLM's defaults for any other.
 
     Args:
-        model: from ``find_model_or_name``.
+        model: from ``find_model``.
         blocks: KV pool of each server in blocks; None for the default.
         extra: further options of every server.
+        sizes: of the tiny reasoner, ``PROBLEMS_SIZES`` or ``TURNS_SIZES``.
 
     Raises:
         BenchError: the pool of a tiny reasoner does not hold one request.
     """
-    if isinstance(model, Path) and model == packaged_model().resolve():
-        return tiny_settings(model, blocks or DEFAULT_BLOCKS, extra)
-    return ServerSettings.of_any_model(model, blocks, extra)
-
-
-def plan_traces(
-    path: Path | None, mix: Mix, seeds: Sequence[int]
-) -> tuple[dict[int, Sequence[TraceRequest]], str]:
-    """Traces by seed, and what they are in words.
-
-    Args:
-        path: JSON lines that every seed plays in place of drawn problems.
-        mix: what is drawn otherwise.
-        seeds: one trace each.
-
-    Raises:
-        BenchError: the file is not as ``workload.read_trace`` wants it.
-    """
-    if path is not None:
-        trace = read_trace(path)
-        return dict.fromkeys(seeds, trace), f"{len(trace)} requests from {path}."
-    words = (
-        f"{mix.requests} arithmetic problems per seed, {mix.rate_per_s:g} per second in bursts "
-        f"(Gamma, shape {mix.burstiness:g}), {mix.hard_share:.0%} of them hard, "
-        f"{mix.history_share:.0%} with earlier turns."
+    if model != packaged_model():
+        return ServerSettings(model, blocks, extra=extra)
+    default_blocks, context = sizes
+    needed = -(-context // _BLOCK_SIZE) + 1
+    if blocks is not None and blocks < needed:
+        raise BenchError(
+            f"--blocks is {blocks}, expected at least {needed}: one request of {context} tokens "
+            "must fit into the KV pool"
+        )
+    return ServerSettings(
+        model,
+        blocks or default_blocks,
+        block_size=_BLOCK_SIZE,
+        max_num_seqs=40,
+        max_num_batched_tokens=512,
+        max_model_len=context,
+        dtype="float32",
+        reasoning_parser="deepseek_r1",
+        extra=extra,
     )
-    return {seed: make_trace(mix, seed) for seed in seeds}, words
+
+
+def _check_ample(arms: Sequence[Arm], settings: ServerSettings) -> None:
+    for arm in arms:
+        if arm.pool_factor > 1 and settings.kv_blocks is None:
+            raise BenchError(
+                f"--arms: {arm.name} has {arm.pool_factor} times the KV pool of the others; give "
+                "theirs with --blocks"
+            )
+
+
+def _keeping_thoughts(
+    arms: Sequence[Arm], settings: ServerSettings
+) -> tuple[list[Arm], ServerSettings]:
+    """Arms and servers of the tiny reasoner whose prompts hold earlier thoughts.
+
+    Its own template strips them, and its family file says so: it is served with its other template
+    and ``kv.history``, which an arm's own setting overrides.
+    """
+    template = ("--chat-template", str(Path(settings.model) / _KEEPING_TEMPLATE))
+    history = override({"kv.history": "keep"})
+    return (
+        [replace(arm, environment=history | dict(arm.environment)) for arm in arms],
+        replace(settings, extra=(*template, *settings.extra)),
+    )
+
+
+def _seeds(parsed: argparse.Namespace) -> list[int]:
+    """One number per pair; with a trace file they only count the pairs."""
+    pairs = read_whole("--pairs", parsed.pairs or DEFAULT_PAIRS)
+    if parsed.trace is not None:
+        if parsed.seeds is not None:
+            raise BenchError("--seeds draws traces and --trace gives one; leave one of them out")
+        return list(range(1, pairs + 1))
+    if parsed.seeds is None:
+        return list(range(FIRST_SEED, FIRST_SEED + pairs))
+    seeds = read_seeds(parsed.seeds)
+    if parsed.pairs is not None and len(seeds) != pairs:
+        raise BenchError(
+            f"--pairs is {pairs} and --seeds is {parsed.seeds!r}, which are {len(seeds)}; expected "
+            "one seed per pair, so leave one of the options out"
+        )
+    return seeds
+
+
+def _serve_args(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BenchError(f"--serve-args is {text!r}: {error}; quote it as in a shell") from None
+
+
+def _port(text: str, arms: int) -> int:
+    last = _HIGHEST_PORT - arms + 1
+    if not text.isdecimal() or int(text) > last:
+        raise BenchError(f"--port is {text!r}, expected 0 to {last}: each arm takes the next one")
+    return int(text)

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from meridian_patch.bench.served.arms import SeedRun
 from meridian_patch.bench.served.metrics import STALL_S, RequestTimes, request_times
+from meridian_patch.bench.served.summary import SeedRun
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 _STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}

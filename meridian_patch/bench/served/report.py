@@ -1,4 +1,4 @@
-"""Writes the report of a served comparison: one HTML page with plots, and the same as JSON."""
+"""Report of a served comparison: the table, one HTML page with plots, and the same as JSON."""
 
 import base64
 import json
@@ -9,32 +9,40 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from rich import box
+from rich.table import Table
 
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.served import plots
-from meridian_patch.bench.served.arms import NOOP, STOCK, ArmRun, SeedRun
+from meridian_patch.bench.served.arms import NOOP, STOCK
 from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.metrics import FIGURE_KINDS
+from meridian_patch.bench.served.metrics import FigureKind
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import (
+    ArmRun,
     ArmSummary,
+    Ratio,
+    SeedRun,
+    Spread,
     compared_arms,
     counted_seeds,
     harm_over_stock,
+    misses_over_stock,
     ratio_to_stock,
+    shown_kinds,
     summarise,
-)
-from meridian_patch.bench.served.table import (
-    BORROWED_NOTE,
-    build_rows,
-    column_titles,
-    has_borrowed,
-    table_title,
 )
 
 FORMAT_VERSION = 2
-DATA_NAME = "report.json"
+PAGE_NAME, DATA_NAME = "report.html", "results.json"
 WORST_GAP = "answer_gap_max_s"
+BORROWED_NOTE = (
+    "* counted in the noop arm (our scheduler class deciding as stock does): stock counts "
+    "preemptions, but not in which phase the victim was"
+)
+_BORROWED = ("answer_preemptions", "think_preemptions")
+# Values are kept in seconds and shares.
+_SCALES = {"ms": 1000.0, "%": 100.0}
 
 
 @dataclass(frozen=True)
@@ -63,24 +71,21 @@ class Origin:
         return f"{self.machine.how} · {self.date} · {self.machine} · {self.command}"
 
 
-def write_report(
-    folder: Path, runs: Sequence[ArmRun], origin: Origin, data_name: str = DATA_NAME
-) -> Path:
-    """Write ``report.html`` and the same as JSON, for all arms that played anything.
+def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
+    """Write the page and the same as JSON, for all arms that played anything.
 
     Args:
         folder: takes both.
         runs: one per arm.
         origin: how they were obtained.
-        data_name: file name of the JSON.
 
     Returns:
         Path of the page.
     """
     arms = [summarise(run) for run in runs]
     document = report_data(arms, origin)
-    (folder / data_name).write_text(json.dumps(document, indent=1) + "\n")
-    page = folder / "report.html"
+    (folder / DATA_NAME).write_text(json.dumps(document, indent=1) + "\n")
+    page = folder / PAGE_NAME
     page.write_text(_render(arms, runs, origin))
     return page
 
@@ -113,8 +118,9 @@ def _arm_data(arm: ArmSummary) -> dict[str, Any]:
 
 def _ratio_data(arms: Sequence[ArmSummary], arm: str) -> dict[str, Any]:
     """Ratios by figure; empty where nothing was played on both."""
-    ratios = {kind.name: ratio_to_stock(arms, arm, kind.name) for kind in FIGURE_KINDS}
+    ratios = {kind.name: ratio_to_stock(arms, arm, kind.name) for kind in shown_kinds(arms)}
     ratios["harm_p99"] = harm_over_stock(arms, arm)
+    ratios["avoidable_misses"] = misses_over_stock(arms, arm)
     return {name: asdict(ratio) for name, ratio in ratios.items() if ratio is not None}
 
 
@@ -134,6 +140,7 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
         worst={name: ratio.by_seed for name, ratio in worst.items() if ratio},
         plots=_plots(runs, origin.caption),
         seeds=max((len(arm.seeds) for arm in arms), default=0),
+        has_turns=any(arm.has_turns for arm in arms),
     )
 
 
@@ -150,14 +157,14 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
     return [
         {
             "title": "Answer gaps over the run",
-            "text": "Each point is the time a reader waited between two tokens of an answer, at "
-            "the moment the wait ended. Above the dashed line it counts as a stall.",
+            "text": "Each point is a gap between two tokens of an answer, at the time it ended. "
+            "Above the dashed line it counts as a stall.",
             "data": data_url(plots.gap_timeline(shown, caption)),
         },
         {
             "title": "What each request was doing",
             "text": "One bar per request, in the order of arrival, the same requests in each "
-            "panel. A paused thought costs nobody a stalled line of text; a stalled answer does.",
+            "panel. A stalled answer is seen by its reader; a paused thought is not.",
             "data": data_url(plots.phase_bars(pair, caption)),
         },
         {
@@ -171,3 +178,138 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
 def data_url(png: bytes) -> str:
     """A picture as an address, so that a page is one file."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value as text.
+
+    Attributes:
+        middle: the value, or the median over seeds.
+        span: lowest and highest, empty for a single value.
+        mark: footnote mark, or empty.
+    """
+
+    middle: str
+    span: str = ""
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.middle, self._bracketed, self.mark) if part)
+
+    @property
+    def stacked(self) -> str:
+        """The span below the value, for narrow columns."""
+        first = f"{self.middle} {self.mark}" if self.mark else self.middle
+        return f"{first}\n{self.span}" if self.span else first
+
+    @property
+    def _bracketed(self) -> str:
+        return f"({self.span})" if self.span else ""
+
+
+_ABSENT = Cell("-")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: a cell per arm, then one per arm that is compared with stock."""
+
+    label: str
+    cells: tuple[Cell, ...]
+    ratios: tuple[Cell, ...]
+
+
+def build_rows(arms: Sequence[ArmSummary]) -> list[Row]:
+    """Rows for the arms.
+
+    Stock does not count by phase: its cells hold noop's values, marked ``*``.
+    """
+    by_name = {arm.name: arm for arm in arms}
+    compared = compared_arms(arms)
+    rows = [
+        Row(
+            f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
+            tuple(_arm_cell(kind, arm, by_name.get(NOOP)) for arm in arms),
+            tuple(_mean_cell(ratio_to_stock(arms, name, kind.name), 1.0) for name in compared),
+        )
+        for kind in shown_kinds(arms)
+    ]
+    none = tuple(_ABSENT for _ in arms)
+    misses = [misses_over_stock(arms, name) for name in compared]
+    if any(misses):
+        cells = tuple(_mean_cell(ratio, 1.0) for ratio in misses)
+        rows.insert(1, Row("avoidable misses, stock = 1", none, cells))
+    if compared:
+        harm = tuple(_mean_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
+        rows.append(Row("harm p99 in TTFAT, %", none, harm))
+    return rows
+
+
+def column_titles(arms: Sequence[ArmSummary]) -> list[str]:
+    """Column titles, the label column left out."""
+    names = [f"{arm.name} (partial)" if arm.is_partial else arm.name for arm in arms]
+    return [*names, *(f"{name} / {STOCK}" for name in compared_arms(arms))]
+
+
+def table_title(arms: Sequence[ArmSummary]) -> str:
+    """What the cells hold, to follow the provenance; empty for a single seed."""
+    seeds = max((len(arm.seeds) for arm in arms), default=0)
+    if seeds <= 1:
+        return ""
+    ratio = "; ratio: mean of the pairs' ratios, 95 % bootstrap interval"
+    return f", {seeds} seeds: median, lowest..highest{ratio if compared_arms(arms) else ''}"
+
+
+def has_borrowed(rows: Sequence[Row]) -> bool:
+    """True when a cell needs ``BORROWED_NOTE``."""
+    return any(cell.mark for row in rows for cell in row.cells)
+
+
+def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
+    """The table for a terminal."""
+    rows = build_rows(arms)
+    note = BORROWED_NOTE if has_borrowed(rows) else None
+    table = Table(
+        title=title,
+        caption=note,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("", no_wrap=True)
+    for name in column_titles(arms):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.label, *(cell.stacked for cell in (*row.cells, *row.ratios)))
+    return table
+
+
+def _arm_cell(kind: FigureKind, arm: ArmSummary, noop: ArmSummary | None) -> Cell:
+    spread = arm.spreads.get(kind.name)
+    if spread is None and noop and arm.name == STOCK and kind.name in _BORROWED:
+        return _spread_cell(noop.spreads.get(kind.name), _SCALES.get(kind.unit, 1.0), mark="*")
+    return _spread_cell(spread, _SCALES.get(kind.unit, 1.0))
+
+
+def _mean_cell(ratio: Ratio | None, scale: float) -> Cell:
+    if ratio is None:
+        return _ABSENT
+    span = "..".join(_number(end * scale) for end in ratio.interval or ())
+    return Cell(_number(ratio.mean * scale), span)
+
+
+def _spread_cell(spread: Spread | None, scale: float, mark: str = "") -> Cell:
+    if spread is None:
+        return _ABSENT
+    middle, low, high = (_number(v * scale) for v in (spread.median, spread.low, spread.high))
+    return Cell(middle, f"{low}..{high}" if spread.count > 1 else "", mark)
+
+
+def _number(value: float) -> str:
+    """Three digits, or the whole number when it has more."""
+    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004 - digits
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text

@@ -1,44 +1,40 @@
 """Runs a served comparison: servers that differ in one thing, the same traces, in turn.
 
 The servers of all arms are up at once, and one at a time is under load; an idle one sleeps. Every
-seed is played on all arms before the next one, in the order ABBA, so that whatever changes on the
-machine in the meantime meets all arms alike. Servers of the same settings differ for as long as
-they live: they can be started anew for each seed, another one first each time.
+seed is played on all arms before the next one, on another arm first each time, so that each arm
+has each place in the order and what changes on the machine meets all arms alike. Servers of the
+same settings differ for as long as they live: they can be started anew for each seed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
 from meridian_patch import envs
+from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.served.arms import (
-    Arm,
-    ArmRun,
-    RunningArm,
-    SeedRun,
-    arm_environment,
-    play_seed,
-    start_arm,
-)
-from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.report import Origin, write_report
-from meridian_patch.bench.served.server import ServerSettings, pick_port
-from meridian_patch.bench.served.summary import summarise
-from meridian_patch.bench.served.table import table_title, terminal_table
-from meridian_patch.bench.served.workload import TraceRequest, write_trace
+from meridian_patch.bench.served.arms import Arm, arm_environment
+from meridian_patch.bench.served.client import Client, RequestRecord
+from meridian_patch.bench.served.load import Load, play_in_processes
+from meridian_patch.bench.served.metrics import difference, read_counters
+from meridian_patch.bench.served.report import Origin, table_title, terminal_table, write_report
+from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
+from meridian_patch.bench.served.summary import ArmRun, SeedRun, summarise
+from meridian_patch.bench.served.workload import Mix, TraceRequest, make_trace, write_trace
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
+Item = TypeVar("Item")
+_WARM_UP = Mix(requests=6, rate_per_s=6.0, max_tokens=64)
+_WARM_UP_SEED = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ class Comparison:
         load: how the servers are driven.
         port: of the first server, the next ones follow; 0 for any free ones.
         folder: takes logs, traces and reports.
-        data_name: file name of the results as JSON.
         command: as typed.
         restarts: each seed has servers of its own, and logs.
     """
@@ -65,9 +60,23 @@ class Comparison:
     load: Load
     port: int
     folder: Path
-    data_name: str
     command: str
     restarts: bool = False
+
+
+@dataclass(frozen=True)
+class RunningArm:
+    """An arm whose server is up.
+
+    Attributes:
+        run: takes what the arm does.
+        end_marker: token ids that end thinking; empty when there is no thinking.
+    """
+
+    run: ArmRun
+    server: ServerProcess
+    client: Client
+    end_marker: tuple[int, ...]
 
 
 def run_comparison(comparison: Comparison, console: Console) -> int:
@@ -95,14 +104,14 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     console.print(f"{origin.machine}\n{comparison.workload}", highlight=False)
     runs = [ArmRun(arm.name) for arm in comparison.arms]
     code = _play(comparison, runs, ports, base_env, console)
-    if _tell_failed_requests(runs, console):
+    if _print_failed_requests(runs, console):
         code = code or EXIT_FAILED
     played = [run for run in runs if run.seeds or run.error]
     if not any(run.seeds for run in played):
         return code
     arms = [summarise(run) for run in played]
     console.print(terminal_table(arms, f"{machine.how}{table_title(arms)}"))
-    page = write_report(folder, played, origin, comparison.data_name)
+    page = write_report(folder, played, origin)
     console.print(f"report: {page}", highlight=False)
     return code
 
@@ -116,15 +125,109 @@ def check_ports(first: int, arms: int) -> list[int]:
     return [pick_port(first + number) if first else 0 for number in range(arms)]
 
 
-def abba(arms: Sequence[RunningArm], pair: int) -> Sequence[RunningArm]:
-    """The arms in the order in which a pair runs: forth, then back, and so on."""
-    return arms if pair % 2 == 0 else arms[::-1]
+def rotated(items: Sequence[Item], pair: int) -> list[Item]:
+    """The items in the order of a pair: another one first for each."""
+    first = pair % max(1, len(items))
+    return [*items[first:], *items[:first]]
 
 
-def rotated(numbers: Sequence[int], pair: int) -> list[int]:
-    """Another one first for each pair."""
-    first = pair % len(numbers)
-    return [*numbers[first:], *numbers[:first]]
+@contextmanager
+def start_arm(
+    run: ArmRun,
+    arm: Arm,
+    settings: ServerSettings,
+    base_env: Mapping[str, str],
+    load: Load,
+    *,
+    log_path: Path,
+    port: int = 0,
+) -> Iterator[RunningArm]:
+    """Start an arm's server, warm it up, and end it on exit.
+
+    Args:
+        run: takes what the arm does.
+        arm: whose server it is.
+        settings: shared by all arms.
+        base_env: environment that the server inherits.
+        load: shared by all arms.
+        log_path: takes the server's output.
+        port: 0 for any free one.
+
+    Raises:
+        BenchError: the server did not start, or serves something unexpected.
+    """
+
+    def on_wait(waited_s: float) -> None:
+        run.start_s = waited_s
+
+    settings = arm.settings(settings)
+    env = arm_environment(arm.environment, base_env)
+    with ServerProcess(settings, env, log_path, pick_port(port), on_wait=on_wait) as server:
+        client = Client(
+            server.url,
+            settings.served_name,
+            load.request_limit_s,
+            load.history,
+            settings.max_model_len,
+        )
+        end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
+        client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
+        _check_is_patched(run.name, envs.activation(env), client.metrics_text())
+        yield RunningArm(run, server, client, end_marker)
+
+
+def play_seed(
+    arm: RunningArm,
+    seed: int,
+    trace: Sequence[TraceRequest],
+    processes: int,
+    on_request: Callable[[], None],
+) -> None:
+    """Empty an arm's prefix cache and play one trace.
+
+    Args:
+        arm: its run is filled as the trace goes on, and keeps what there is when it breaks off.
+        seed: of the trace.
+        trace: what to send.
+        processes: that share the sending.
+        on_request: called when a request has ended.
+
+    Raises:
+        BenchError: the server died, or a client did.
+    """
+    seed_run = SeedRun(seed, arm.end_marker)
+    arm.run.seeds.append(seed_run)
+    arm.server.check_alive()
+    arm.client.reset_prefix_cache()
+    before = read_counters(arm.client.metrics_text())
+    play_in_processes(
+        arm.client, trace, processes, seed_run.records, arm.server.check_alive, on_request
+    )
+    seed_run.counters = difference(before, read_counters(arm.client.metrics_text()))
+    seed_run.is_complete = True
+
+
+def describe_failures(records: Sequence[RequestRecord]) -> str | None:
+    """How many requests failed, and why the first did; None when all ended as they should."""
+    failed = [record for record in records if record.finish_reason is None]
+    if not failed:
+        return None
+    reason = failed[0].error or "the stream ended without a finish reason"
+    return (
+        f"{len(failed)} of {len(records)} requests failed; the first, "
+        f"{failed[0].request.id}: {reason}"
+    )
+
+
+def _check_is_patched(arm: str, should_be: bool | None, page: str) -> None:
+    """Refuse a server that is stock where it should be patched, or the other way round."""
+    is_ours = "meridian_" in page
+    if is_ours != should_be:
+        state = "exports" if is_ours else "does not export"
+        raise BenchError(
+            f"the server of arm {arm} {state} meridian_ metrics: it runs "
+            f"{'patched' if is_ours else 'stock'}. Run 'meridian status' to see what is loaded"
+        )
 
 
 def _play(
@@ -134,7 +237,7 @@ def _play(
     base_env: Mapping[str, str],
     console: Console,
 ) -> int:
-    """Start servers and play; what breaks an arm off is said, kept, and ends that arm."""
+    """Start servers and play; what breaks an arm off is printed, kept, and ends that arm."""
     runner = _Runner(comparison, runs, ports, base_env)
     pairs = list(enumerate(comparison.traces))
     # Those that meet the same servers.
@@ -183,11 +286,12 @@ class _Runner:
             try:
                 server = start_arm(
                     run,
+                    arms[number],
                     self._comparison.settings,
-                    arm_environment(arms[number], self._base_env),
-                    self._comparison.folder / f"server-{run.name}{log}",
+                    self._base_env,
                     self._comparison.load,
-                    self._ports[number],
+                    log_path=self._comparison.folder / f"server-{run.name}{log}",
+                    port=self._ports[number],
                 )
                 started[number] = up.enter_context(server)
             except BenchError as error:
@@ -199,9 +303,9 @@ class _Runner:
     def play(
         self, running: Sequence[RunningArm], pair: int, seed: int, progress: Progress
     ) -> list[RunningArm]:
-        """One seed on each arm; those that are left."""
+        """Play one seed on each arm; return the arms that have not failed."""
         trace = self._comparison.traces[seed]
-        for served in abba(running, pair):
+        for served in rotated(running, pair):
             self._busy = served.run
             task = progress.add_task(f"seed {seed}, {served.run.name}", total=len(trace))
             advance = partial(progress.advance, task)
@@ -225,28 +329,16 @@ def _end_arm(run: ArmRun, error: BenchError, console: Console) -> None:
     console.print(f"{run.name}: {error}", style="red", highlight=False, markup=False)
 
 
-def _tell_failed_requests(runs: Sequence[ArmRun], console: Console) -> bool:
-    """Say how many requests of complete runs failed; True when any did."""
+def _print_failed_requests(runs: Sequence[ArmRun], console: Console) -> bool:
+    """Print how many requests of complete runs failed; True when any did."""
     found = False
     for run in runs:
-        records = [record for seed in _complete(run) for record in seed.records]
-        failed = [record for record in records if record.finish_reason is None]
-        if failed:
+        complete = [seed for seed in run.seeds if seed.is_complete]
+        words = describe_failures([record for seed in complete for record in seed.records])
+        if words is not None:
             found = True
-            first = failed[0]
-            reason = first.error or "the stream ended without a finish reason"
-            console.print(
-                f"{run.name}: {len(failed)} of {len(records)} requests failed; the first, "
-                f"{first.request.id}: {reason}",
-                style="red",
-                highlight=False,
-                markup=False,
-            )
+            console.print(f"{run.name}: {words}", style="red", highlight=False, markup=False)
     return found
-
-
-def _complete(run: ArmRun) -> Iterator[SeedRun]:
-    return (seed for seed in run.seeds if seed.is_complete)
 
 
 def _check_lengths(comparison: Comparison) -> None:

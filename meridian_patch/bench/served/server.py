@@ -17,52 +17,40 @@ from meridian_patch.errors import BenchError
 from meridian_patch.replay import cpu_affinity as cores
 
 HOST = "127.0.0.1"
-MODEL_NAME = "tiny-reasoner"
 _TERMINATE_S = 20.0
 _POLL_S = 0.25
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all arms of a comparison share.
+    """What all arms of a comparison share; None leaves a setting to vLLM.
 
     Attributes:
-        model: directory of the model.
+        model: directory, or a name on the Hugging Face hub.
         kv_blocks: size of the KV pool in blocks.
-        block_size: tokens per block; the CPU build wants a multiple of 32.
+        block_size: tokens per block.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: token budget of one step.
         max_model_len: most tokens of one request, prompt included.
         dtype: of weights and activations.
         reasoning_parser: splits thoughts from answers.
-        served_name: name in the requests; vLLM's model families look at it too.
         extra: further options of the server, which win over the ones above.
     """
 
     model: Path | str
-    kv_blocks: int | None
-    block_size: int | None = 32
-    max_num_seqs: int | None = 40
-    max_num_batched_tokens: int | None = 512
-    max_model_len: int | None = 2048
-    dtype: str | None = "float32"
-    reasoning_parser: str | None = "deepseek_r1"
-    served_name: str = MODEL_NAME
+    kv_blocks: int | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    dtype: str | None = None
+    reasoning_parser: str | None = None
     extra: tuple[str, ...] = ()
 
-    @classmethod
-    def of_any_model(
-        cls, model: Path | str, kv_blocks: int | None, extra: tuple[str, ...]
-    ) -> "ServerSettings":
-        """Settings that leave to vLLM what is not given.
-
-        Args:
-            model: directory, or a name on the Hugging Face hub.
-            kv_blocks: size of the KV pool in blocks, None for vLLM's choice.
-            extra: further options of the server.
-        """
-        name = model.name if isinstance(model, Path) else model
-        return cls(model, kv_blocks, None, None, None, None, None, None, name, extra)
+    @property
+    def served_name(self) -> str:
+        """Name of the model in requests; model families are found by it too."""
+        return self.model.name if isinstance(self.model, Path) else self.model
 
     @property
     def options(self) -> list[str]:
@@ -78,13 +66,6 @@ class ServerSettings:
         }
         pairs = [(name, str(value)) for name, value in chosen.items() if value is not None]
         return [*(text for pair in pairs for text in pair), *self.extra]
-
-    @property
-    def least_blocks(self) -> int | None:
-        """Smallest pool that holds one request; None where vLLM chooses the sizes."""
-        if self.max_model_len is None or self.block_size is None:
-            return None
-        return -(-self.max_model_len // self.block_size) + 1
 
     def arguments(self, port: int) -> list[str]:
         """Command line of the server."""

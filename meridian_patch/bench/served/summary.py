@@ -1,12 +1,61 @@
-"""Sums runs up over seeds: medians, ranges and ratios, as plain data for table, page and JSON."""
+"""Runs of arms, and their summary over seeds: medians, ranges and ratios to stock."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from meridian_patch.bench.served.arms import NOOP, STOCK, ArmRun, SeedRun
-from meridian_patch.bench.served.metrics import FIGURE_KINDS, Figures, quantile, request_times
+from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK
+from meridian_patch.bench.served.client import RequestRecord
+from meridian_patch.bench.served.metrics import (
+    FIGURE_KINDS,
+    TURN_KINDS,
+    FigureKind,
+    Figures,
+    quantile,
+    request_times,
+    run_figures,
+)
 from meridian_patch.bench.statistics import bootstrap_interval
+
+
+@dataclass
+class SeedRun:
+    """One trace played on one arm.
+
+    Attributes:
+        seed: of the trace.
+        end_marker: token ids that end thinking; empty when there is no thinking.
+        records: one per request that was sent.
+        counters: what the server's counters rose by.
+        is_complete: False when the run broke off.
+    """
+
+    seed: int
+    end_marker: tuple[int, ...]
+    records: list[RequestRecord] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def figures(self) -> Figures:
+        """All figures of the run."""
+        return run_figures(self.records, self.end_marker, self.counters)
+
+
+@dataclass
+class ArmRun:
+    """All of one arm, as far as it got.
+
+    Attributes:
+        name: of the arm.
+        seeds: in the order played.
+        start_s: seconds until the server was healthy.
+        error: what ended the arm early.
+    """
+
+    name: str
+    seeds: list[SeedRun] = field(default_factory=list)
+    start_s: float = 0.0
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +103,7 @@ class ArmSummary:
         error: what ended the arm early.
         has_whole_runs: False when no run was complete: its figures are not comparable.
         ttfat_s: by seed and request, for comparing the same request on two arms.
+        has_turns: True where requests are turns of conversations.
     """
 
     name: str
@@ -64,13 +114,15 @@ class ArmSummary:
     error: str | None
     has_whole_runs: bool
     ttfat_s: Mapping[int, Mapping[str, float]]
+    has_turns: bool
 
 
 def summarise(run: ArmRun) -> ArmSummary:
     """Sum one arm up."""
-    seeds = {seed_run.seed: seed_run.figures() for seed_run in counted_seeds(run)}
+    counted = counted_seeds(run)
+    seeds = {seed_run.seed: seed_run.figures() for seed_run in counted}
     spreads = {}
-    for kind in FIGURE_KINDS:
+    for kind in (*TURN_KINDS, *FIGURE_KINDS):
         values = [figures[kind.name] for figures in seeds.values()]
         spread = Spread.of([value for value in values if value is not None])
         if spread is not None:
@@ -84,8 +136,14 @@ def summarise(run: ArmRun) -> ArmSummary:
         is_partial,
         run.error,
         any(seed.is_complete for seed in run.seeds),
-        {seed_run.seed: _ttfat(seed_run) for seed_run in counted_seeds(run)},
+        {seed_run.seed: _ttfat(seed_run) for seed_run in counted},
+        any(record.request.follows for seed_run in counted for record in seed_run.records),
     )
+
+
+def shown_kinds(arms: Sequence[ArmSummary]) -> tuple[FigureKind, ...]:
+    """The figures of a comparison in the order shown; those of prefix hits only for turns."""
+    return (*TURN_KINDS, *FIGURE_KINDS) if any(arm.has_turns for arm in arms) else FIGURE_KINDS
 
 
 def counted_seeds(run: ArmRun) -> list[SeedRun]:
@@ -128,8 +186,28 @@ def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
     return _ratio(by_seed)
 
 
+def misses_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
+    """(ample - arm) / (ample - stock) in prefix hits: avoidable misses that are left, by seed.
+
+    None without the arm ``ample``, whose pool is so large that it misses nothing avoidable. Seeds
+    on which stock misses nothing either are left out.
+    """
+    hits = {
+        name: {seed: figures["hit_share"] for seed, figures in summary.seeds.items()}
+        for name, summary in _whole(arms).items()
+    }
+    if not {STOCK, AMPLE, arm} <= hits.keys():
+        return None
+    by_seed = {}
+    for seed, most in hits[AMPLE].items():
+        ours, theirs = hits[arm].get(seed), hits[STOCK].get(seed)
+        if most is not None and ours is not None and theirs is not None and most > theirs:
+            by_seed[seed] = (most - ours) / (most - theirs)
+    return _ratio(by_seed)
+
+
 def compared_arms(arms: Sequence[ArmSummary]) -> list[str]:
-    """Arms to show beside stock; noop, a yardstick of its own, only where there is no other."""
+    """Arms to show beside stock; noop, which decides as stock does, only without any other."""
     names = [arm.name for arm in arms]
     if STOCK not in names:
         return []
@@ -139,10 +217,15 @@ def compared_arms(arms: Sequence[ArmSummary]) -> list[str]:
 
 def _pair(arms: Sequence[ArmSummary], arm: str) -> tuple[ArmSummary, ArmSummary] | None:
     """An arm and stock, when both have runs that can be compared."""
-    by_name = {summary.name: summary for summary in arms if summary.has_whole_runs}
+    by_name = _whole(arms)
     if STOCK not in by_name or arm not in by_name:
         return None
     return by_name[arm], by_name[STOCK]
+
+
+def _whole(arms: Sequence[ArmSummary]) -> dict[str, ArmSummary]:
+    """Arms by name that have a complete run."""
+    return {summary.name: summary for summary in arms if summary.has_whole_runs}
 
 
 def _ratio(by_seed: Mapping[int, float]) -> Ratio | None:

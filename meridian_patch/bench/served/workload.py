@@ -1,11 +1,12 @@
-"""Traces: which chat request arrives when, drawn from a seed or read from JSON lines.
+"""Workloads of a served comparison: which chat request is sent when.
 
-One line of a trace file::
+A trace is drawn from a seed, as single problems or as conversations, or read from JSON lines::
 
     {"id": "1-0", "arrival_s": 0.12, "messages": [{"role": "user", "content": "p=7, q=p+5. q?"}],
      "expected": "2", "max_tokens": 1024}
 
-A line may have ``extra``, an object of further fields of the chat request.
+A line may have ``extra``, an object of further fields of the chat request, and ``follows``, the id
+of an earlier line: the request is then the next turn of that request's conversation.
 """
 
 import json
@@ -19,9 +20,14 @@ from meridian_patch.demo.problems import MAX_STEPS, make_problem
 from meridian_patch.errors import BenchError
 
 ROLES = ("system", "user", "assistant")
-_OPTIONAL = ("extra",)
+_OPTIONAL = ("extra", "follows")
 # What the client itself decides: a trace must not change how the stream is read or compared.
 _RESERVED = ("model", "messages", "max_tokens", "stream", "return_token_ids", "n")
+# The words of the tiny reasoner's training: it has seen system prompts made of them.
+_WORDS = (  # noqa: SIM905 - prose reads better than 30 quoted words
+    "you are a careful helper that works modulo ten and shows every step of the chain answer with "
+    "one digit first then say why keep the order of the names do not guess"
+).split()
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,14 @@ class TraceRequest:
 
     Attributes:
         id: unique within the trace.
-        arrival_s: seconds after the start of the trace.
-        messages: chat messages, each ``{"role": ..., "content": ...}``.
+        arrival_s: seconds after the start of the trace; of a later turn, after the end of the
+            answer before it.
+        messages: chat messages, each ``{"role": ..., "content": ...}``; of a later turn, those that
+            are added to its conversation.
         expected: the right answer, for grading; empty where there is nothing to grade.
         max_tokens: limit on thinking and answer together.
         extra: further fields of the chat request, such as ``thinking_token_budget``.
+        follows: id of the request before it in its conversation; empty for a first turn.
     """
 
     id: str
@@ -43,11 +52,12 @@ class TraceRequest:
     expected: str
     max_tokens: int
     extra: Mapping[str, Any] = field(default_factory=dict)
+    follows: str = ""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What a drawn trace is made of.
+    """What a drawn trace of single problems is made of.
 
     Attributes:
         requests: how many.
@@ -67,9 +77,51 @@ class Mix:
     hard_share: float = 0.3
     max_tokens: int = 1024
 
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} arithmetic problems per seed, {self.rate_per_s:g} per second in "
+            f"bursts (Gamma, shape {self.burstiness:g}), {self.hard_share:.0%} of them hard, "
+            f"{self.history_share:.0%} with earlier turns."
+        )
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a drawn trace of conversations is made of.
+
+    Each begins with one of a few long system prompts; each turn asks one problem.
+
+    Attributes:
+        requests: how many, over all conversations.
+        rate_per_s: conversations that start per second, Poisson.
+        pause_mean_s: from the end of an answer to the next question, exponential.
+        turns: fewest and most of one conversation; the last conversation may have fewer.
+        system_prompts: how many there are.
+        system_tokens: length of each, in characters, which are tokens of the tiny reasoner.
+        hard_share: share of problems drawn with the most steps.
+        max_tokens: limit of every request.
+    """
+
+    requests: int
+    rate_per_s: float
+    pause_mean_s: float = 4.0
+    turns: tuple[int, int] = (2, 6)
+    system_prompts: int = 6
+    system_tokens: int = 400
+    hard_share: float = 0.7
+    max_tokens: int = 800
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests per seed in conversations of {self.turns[0]} to "
+            f"{self.turns[1]} turns, {self.rate_per_s:g} conversations per second (Poisson), "
+            f"pauses of {self.pause_mean_s:g} s on average, {self.system_prompts} system prompts "
+            f"of {self.system_tokens} characters, {self.hard_share:.0%} of the problems hard."
+        )
+
 
 def make_trace(mix: Mix, seed: int) -> list[TraceRequest]:
-    """Draw a trace that depends on its arguments alone."""
+    """Draw a trace of single problems that depends on its arguments alone."""
     rng = random.Random(seed)
     trace = []
     arrival_s = 0.0
@@ -95,6 +147,60 @@ def make_trace(mix: Mix, seed: int) -> list[TraceRequest]:
     return trace
 
 
+def make_conversations(turns: Turns, seed: int) -> list[TraceRequest]:
+    """Draw a trace of conversations, one after the other, that depends on its arguments alone."""
+    rng = random.Random(seed)
+    systems = [_system_prompt(rng, turns.system_tokens) for _ in range(turns.system_prompts)]
+    trace: list[TraceRequest] = []
+    start_s = 0.0
+    conversation = 0
+    while len(trace) < turns.requests:
+        start_s += rng.expovariate(turns.rate_per_s)
+        opening = [{"role": "system", "content": rng.choice(systems)}]
+        follows = ""
+        for turn in range(rng.randint(*turns.turns)):
+            problem = make_problem(rng, MAX_STEPS if rng.random() < turns.hard_share else None)
+            pause_s = rng.expovariate(1 / turns.pause_mean_s)
+            request = TraceRequest(
+                id=f"{seed}-{conversation}-{turn}",
+                arrival_s=round(pause_s if turn else start_s, 6),
+                messages=(*opening, {"role": "user", "content": problem.question}),
+                expected=problem.answer,
+                max_tokens=turns.max_tokens,
+                follows=follows,
+            )
+            trace.append(request)
+            opening, follows = [], request.id
+        conversation += 1
+    return trace[: turns.requests]
+
+
+def conversations(trace: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+    """The requests of each conversation in order, conversations as they first appear.
+
+    Raises:
+        KeyError: a request follows one that does not stand before it, or that another follows.
+    """
+    found: list[list[TraceRequest]] = []
+    by_last: dict[str, list[TraceRequest]] = {}
+    for request in trace:
+        if request.follows:
+            turns = by_last.pop(request.follows)
+        else:
+            turns = []
+            found.append(turns)
+        turns.append(request)
+        by_last[request.id] = turns
+    return found
+
+
+def _system_prompt(rng: random.Random, num_tokens: int) -> str:
+    text = ""
+    while len(text) < num_tokens:
+        text += rng.choice(_WORDS) + " "
+    return text[:num_tokens].strip().capitalize() + "."
+
+
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
     """Write one JSON object per line."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in trace))
@@ -110,15 +216,22 @@ def read_trace(path: Path) -> list[TraceRequest]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"cannot read the trace {path}: {error}; give a JSON lines file") from None
-    trace = []
+    trace: list[TraceRequest] = []
     seen: set[str] = set()
+    followed: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         request = _parse_line(line, f"{path} line {number}")
         if request.id in seen:
             raise BenchError(f"{path} line {number}: field id {request.id!r} was used before")
+        if request.follows and (request.follows not in seen or request.follows in followed):
+            raise BenchError(
+                f"{path} line {number}: field follows is {request.follows!r}, expected the id of "
+                "an earlier request that no other request follows"
+            )
         seen.add(request.id)
+        followed.add(request.follows)
         trace.append(request)
     if not trace:
         raise BenchError(f"the trace {path} holds no request; expected one JSON object per line")
@@ -149,6 +262,8 @@ def _parse_line(line: str, where: str) -> TraceRequest:
     messages = fields["messages"]
     expected = "a list of {role, content}, roles " + ", ".join(ROLES)
     _check(where, "messages", messages, _are_messages(messages), expected)
+    follows = fields.get("follows", "")
+    _check(where, "follows", follows, isinstance(follows, str), "a string")
     extra = fields.get("extra", {})
     is_extra = isinstance(extra, dict) and not set(extra) & set(_RESERVED)
     _check(where, "extra", extra, is_extra, "an object without " + ", ".join(_RESERVED))
