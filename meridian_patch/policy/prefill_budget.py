@@ -15,6 +15,8 @@ _MOST_STRETCH = 2.0
 # prompts faster.
 _LEAST_FACTOR = 1.05
 _ENOUGH_STRETCH = 6.0
+# After so many times `drain_s` at the smallest chunk, a chunk of twice its size is tried.
+_DRAINS_AT_LEAST = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class PrefillBudget:
     5. Saturation guard: if the lowered budget was used up in every step for ``drain_s`` seconds,
        the backlog does not drain. From then on steps may take twice as long with each ``drain_s``,
        until a step leaves budget unused or prefill has half of the step.
+    6. If only the smallest chunk fits even so, one chunk in ``drain_s`` seconds is twice as large:
+       chunks of one size do not tell what a token takes and what is fixed.
     """
 
     def __init__(self, settings: PrefillBudgetSettings, model: StepTimeModel) -> None:
@@ -63,6 +67,7 @@ class PrefillBudget:
         self._model = model
         # Time since which every step has used up its budget.
         self._used_up_since_s: float | None = None
+        self._larger_tried_s = float("-inf")
 
     def default_itl_s(self, shape: StepShape) -> float | None:
         """The inter-token latency to keep if none is requested; None without data.
@@ -111,7 +116,10 @@ class PrefillBudget:
             fitting = min(self._model.untested_tokens, most)
         else:
             fitting = max(room.in_time, min(room.worthwhile, most))
-        prefill = max(fitting, settings.min_prefill_tokens, least)
+        smallest = max(settings.min_prefill_tokens, least)
+        prefill = max(fitting, smallest)
+        if prefill == smallest and self._may_try_larger(now_s):
+            prefill *= 2
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:
@@ -121,10 +129,23 @@ class PrefillBudget:
         elif self._used_up_since_s is None:
             self._used_up_since_s = now_s
 
-    def _widened_s(self, target_s: float, shape: StepShape, now_s: float) -> float:
+    def _may_try_larger(self, now_s: float) -> bool:
+        drain_s = self._settings.drain_s
+        if self._drains(now_s) < _DRAINS_AT_LEAST or now_s - self._larger_tried_s < drain_s:
+            return False
+        self._larger_tried_s = now_s
+        return True
+
+    def _drains(self, now_s: float) -> float:
+        """For how many times ``drain_s`` every step has used up its budget."""
         if self._used_up_since_s is None:
+            return 0.0
+        return (now_s - self._used_up_since_s) / self._settings.drain_s
+
+    def _widened_s(self, target_s: float, shape: StepShape, now_s: float) -> float:
+        drains = self._drains(now_s)
+        if drains <= 1:
             return target_s
         bare_s = self._model.bare_seconds(shape) or 0.0
-        drains = (now_s - self._used_up_since_s) / self._settings.drain_s
-        widened_s = target_s * 2 ** min(max(drains - 1, 0.0), 20)
+        widened_s = target_s * 2 ** min(drains - 1, 20)
         return max(target_s, min(widened_s, _MOST_STRETCH * bare_s))

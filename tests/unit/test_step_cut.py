@@ -54,6 +54,32 @@ def test_a_backlog_from_the_start_does_not_hide_what_decoding_takes():
     assert 0.85 < roofline(prefilling(cuts[-1])) / one.default_itl_s(SHAPE) < 1.1
 
 
+def test_a_backlog_in_chunks_of_one_size_is_tried_with_a_larger_one():
+    """10 ms for a step and 20 us per token: from chunks of 64 alone, tokens may take all of it."""
+
+    def machine_s(shape: StepShape) -> float:
+        return 0.01 + 20e-6 * (shape.prefill_tokens + shape.decode_tokens)
+
+    # Two stages: every other step has no decodes.
+    shapes = StepShape(0, 2, 300), StepShape(0, 0, 0)
+    model, now_s, chunks = StepTimeModel(), 0.0, []
+    one = cut(model, drain_s=0.05)
+    for _ in range(8):
+        model.observe(shapes[0], machine_s(shapes[0]))
+    while now_s < 1.0:
+        shape = shapes[len(chunks) % 2]
+        tokens = one.token_budget(shape, 0, one.default_itl_s(shape), now_s)
+        chunks.append(tokens - shape.decode_tokens)
+        step = shape._replace(prefill_tokens=chunks[-1], attended_tokens=64 * 64 * len(chunks))
+        now_s += machine_s(step)
+        one.ran(is_used_up=True, now_s=now_s)
+        model.observe(step, machine_s(step))
+    assert chunks[:8] == [64] * 8
+    assert max(chunks[:20]) >= 128
+    # Prefill has half of the machine's time, as the saturation guard promises.
+    assert chunks[-1] > 400
+
+
 def test_a_step_that_cannot_be_without_prefill_is_not_asked_for_for_long():
     """Prefill in spite of the cut: the wish is given up until the next time."""
     model = StepTimeModel()
