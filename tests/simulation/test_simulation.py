@@ -35,6 +35,10 @@ ASKS_ITSELF = """
 result = run_case(draw(70032, 250))
 told["asks itself"] = [result.case.exit, result.counts, result.failures]
 """
+SCARCE_ADAPTERS = """
+result = run_case(draw(60230, 250))
+told["scarce adapters"] = [result.case.lora, result.case.connector, result.failures]
+"""
 DRAWS = """
 cases = [draw(seed, 1) for seed in range(3000)]
 met = {(name, repr(value)) for case in cases for name, value in case.values.items()}
@@ -72,7 +76,7 @@ def in_child(*scripts: str, timeout: float = 240) -> dict:
 def told() -> dict:
     """Importing vLLM takes longer than any of these: they share a process."""
     seeds = DIGESTS.format(seeds=SEEDS[::-1])
-    return in_child(EVERY_HOOK, ASKS_ITSELF, DRAWS, seeds)
+    return in_child(EVERY_HOOK, ASKS_ITSELF, SCARCE_ADAPTERS, DRAWS, seeds)
 
 
 def test_the_same_seed_gives_the_same_bytes_whatever_ran_before(told):
@@ -94,6 +98,11 @@ def test_steps_are_not_stocks_where_a_request_asks_for_early_exit_and_is_probed(
     assert counts["probes"]
     assert not counts["compared"]
     assert failures == {}
+
+
+def test_no_adapter_comes_in_while_a_running_one_may_get_no_block(told):
+    """A connector defers the frees of blocks: vLLM counts no adapter behind a request without."""
+    assert told["scarce adapters"] == ["scarce", "load", {}]
 
 
 def test_every_value_of_every_axis_is_drawn_and_a_repaired_case_stays_as_it_is(told):

@@ -207,6 +207,9 @@ class StepLimiter:
                 self._budget = budget
                 return StepLimits(budget, max_active=0)
             budget = None
+        if self._may_strand_adapter(scheduler):
+            self._budget = budget
+            return StepLimits(budget, max_active=0)
         if self._admission:
             rows = len(scheduler.running)
             step = NextStep(budget, self._shape.decode_tokens, self._chunks.least)
@@ -240,6 +243,26 @@ class StepLimiter:
             and self._chunks.may_pass_over
             and any(request.lora_request for request in self._prefilling)
         )
+
+    def _may_strand_adapter(self, scheduler: Any) -> bool:
+        """Whether a running request with a LoRA adapter may get no KV block in the next step.
+
+        No request must be admitted then, for the same reason. Load-bearing: while the blocks of a
+        victim may still be written, or a connector is about to free some, upstream stops at a
+        request that gets no block, preempts none, and goes on to the waiting ones.
+        """
+        if not scheduler.lora_config or scheduler.connector is None:
+            return False
+        if not any(request.lora_request for request in scheduler.running):
+            return False
+        rows = len(scheduler.running)
+        prefill = sum(
+            request.num_tokens - request.num_computed_tokens for request in self._prefilling
+        )
+        tokens = min(prefill, scheduler.max_num_scheduled_tokens) + rows * scheduler.num_spec_tokens
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        most = groups * (tokens // scheduler.block_size + 2 * rows)
+        return most > int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def num_prefilling(self) -> int:
         """Number of running requests with known tokens that are not computed yet."""
