@@ -120,6 +120,36 @@ def test_a_session_that_is_preempted_and_ends_its_turn_waits_for_no_answer(monke
     assert not scheduler.policy_part.waiting_answers
 
 
+@pytest.mark.parametrize("is_queued", [False, True], ids=["later", "queued"])
+def test_a_session_that_is_preempted_as_its_turn_ends_goes_on(monkeypatch, demo_model, is_queued):
+    """vLLM itself drops it from all queues, and its next turn would lack what it said before."""
+    driver = exit_driver(monkeypatch, demo_model, is_async=True, **OBSERVED)
+    scheduler = driver.scheduler
+    send(driver, Job("s", PROMPT, 5, 5), max_tokens=50)
+    if is_queued:
+        send(driver, Job("s", CHUNK, 5, 5), max_tokens=50)
+    session = scheduler.requests["s"]
+    said = 5 + 1 + 5 + 1
+    step_until(driver, lambda: session.num_computed_tokens == len(PROMPT) + said - 1)
+    assert session.num_in_flight_tokens
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, 0.0)
+    if not is_queued:
+        step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+        send(driver, Job("s", CHUNK, 5, 5), max_tokens=50)
+    step_until(driver, lambda: session.max_tokens and session.num_prompt_tokens > len(PROMPT))
+    # All that was said but the last token, which vLLM drops, is part of the next prompt.
+    assert session.num_prompt_tokens == len(PROMPT) + said - 1 + len(CHUNK)
+    assert list(session.prompt_token_ids) == list(
+        session._all_token_ids[: session.num_prompt_tokens]
+    )
+    step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert session.num_output_tokens
+    scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
+    driver.drain()
+    assert is_empty(driver)
+
+
 def test_a_chunk_brings_its_own_options(driver):
     """Each chunk has parameters of its own, and vLLM goes by the newest."""
     scheduler = driver.scheduler

@@ -70,7 +70,7 @@ def test_a_request_that_waits_with_blocks_comes_in_before_all_others(demo_model)
 
 
 def test_a_session_whose_turn_ends_while_it_is_preempted_stands_in_no_queue(demo_model):
-    """Its next chunk was there. Once mended upstream, the simulated engine need not put it back."""
+    """Its next chunk was there. Once mended upstream, `preempted_sessions` may go."""
     driver = stock(demo_model, is_async=True)
     scheduler = driver.scheduler
     session = chunk_of(driver, "session", 40)

@@ -13,6 +13,7 @@ from meridian_patch.engine.early_exit.probes import keep_end_untold
 from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan
+from meridian_patch.engine.scheduler.preempted_sessions import known_as_computed, put_back
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -49,6 +50,8 @@ class PhaseScheduling(UpstreamScheduler):
         self._guard = StepGuard(self.phase_counters)
         # The plan of the step that upstream is scheduling.
         self._plan = _NO_PLAN
+        # Sessions whose turn ended in the step that upstream is updating, while preempted.
+        self._stopped_preempted: list[Any] = []
         built = assemble(
             self, self._guard, self.phase_counters, self._phase_changed, self._end_turn
         )
@@ -74,7 +77,8 @@ class PhaseScheduling(UpstreamScheduler):
         # Load-bearing: upstream appends the next chunk to the list of known tokens in place. The
         # previous turn's tokens are tracked first, or the chunk would count as its output.
         self._end_turn(session)
-        super()._update_request_as_session(session, update)
+        with known_as_computed(session):
+            super()._update_request_as_session(session, update)
         name = session.request_id
         self._parts.call("on_session_continued", session, self._accept(session), request_id=name)
 
@@ -108,8 +112,17 @@ class PhaseScheduling(UpstreamScheduler):
     ) -> Any:
         self._parts.call("before_update", scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
+        if self._stopped_preempted:
+            put_back(self, self._stopped_preempted)
+            self._stopped_preempted.clear()
         self._parts.call("after_update", scheduler_output, result)
         return result
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        is_finished = bool(super()._handle_stopped_request(request))
+        if not is_finished and request not in self.running:
+            self._stopped_preempted.append(request)
+        return is_finished
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         grammar = super().get_grammar_bitmask(scheduler_output)
