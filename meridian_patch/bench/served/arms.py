@@ -12,6 +12,7 @@ from meridian_patch.envs import OVERRIDE_PREFIX
 from meridian_patch.errors import BenchError, ConfigError
 
 STOCK, STOCK_AGAIN, AMPLE, NOOP, PATCHED = "stock", "stock-again", "ample", "noop", "patched"
+_POLICIES: tuple[str, ...] = get_args(PolicyConfig.model_fields["name"].annotation)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Pools of the arm ample, in pools of the others: nothing is evicted in the default workload.
 _AMPLE_FACTOR = 20
@@ -38,11 +39,6 @@ class Arm:
         return replace(shared, kv_blocks=self.pool_factor * shared.kv_blocks)
 
 
-def policy_profiles() -> tuple[str, ...]:
-    """Every value that ``policy.name`` may have."""
-    return get_args(PolicyConfig.model_fields["name"].annotation)
-
-
 def override(settings: Mapping[str, object]) -> dict[str, str]:
     """Variables that set configuration keys, such as ``policy.name``, to values."""
     return {
@@ -64,7 +60,7 @@ def _known_arms() -> dict[str, Arm]:
         Arm(STOCK_AGAIN, off),
         # The upper bound of prefix hits.
         Arm(AMPLE, off, _AMPLE_FACTOR),
-        *(Arm(name, on | override({"policy.name": name})) for name in policy_profiles()),
+        *(Arm(name, on | override({"policy.name": name})) for name in _POLICIES),
     ]
     return {arm.name: arm for arm in arms}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from meridian_patch import envs
 from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED
@@ -103,8 +103,13 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     )
     console.print(f"{origin.machine}\n{comparison.workload}", highlight=False)
     runs = [ArmRun(arm.name) for arm in comparison.arms]
-    code = _play(comparison, runs, ports, base_env, console)
-    if _print_failed_requests(runs, console):
+    code = 0
+    with progress_bars(console) as progress:
+        try:
+            _Player(comparison, runs, ports, base_env, progress).play()
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+    if _print_failed_requests(runs, console) or any(run.error for run in runs):
         code = code or EXIT_FAILED
     played = [run for run in runs if run.seeds or run.error]
     if not any(run.seeds for run in played):
@@ -230,103 +235,83 @@ def _check_is_patched(arm: str, should_be: bool | None, page: str) -> None:
         )
 
 
-def _play(
-    comparison: Comparison,
-    runs: Sequence[ArmRun],
-    ports: Sequence[int],
-    base_env: Mapping[str, str],
-    console: Console,
-) -> int:
-    """Start servers and play; what breaks an arm off is printed, kept, and ends that arm."""
-    runner = _Runner(comparison, runs, ports, base_env)
-    pairs = list(enumerate(comparison.traces))
-    # Those that meet the same servers.
-    rounds = [[pair] for pair in pairs] if comparison.restarts else [pairs]
-    with progress_bars(console) as progress:
-        try:
-            for pairs_of_round in rounds:
-                with ExitStack() as up:
-                    running = runner.start(up, *pairs_of_round[0], progress)
-                    for number, seed in pairs_of_round:
-                        running = runner.play(running, number, seed, progress)
-        except KeyboardInterrupt:
-            runner.interrupted(progress.console)
-            return EXIT_INTERRUPTED
-    return EXIT_FAILED if any(run.error for run in runs) else 0
+@dataclass(frozen=True)
+class _Player:
+    """Starts the servers of a comparison and plays its traces on them.
 
+    Attributes:
+        comparison: what is played.
+        runs: one per arm, in the order of the arms; they take what the arms do.
+        ports: of the arms' servers.
+        base_env: environment that the servers inherit.
+        progress: shows what is under way.
+    """
 
-class _Runner:
-    """Starts the servers of a comparison and plays its traces on them."""
+    comparison: Comparison
+    runs: Sequence[ArmRun]
+    ports: Sequence[int]
+    base_env: Mapping[str, str]
+    progress: Progress
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        runs: Sequence[ArmRun],
-        ports: Sequence[int],
-        base_env: Mapping[str, str],
-    ) -> None:
-        self._comparison = comparison
-        self._runs = runs
-        self._ports = ports
-        self._base_env = base_env
-        # What an interruption would interrupt.
-        self._busy: ArmRun | None = None
+    def play(self) -> None:
+        """Play all pairs; an arm that fails is left out from then on."""
+        pairs = list(enumerate(self.comparison.traces))
+        # Pairs that are played on the same servers.
+        rounds = [[pair] for pair in pairs] if self.comparison.restarts else [pairs]
+        for pairs_of_round in rounds:
+            with ExitStack() as up:
+                running = self._start(up, *pairs_of_round[0])
+                for pair, seed in pairs_of_round:
+                    self._play_pair(rotated(running, pair), seed)
+                    running = [served for served in running if served.run.error is None]
 
-    def start(self, up: ExitStack, pair: int, seed: int, progress: Progress) -> list[RunningArm]:
+    def _start(self, up: ExitStack, pair: int, seed: int) -> list[RunningArm]:
         """Servers of all arms that have not failed, in the order of the arms."""
-        log = f"-{seed}.log" if self._comparison.restarts else ".log"
-        arms = self._comparison.arms
+        log = f"-{seed}.log" if self.comparison.restarts else ".log"
         started: dict[int, RunningArm] = {}
-        for number in rotated(range(len(arms)), pair):
-            run = self._runs[number]
+        for number in rotated(range(len(self.runs)), pair):
+            run = self.runs[number]
             if run.error is not None:
                 continue
-            self._busy = run
-            task = progress.add_task(f"{run.name}: starting the server", total=None)
-            try:
+            with self._work(run, f"{run.name}: starting the server") as task:
                 server = start_arm(
                     run,
-                    arms[number],
-                    self._comparison.settings,
-                    self._base_env,
-                    self._comparison.load,
-                    log_path=self._comparison.folder / f"server-{run.name}{log}",
-                    port=self._ports[number],
+                    self.comparison.arms[number],
+                    self.comparison.settings,
+                    self.base_env,
+                    self.comparison.load,
+                    log_path=self.comparison.folder / f"server-{run.name}{log}",
+                    port=self.ports[number],
                 )
                 started[number] = up.enter_context(server)
-            except BenchError as error:
-                _end_arm(run, error, progress.console)
-            progress.remove_task(task)
-        self._busy = None
+            self.progress.remove_task(task)
         return [started[number] for number in sorted(started)]
 
-    def play(
-        self, running: Sequence[RunningArm], pair: int, seed: int, progress: Progress
-    ) -> list[RunningArm]:
-        """Play one seed on each arm; return the arms that have not failed."""
-        trace = self._comparison.traces[seed]
-        for served in rotated(running, pair):
-            self._busy = served.run
-            task = progress.add_task(f"seed {seed}, {served.run.name}", total=len(trace))
-            advance = partial(progress.advance, task)
-            try:
-                play_seed(served, seed, trace, self._comparison.load.processes, advance)
-            except BenchError as error:
-                _end_arm(served.run, error, progress.console)
-        self._busy = None
-        return [served for served in running if served.run.error is None]
+    def _play_pair(self, running: Sequence[RunningArm], seed: int) -> None:
+        trace = self.comparison.traces[seed]
+        for served in running:
+            with self._work(served.run, f"seed {seed}, {served.run.name}", len(trace)) as task:
+                advance = partial(self.progress.advance, task)
+                play_seed(served, seed, trace, self.comparison.load.processes, advance)
 
-    def interrupted(self, console: Console) -> None:
-        """Ctrl-C came."""
-        if self._busy is not None:
-            self._busy.error = "interrupted"
-            console.print(f"{self._busy.name}: interrupted", style="red")
+    @contextmanager
+    def _work(self, run: ArmRun, words: str, total: int | None = None) -> Iterator[TaskID]:
+        """Show progress of work on an arm. A failure ends this arm, Ctrl-C the comparison."""
+        try:
+            yield self.progress.add_task(words, total=total)
+        except BenchError as error:
+            run.error = str(error)
+        except KeyboardInterrupt:
+            run.error = "interrupted"
+            raise
+        finally:
+            if run.error is not None:
+                _print_red(f"{run.name}: {run.error}", self.progress.console)
 
 
-def _end_arm(run: ArmRun, error: BenchError, console: Console) -> None:
-    run.error = str(error)
+def _print_red(text: str, console: Console) -> None:
     # No markup: a log's lines hold brackets.
-    console.print(f"{run.name}: {error}", style="red", highlight=False, markup=False)
+    console.print(text, style="red", highlight=False, markup=False)
 
 
 def _print_failed_requests(runs: Sequence[ArmRun], console: Console) -> bool:
@@ -337,7 +322,7 @@ def _print_failed_requests(runs: Sequence[ArmRun], console: Console) -> bool:
         words = describe_failures([record for seed in complete for record in seed.records])
         if words is not None:
             found = True
-            console.print(f"{run.name}: {words}", style="red", highlight=False, markup=False)
+            _print_red(f"{run.name}: {words}", console)
     return found
 
 
