@@ -1,4 +1,4 @@
-"""Arms of a served comparison: servers that differ in their policy, or in whether it is ours."""
+"""Reads the arms of a served comparison: stock servers, and patched ones by their settings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _AMPLE_FACTOR = 20
 
 @dataclass(frozen=True)
 class Arm:
-    """What is particular to one arm's server.
+    """The settings that one arm's server has for itself.
 
     Attributes:
         name: in tables and file names; ``stock`` is what the others are compared with.
@@ -40,7 +40,7 @@ class Arm:
 
 
 def override(settings: Mapping[str, object]) -> dict[str, str]:
-    """Variables that set configuration keys, such as ``policy.name``, to values."""
+    """Environment variables that set configuration keys, such as ``policy.name``."""
     return {
         OVERRIDE_PREFIX + key.upper().replace(".", "__"): str(value)
         for key, value in settings.items()
@@ -97,7 +97,7 @@ def read_arms(names: str, described: Sequence[str], base: Mapping[str, str]) -> 
 
 
 def arm_environment(environment: Mapping[str, str], base: Mapping[str, str]) -> dict[str, str]:
-    """Complete environment of an arm's server: ``base`` but for what decides about activation."""
+    """Complete environment of an arm's server: ``base`` with the arm's own activation."""
     inherited = {name: value for name, value in base.items() if name != "VLLM_PLUGINS"}
     return server_environment(inherited) | dict(environment)
 
@@ -121,7 +121,7 @@ def _described_arm(text: str) -> Arm:
 
 
 def _check_configuration(arm: Arm, base: Mapping[str, str]) -> None:
-    """A wrong value would otherwise show only after the servers have taken their time to start."""
+    """Refuse a wrong value now; the server would refuse it only after its start."""
     try:
         load_config({**base, **arm.environment})
     except ConfigError as error:

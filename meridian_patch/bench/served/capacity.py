@@ -1,4 +1,4 @@
-"""How many requests a second a stock server completes on this machine, and a load by that."""
+"""Measures what a stock server completes per second on this machine, and chooses a rate by it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ CAPACITY_SHARE = 0.35
 # Of no trace that is compared.
 _SEED = 1_000_005
 _REQUESTS = 80
-# The last few run alone, and say nothing of a server that is busy.
+# The last few run alone: their times are not those of a busy server.
 _COUNTED_SHARE = 0.9
 # Holds all that runs: where requests preempt each other, one run completes twice what another does.
 _ROOMY_POOL = 8
@@ -31,7 +31,9 @@ _ROOMY_POOL = 8
 def measure_capacity(
     settings: ServerSettings, load: Load, mix: Mix, folder: Path, console: Console
 ) -> float:
-    """Requests per second that a stock server of its own completes when all come at once and fit.
+    """Start a stock server and measure how many requests it completes per second.
+
+    All requests come at once, and the KV pool holds them all.
 
     Args:
         settings: of the server.
@@ -63,7 +65,7 @@ def measure_capacity(
 def bearable_mix(
     mix: Mix, settings: ServerSettings, load: Load, folder: Path, console: Console
 ) -> tuple[Mix, str]:
-    """The mix at a rate that this machine bears, and what its stock completes in words.
+    """Set the mix to a rate that this machine can serve; also say what stock completes.
 
     Args and errors as of ``measure_capacity``.
     """
@@ -73,6 +75,6 @@ def bearable_mix(
 
 
 def completed_per_s(ends_s: Sequence[float]) -> float:
-    """Requests per second of those that all began at 0, but for the last tenth of them."""
+    """Requests completed per second, by when each ended. The last tenth does not count."""
     counted = max(1, int(_COUNTED_SHARE * len(ends_s)))
     return counted / sorted(ends_s)[counted - 1]

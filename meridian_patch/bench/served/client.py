@@ -38,7 +38,7 @@ class RequestRecord:
         answer: text of the answer.
         finish_reason: the server's, or None when the stream broke off.
         error: what went wrong, or None.
-        thought: text of the thought, where the server tells it from the answer.
+        thought: text of the thought, where the server separates it from the answer.
     """
 
     request: TraceRequest

@@ -49,7 +49,7 @@ class Load:
 
 
 def deal(trace: Sequence[TraceRequest], processes: int) -> list[Sequence[TraceRequest]]:
-    """The conversations of a trace dealt out in turn, a share per process that has any."""
+    """Split a trace into shares of whole conversations, at most one share per process."""
     found = conversations(trace)
     return [
         [request for turns in found[first::processes] for request in turns]
@@ -165,7 +165,7 @@ async def _read(worker: asyncio.subprocess.Process, on_line: Callable[[bytes], N
 async def _stop(
     workers: Sequence[asyncio.subprocess.Process], readers: set[asyncio.Future[None]]
 ) -> None:
-    """End all clients; one whose input ends writes down what is under way and ends."""
+    """End all clients: close their input, on which they report the requests under way and end."""
     for worker in workers:
         assert worker.stdin is not None
         worker.stdin.close()
@@ -186,7 +186,7 @@ def _send(worker: asyncio.subprocess.Process, message: Mapping[str, object]) -> 
 
 
 def main() -> None:
-    """Play the share that stands on the input, as a client process."""
+    """Play the share read from the input, as a client process."""
     share = sys.stdin.buffer.readline()
     print("ready", flush=True)
     start = sys.stdin.buffer.readline()

@@ -41,11 +41,11 @@ _COUNTERS: Mapping[str, Mapping[tuple[str, str] | None, str]] = {
 
 @dataclass(frozen=True)
 class FigureKind:
-    """How one figure is called and shown.
+    """Name, label and unit of one figure.
 
     Attributes:
         name: key in the report's JSON; ends in its unit.
-        label: what a reader sees.
+        label: shown in tables.
         unit: shown; the value itself is in seconds, a share, or a count.
     """
 
@@ -237,7 +237,7 @@ def _hit_share(counters: Mapping[str, float]) -> float | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The ``share`` quantile (0 to 1), or None of nothing."""
+    """The ``share`` quantile (0 to 1); None without values."""
     return float(np.quantile(values, share)) if values else None
 
 

@@ -1,4 +1,4 @@
-"""From options to a served comparison: the model, the servers, the arms, the traces."""
+"""Turns options into a served comparison: its model, servers, arms and traces."""
 
 import argparse
 import re

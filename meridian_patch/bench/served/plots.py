@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 from meridian_patch.bench.served.metrics import STALL_S, RequestTimes, request_times
 from meridian_patch.bench.served.summary import SeedRun
 
-# Okabe and Ito's palette: told apart by colour-blind readers too.
+# Okabe and Ito's palette: its colours differ for colour-blind readers too.
 _STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}
 # Of the other arms, in order.
 _OTHER_STYLES = (("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))

@@ -1,4 +1,4 @@
-"""Report of a served comparison: the table, one HTML page with plots, and the same as JSON."""
+"""Writes the report of a served comparison: a table, an HTML page with plots, and JSON."""
 
 import base64
 import json
@@ -176,7 +176,7 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
 
 
 def data_url(png: bytes) -> str:
-    """A picture as an address, so that a page is one file."""
+    """The picture as a data URL, so that a page is one file."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
@@ -253,7 +253,7 @@ def column_titles(arms: Sequence[ArmSummary]) -> list[str]:
 
 
 def table_title(arms: Sequence[ArmSummary]) -> str:
-    """What the cells hold, to follow the provenance; empty for a single seed."""
+    """What the cells hold, as the end of a title; empty for a single seed."""
     seeds = max((len(arm.seeds) for arm in arms), default=0)
     if seeds <= 1:
         return ""

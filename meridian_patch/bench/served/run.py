@@ -39,7 +39,7 @@ _WARM_UP_SEED = 1_000_003
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how.
+    """Servers, traces and options of one comparison.
 
     Attributes:
         arms: in the order of the tables.
@@ -131,7 +131,7 @@ def check_ports(first: int, arms: int) -> list[int]:
 
 
 def rotated(items: Sequence[Item], pair: int) -> list[Item]:
-    """The items in the order of a pair: another one first for each."""
+    """The items in the order of a pair; each pair begins with another item."""
     first = pair % max(1, len(items))
     return [*items[first:], *items[:first]]
 

@@ -1,4 +1,4 @@
-"""A real vLLM API server as a child process, from start to clean end."""
+"""Starts a real vLLM API server as a child process, and ends it with all its children."""
 
 import socket
 import subprocess

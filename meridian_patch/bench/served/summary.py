@@ -43,7 +43,7 @@ class SeedRun:
 
 @dataclass
 class ArmRun:
-    """All of one arm, as far as it got.
+    """All runs of one arm, also those that broke off.
 
     Attributes:
         name: of the arm.
@@ -118,7 +118,7 @@ class ArmSummary:
 
 
 def summarise(run: ArmRun) -> ArmSummary:
-    """Sum one arm up."""
+    """Summarise one arm over its seeds."""
     counted = counted_seeds(run)
     seeds = {seed_run.seed: seed_run.figures() for seed_run in counted}
     spreads = {}
@@ -147,7 +147,7 @@ def shown_kinds(arms: Sequence[ArmSummary]) -> tuple[FigureKind, ...]:
 
 
 def counted_seeds(run: ArmRun) -> list[SeedRun]:
-    """The complete runs of an arm; where there is none, what there is."""
+    """The complete runs of an arm; if none is complete, all of them."""
     return [seed for seed in run.seeds if seed.is_complete] or run.seeds
 
 
