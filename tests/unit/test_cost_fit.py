@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from meridian_patch import cli
+from meridian_patch.bench.simulated import timed
 from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.fit import Fit, fit_steps, residuals
 from meridian_patch.bench.simulated.fit_command import engine_arguments, write_cost
@@ -141,6 +143,20 @@ def test_bursts_depend_on_their_seed_alone_and_fit():
 def test_a_wrong_engine_argument_is_one_sentence(demo_model, texts, words):
     with pytest.raises(BenchError, match=words):
         engine_arguments(demo_model, texts)
+
+
+def test_ctrl_c_is_one_sentence(demo_model, monkeypatch, tmp_path, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timed, "run_timed_engine", interrupted)
+    monkeypatch.setattr("meridian_patch.bench.interrupts.end_like_ctrl_c", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            ["bench", "fit-cost", "--model", str(demo_model), "--out", str(tmp_path / "c.yaml")]
+        )
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "meridian: interrupted, nothing was written\n"
 
 
 def test_a_directory_without_a_model_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """``meridian bench fit-cost``: a cost model from timed steps of a real engine."""
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from meridian_patch.bench.simulated.timed import TimedRun
 
 _WIDTH = 98
+EXIT_INTERRUPTED = 130
 BURST = "burst"
 WARM_UP = "warm-up"
 _WARM_UP_SEED = 0
@@ -55,7 +57,7 @@ def add_fit_cost(benches: Any) -> None:
 
 
 def run_fit_cost(parsed: argparse.Namespace) -> int:
-    """Time, fit and write.
+    """Time, fit and write; 130 on Ctrl-C.
 
     Raises:
         BenchError: a wrong argument, or the engine failed.
@@ -79,14 +81,18 @@ def run_fit_cost(parsed: argparse.Namespace) -> int:
             f"--longest is {longest}, expected at most max_model_len, {arguments['max_model_len']}"
         )
     plays = burst_plays(arguments, rounds, seed, longest)
-    with console.status("timing an engine") as status:
-        run = run_timed_engine(
-            arguments,
-            plays,
-            ReplayArm("stock"),
-            parsed.out.parent / f"{parsed.out.stem}.engine",
-            lambda waited: status.update(f"timing an engine, {waited:.0f} s"),
-        )
+    try:
+        with console.status("timing an engine") as status:
+            run = run_timed_engine(
+                arguments,
+                plays,
+                ReplayArm("stock"),
+                parsed.out.parent / f"{parsed.out.stem}.engine",
+                lambda waited: status.update(f"timing an engine, {waited:.0f} s"),
+            )
+    except KeyboardInterrupt:
+        print("meridian: interrupted, nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     cost = fit_bursts([run], parsed.name or parsed.out.stem, Path(arguments["model"]).name)
     write_cost(parsed.out, cost)
     console.print(f"{cost.provenance}. {cost.derivation}\n{parsed.out}", highlight=False)
