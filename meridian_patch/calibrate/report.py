@@ -1,13 +1,10 @@
 """Writes what a calibration found: a page with the curves, and the same as JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from meridian_patch.bench.report import write_json, write_page
 from meridian_patch.bench.served.report import data_url
 from meridian_patch.calibrate.observe import Natural
 from meridian_patch.calibrate.outcome import Goal, StrategyOutcome, mean_natural_answer_tokens
@@ -35,8 +32,23 @@ def write_report(
         origin: model, data, date and whatever else says how it was obtained.
     """
     page, result = folder / PAGE, folder / RESULT
-    result.write_text(json.dumps(result_data(naturals, outcomes, goal, origin), indent=1) + "\n")
-    page.write_text(_render(naturals, outcomes, goal, origin))
+    write_json(result, result_data(naturals, outcomes, goal, origin))
+    tokens = _mean_think_tokens(naturals)
+    caption = f"{origin['model']['name']} · {origin['data']} · {origin['date']}"
+    write_page(
+        page,
+        "meridian_patch.calibrate",
+        origin=origin,
+        goal=goal,
+        natural=outcomes[0].calibration.natural_accuracy,
+        natural_tokens=tokens,
+        natural_answer=mean_natural_answer_tokens(naturals),
+        outcomes=outcomes,
+        verdicts=[verdict(outcome, goal) for outcome in outcomes],
+        shown=_shown,
+        cells=_cells,
+        plot=data_url(accuracy_curves(outcomes, goal, tokens, caption)),
+    )
     return [page, result]
 
 
@@ -102,30 +114,6 @@ def _strategy_data(outcome: StrategyOutcome) -> dict[str, Any]:
             [*row, mean, band.saving_ratio, band.accuracy_loss] for row, (mean, band) in rows
         ],
     }
-
-
-def _render(
-    naturals: Sequence[Natural],
-    outcomes: Sequence[StrategyOutcome],
-    goal: Goal,
-    origin: Mapping[str, Any],
-) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files("meridian_patch.calibrate").joinpath("report.html.j2").read_text()
-    tokens = _mean_think_tokens(naturals)
-    caption = f"{origin['model']['name']} · {origin['data']} · {origin['date']}"
-    return environment.from_string(source).render(
-        origin=origin,
-        goal=goal,
-        natural=outcomes[0].calibration.natural_accuracy,
-        natural_tokens=tokens,
-        natural_answer=mean_natural_answer_tokens(naturals),
-        outcomes=outcomes,
-        verdicts=[verdict(outcome, goal) for outcome in outcomes],
-        shown=_shown,
-        cells=_cells,
-        plot=data_url(accuracy_curves(outcomes, goal, tokens, caption)),
-    )
 
 
 def _shown(outcome: StrategyOutcome) -> range:

@@ -1,6 +1,5 @@
 """Table, JSON and plot of ``meridian bench exit``."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from meridian_patch.bench.exit.arms import BUDGET, CAP, EAT, EAT_RPDI, NATURAL
 from meridian_patch.bench.exit.checks import Violation
 from meridian_patch.bench.exit.figures import TOLERANCE_PP, Figures, best_fixed
 from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.report import write_json
 from meridian_patch.bench.served.plots import finish_axes, to_png
 
 FORMAT_VERSION = 1
@@ -139,7 +139,7 @@ def write_exit_report(
 ) -> list[Path]:
     """Write ``exit.json`` and ``exit.png``; their paths."""
     document, picture = folder / "exit.json", folder / "exit.png"
-    document.write_text(json.dumps(exit_data(figures, violations, origin), indent=1) + "\n")
+    write_json(document, exit_data(figures, violations, origin))
     picture.write_bytes(exit_plot(figures, origin))
     return [document, picture]
 

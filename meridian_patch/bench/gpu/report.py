@@ -1,17 +1,14 @@
 """The suite's report: one page that holds everything, and the same as JSON."""
 
-import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
 from pathlib import Path
-
-import jinja2
 
 from meridian_patch.bench.gpu.suite import Context, Record
 from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.report import write_json, write_page
 
 FORMAT_VERSION = 1
 PAGE_NAME, DATA_NAME = "index.html", "report.json"
@@ -80,11 +77,9 @@ def write_report(folder: Path, origin: Origin, records: Sequence[Record]) -> Pat
         **asdict(origin),
         "parts": [asdict(record) for record in records],
     }
-    (folder / DATA_NAME).write_text(json.dumps(document, indent=1) + "\n")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files("meridian_patch.bench.gpu").joinpath("report.html.j2").read_text()
+    write_json(folder / DATA_NAME, document)
     page = folder / PAGE_NAME
-    page.write_text(environment.from_string(source).render(origin=origin, records=records))
+    write_page(page, "meridian_patch.bench.gpu", origin=origin, records=records)
     return page
 
 

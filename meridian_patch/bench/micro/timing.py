@@ -1,7 +1,6 @@
 """Interleaved timings: all sides run in every round, so that a slow moment hits each of them."""
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meridian_patch.bench.machine import describe_machine
+from meridian_patch.bench.report import write_json
 
 # By operation.
 Seconds = dict[str, float]
@@ -96,6 +96,5 @@ def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
 def write_figures(console: Console, path: Path, figures: dict[str, Any]) -> None:
     """Write figures of this machine as JSON and print the path."""
     origin = {"provenance": "measured-cpu", "machine": str(describe_machine())}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(origin | figures, indent=1) + "\n")
+    write_json(path, origin | figures)
     console.print(str(path), highlight=False)
