@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--stop-after", type=int, help="stop early; the schedule stays as planned")
-    parser.add_argument("--init-from", type=Path, help="model directory to go on from")
+    parser.add_argument("--init-from", type=Path, help="model directory to start from")
     parser.add_argument("--cut-share", type=float, default=0.25, help="share of cut thoughts")
     parser.add_argument("--recovery-share", type=float, default=0.0, help="share of recoveries")
     return parser.parse_args()

@@ -70,7 +70,7 @@ def config_for(n_cols: int) -> LaunchConfig:
 def rows_that_fill(device: torch.device) -> int:
     """Fewest rows of which one program each occupies the device.
 
-    Asks the driver once, and waits for nothing.
+    Asks the driver once, without synchronisation.
     """
     if device.type != "cuda":
         return PROGRAMS_PER_MULTIPROCESSOR * _MULTIPROCESSORS

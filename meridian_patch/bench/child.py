@@ -25,7 +25,7 @@ class EngineChild:
     Args:
         engine_class: answers there, as ``MODULE:CLASS``; see ``meridian_patch.bench.engine_main``.
         job: for the class.
-        variables: of the environment. Inherited ones of ours are left out.
+        variables: of the environment; inherited ``MERIDIAN_PATCH*`` are left out.
         log: file that takes what the engine prints.
         failure: makes the error that is raised when the process ended early.
 

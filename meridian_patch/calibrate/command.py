@@ -4,8 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-EXIT_INTERRUPTED = 130
-
 
 def add_calibrate(commands: Any) -> None:
     """Add ``calibrate`` to the subcommands of the ``meridian`` command."""
@@ -62,7 +60,7 @@ def add_calibrate(commands: Any) -> None:
 
 
 def run_calibrate(parsed: argparse.Namespace) -> int:
-    """Calibrate; 130 on Ctrl-C, after which the same command goes on.
+    """Calibrate; 130 on Ctrl-C, after which the same command continues.
 
     Raises:
         MeridianError: a wrong argument, model or data file, or nothing can be calibrated.
@@ -70,12 +68,12 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
     from meridian_patch.calibrate.settings import read_request
 
     request = read_request(parsed)
-    from meridian_patch.bench.interrupts import end_like_ctrl_c
+    from meridian_patch.bench.interrupts import EXIT_INTERRUPTED, end_like_ctrl_c
     from meridian_patch.calibrate.run import calibrate_model
 
     end_like_ctrl_c()
     try:
         return calibrate_model(request)
     except KeyboardInterrupt:
-        print(f"interrupted; what is done is kept in {request.journal}, the same command goes on")
+        print(f"interrupted; what is done is kept in {request.journal}, the same command continues")
         return EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""The engine that calibration asks, as a child process."""
+"""The engine of a calibration, as a child process."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice

@@ -1,4 +1,4 @@
-"""Keeps every reply of the engine as it comes, so that an interrupted calibration goes on."""
+"""Keeps every reply of the engine as it comes, so that an interrupted calibration can continue."""
 
 import json
 from collections.abc import Mapping

@@ -80,9 +80,9 @@ class Corpus:
             return self._example(seen, problem.answer_text + end)
         return self._example(prompt, f"{thought.text}</think>{problem.answer_text}{end}")
 
-    def _example(self, seen: str, told: str) -> Example:
+    def _example(self, seen: str, learnt: str) -> Example:
         seen_ids = self._tokenizer.encode(seen)
-        return Example((seen_ids + self._tokenizer.encode(told))[:MAX_TOKENS], len(seen_ids))
+        return Example((seen_ids + self._tokenizer.encode(learnt))[:MAX_TOKENS], len(seen_ids))
 
     def _prompt(self, question: str) -> str:
         rng = self._rng

@@ -119,6 +119,7 @@ def plan_stages(budgets: Sequence[int], rpdi_threshold: float, pool_blocks: int)
             temperature=0.0,
             is_seeded=False,
         ),
-        # Without seeds: a request that comes back is computed again in pieces.
+        # Without seeds: a preempted request is computed again in pieces, which changes its logits'
+        # last bits.
         Stage(PRESSED, [eat(), some_cap], problems="few", engine=small, is_seeded=False),
     ]

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meridian_patch.bench.interrupts import end_like_ctrl_c
+from meridian_patch.bench.interrupts import EXIT_INTERRUPTED, end_like_ctrl_c
 from meridian_patch.bench.options import read_whole
 from meridian_patch.errors import BenchError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from meridian_patch.bench.exit.run import ArmRun
 
 EXIT_BROKEN = 1
-EXIT_INTERRUPTED = 130
 BUDGETS = "64,128,192,256,320,384,448,512"
 PROFILE = "profiles/tiny_reasoner_exit.yaml"
 STAGES = "exits,bounds,second,ngram,pressed"

@@ -100,7 +100,7 @@ class ExitEngine:
     An arm is ``requests``: for each ``key``, ``prompt`` (token ids) and ``params`` (of
     ``SamplingParams``). As requests finish, a reply holds ``key``, ``ids``, ``finish_reason``,
     ``told`` (what the caller is told of the thought; empty: none has ended) and ``forced`` (output
-    indices of tokens that a mask of ours decided). An arm's last reply is ``totals``, by event.
+    indices of tokens that our masks forced). An arm's last reply is ``totals``, by event.
 
     Args:
         job: ``engine``, arguments of ``vllm.LLM``; ``reasoning``, start and end marker for vLLM's

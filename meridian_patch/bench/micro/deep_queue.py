@@ -1,4 +1,4 @@
-"""Times each operation of ours on vLLM's real scheduler with a deep queue and a full KV pool."""
+"""Times our operations on vLLM's real scheduler with a deep queue and a full KV pool."""
 
 from collections.abc import Callable
 
@@ -104,6 +104,6 @@ class DeepQueue:
             self._add(priority=_PRIORITIES[self._drawn % len(_PRIORITIES)])
 
     def _add(self, priority: int = 0) -> None:
-        wish = {"meridian_priority": priority} if priority else None
-        self._engine.add(self._draw(self._drawn), self._engine.now, wish)
+        fields = {"meridian_priority": priority} if priority else None
+        self._engine.add(self._draw(self._drawn), self._engine.now, fields)
         self._drawn += 1

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
 from meridian_patch.bench.micro.deep_queue import DeepQueue
 from meridian_patch.bench.micro.scheduler_times import OWN, PolicyMicro
 from meridian_patch.bench.micro.timing import (
@@ -51,7 +52,6 @@ DEEP = {
     "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
 }
 DEEP_RUNNING, DEEP_SETTLING, DEEP_DISPLACED = 64, 150, 40
-EXIT_INTERRUPTED = 130
 HEADINGS = ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock", "own")
 
 Row = dict[str, Any]
