@@ -126,7 +126,7 @@ def test_unit_and_property_tests_need_no_vllm(monkeypatch: pytest.MonkeyPatch) -
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=480,
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
