@@ -66,7 +66,9 @@ def test_every_test_is_in_one_lane(run, options, kernels, marked, beside):
 
 
 def test_arguments_go_to_pytest_as_they_are(run):
-    _, _, asked = run("tests/unit/test_policy.py", "-x")
+    """Types are checked beside it."""
+    _, said, asked = run("tests/unit/test_policy.py", "-x")
+    assert "== mypy passed" in said
     assert asked == ["-m not nightly tests/unit/test_policy.py -x"]
     _, _, asked = run("--pure", "-x")
     [pure] = asked
@@ -81,13 +83,24 @@ def test_arguments_go_to_pytest_as_they_are(run):
         ("tests/kernels", "pytest tests/kernels"),
         ("--ignore tests/engine", "pytest, all but tests/engine"),
         ("not nightly tests/engine", "pytest tests/engine"),
-        ("import vllm", "pytest tests/engine"),
+        ("import vllm", "vLLM can be imported"),
     ],
 )
 def test_a_gate_that_fails_is_named(run, fails, gate):
     """In either lane; all others are run, and what they print is shown."""
     code, said, asked = run(fails=fails)
     assert code == 1
+    assert said.count("FAILED in") == 1
     assert f"scripts/test: FAILED: {gate}\n" in said
     assert len(asked) == 3
     assert all(f"-m pytest {each}" in said for each in asked)
+
+
+def test_failures_of_both_lanes_are_named(run):
+    """First those of the first lane."""
+    code, said, _ = run("-x", fails="-m")
+    assert code == 1
+    assert said.endswith("scripts/test: FAILED: ruff check, ruff format, pytest, mypy\n")
+    code, said, _ = run(fails="m")
+    lanes = "pytest, all but tests/engine, vLLM can be imported, pytest tests/engine\n"
+    assert said.endswith(lanes)
