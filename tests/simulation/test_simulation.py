@@ -133,6 +133,7 @@ def test_a_mutant_is_noticed(name, invariant):
     assert mutants.run(mutant)["invariant"] == invariant
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_quarter_of_a_million_steps_hold_every_invariant(tmp_path):
     page = tmp_path / "page.md"
