@@ -85,9 +85,9 @@ def v2_job(model: Path, env: dict[str, str]) -> Job:
 
 
 def turns_run(
-    question: str = LONG_QUESTION, fillers: int = 5, every_steps: int = 330, max_tokens: int = 320
+    question: str = LONG_QUESTION, fillers: int = 3, every_steps: int = 270, max_tokens: int = 260
 ) -> dict:
-    """A conversation whose second turn comes after thinkers that fill the pool."""
+    """A conversation whose second turn comes after thinkers that fill the pool, one by one."""
     last = 20 + fillers * every_steps + max_tokens + 20
     thinkers = make_problems(fillers, seed=8, steps=6)
     return {

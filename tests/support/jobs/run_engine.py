@@ -46,7 +46,7 @@ class Job:
     ray_workers: int = 0
 
 
-def run_job(job: Job, folder: Path, limit_s: float = 240) -> dict:
+def run_job(job: Job, folder: Path, limit_s: float = 400) -> dict:
     """Run the job to its end.
 
     Returns:
