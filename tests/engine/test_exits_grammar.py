@@ -33,6 +33,15 @@ WAYS = {
     "async": {"async_scheduling": True},
     "v2": {"async_scheduling": True, "max_model_len": 512, "max_num_batched_tokens": 64},
 }
+# Two ways of binding differ in when the grammar is asked, not in how the model runner applies it.
+BOUND = [
+    ("async", "without a parser"),
+    ("async", "in reasoning"),
+    ("v2", "in reasoning"),
+    pytest.param("sync", "without a parser", marks=pytest.mark.nightly),
+    pytest.param("sync", "in reasoning", marks=pytest.mark.nightly),
+    pytest.param("v2", "without a parser", marks=pytest.mark.nightly),
+]
 WAITS = {"reasoning_parser": "qwen3"}
 BINDS = {
     "without a parser": {},
@@ -92,8 +101,7 @@ def test_a_grammar_begins_right_behind_a_forced_boundary(demo_model, tmp_path, w
     assert_free_is_closed(done)
 
 
-@pytest.mark.parametrize("why", BINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "why"), BOUND)
 def test_a_grammar_that_binds_the_thought_is_asked(demo_model, tmp_path, way, why):
     """A close that it rejects is given up, and the request ends as it should; others are closed."""
     done = run(demo_model, tmp_path, way, BINDS[why], {"s": LINES, "own": OWN_END})
