@@ -1,0 +1,160 @@
+"""A whole comparison, from options to table and report, on stand-ins for servers."""
+
+import argparse
+import io
+import json
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meridian_patch.bench.served import run
+from meridian_patch.bench.served.command import add_serve
+from meridian_patch.bench.served.plan import plan_comparison
+from meridian_patch.errors import BenchError
+
+END_MARKER = 257
+# Prompt tokens that a later turn finds in the cache, of the 100 of its prompt, by pool.
+HITS = {129: 40, 20 * 129: 80}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers what the comparison asks of a server; a request has one think token and an answer."""
+
+    def do_GET(self):
+        self._reply(self.server.owner.page().encode())
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        owner = self.server.owner
+        if self.path == "/tokenize":
+            self._reply(json.dumps({"tokens": [END_MARKER]}).encode())
+        elif self.path == "/reset_prefix_cache":
+            owner.resets.append(owner.name)
+            self._reply(b'{"success": true}')
+        else:
+            owner.count(len(json.loads(body)["messages"]))
+            tokens = (9, END_MARKER, 5, 6)
+            choices = [{"token_ids": [token], "delta": {"content": "x"}} for token in tokens]
+            choices[-1]["finish_reason"] = "stop"
+            chunks = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+            self._reply("".join(chunks).encode())
+
+    def log_message(self, *_):
+        pass
+
+    def _reply(self, body: bytes):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class StandIn:
+    """In place of ``ServerProcess``: a server in a thread, which counts as vLLM would."""
+
+    resets: list[str]
+    broken: str
+
+    def __init__(self, settings, env: Mapping[str, str], log_path: Path, port: int, on_wait):
+        on_wait(1.0)
+        self.name = log_path.stem.removeprefix("server-")
+        self._is_ours = env["MERIDIAN_PATCH"] == "1"
+        self._hits_of_turn = HITS[settings.kv_blocks] + (20 if self._is_ours else 0)
+        self._queries = self._hits = 0
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.owner = self
+        self.url = f"http://127.0.0.1:{port}"
+
+    def __enter__(self):
+        if self.name == self.broken:
+            self._server.server_close()
+            raise BenchError("the vLLM server ended")
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+
+    def check_alive(self):
+        pass
+
+    def count(self, num_messages: int):
+        with self._lock:
+            self._queries += 100
+            self._hits += self._hits_of_turn if num_messages > 2 else 0
+
+    def page(self) -> str:
+        values = {"vllm:prefix_cache_queries": self._queries, "vllm:prefix_cache_hits": self._hits}
+        if self._is_ours:
+            values["meridian_preemptions"] = 0
+        return "".join(f"# TYPE {n}_total counter\n{n}_total {v}\n" for n, v in values.items())
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """Runs ``meridian bench serve``; gives its exit code, what it printed and its results."""
+    monkeypatch.setattr(run, "ServerProcess", StandIn)
+    monkeypatch.setattr(run, "accelerator_name", lambda: None)
+    monkeypatch.setattr(StandIn, "resets", [], raising=False)
+    monkeypatch.setattr(StandIn, "broken", "", raising=False)
+
+    def serve_with(*options: str) -> tuple[int, str, dict]:
+        parser = add_serve(argparse.ArgumentParser().add_subparsers())
+        parsed = parser.parse_args([*options, "--out", str(tmp_path)])
+        console = Console(file=io.StringIO(), width=120)
+        code = run.run_comparison(plan_comparison(parsed, "meridian", console), console)
+        data = json.loads((tmp_path / "results.json").read_text())
+        return code, console.file.getvalue(), data
+
+    return serve_with
+
+
+# One client process is quick to start.
+TURNS = (
+    "--clients",
+    "1",
+    "--workload",
+    "turns",
+    "--rate",
+    "100",
+    "--pause",
+    "0.01",
+    "--requests",
+    "20",
+)
+ARMS = ("--arms", "stock,ample,patched", "--blocks", "129")
+
+
+def test_turns_end_in_a_table_of_prefix_hits(serve):
+    """Arms take turns, another one first for each seed; hits and misses are those counted."""
+    code, printed, data = serve(*TURNS, *ARMS, "--seeds", "1,2")
+    assert code == 0, printed
+    arms = ["stock", "ample", "patched"]
+    assert StandIn.resets == [*arms, "ample", "patched", "stock"]
+    for seed in ("1", "2"):
+        hits = {name: arm["by_seed"][seed]["hit_share"] for name, arm in data["arms"].items()}
+        assert hits["ample"] == pytest.approx(2 * hits["stock"])
+        assert hits["patched"] == pytest.approx(1.5 * hits["stock"])
+        misses = data["over_stock"]["patched"]["avoidable_misses"]["by_seed"][seed]
+        assert misses == pytest.approx(0.5)
+        assert data["arms"]["patched"]["by_seed"][seed]["failed_requests"] == 0
+        assert data["arms"]["patched"]["by_seed"][seed]["requests"] == 20
+    for words in ("prefix hits, %", "avoidable misses, stock = 1", "0.5", "patched / stock"):
+        assert words in printed
+
+
+def test_an_arm_that_fails_leaves_the_others(serve, monkeypatch):
+    """Its error is shown and kept, the other arms are played and compared."""
+    monkeypatch.setattr(StandIn, "broken", "ample")
+    code, printed, data = serve("--requests", "5", "--clients", "1", *ARMS, "--pairs", "2")
+    assert code == 1
+    assert "ample: the vLLM server ended" in printed
+    assert StandIn.resets == ["stock", "patched", "patched", "stock"]
+    assert data["arms"]["ample"]["error"] == "the vLLM server ended"
+    assert data["over_stock"]["patched"]["tokens_per_s"]["mean"] > 0
+    assert "prefix hits" not in printed
