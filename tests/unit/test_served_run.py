@@ -14,6 +14,7 @@ from rich.console import Console
 from meridian_patch.bench.served import run
 from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.served.plan import plan_comparison
+from meridian_patch.demo.run import main
 from meridian_patch.errors import BenchError
 
 END_MARKER = 257
@@ -62,7 +63,7 @@ class StandIn:
         on_wait(1.0)
         self.name = log_path.stem.removeprefix("server-")
         self._is_ours = env["MERIDIAN_PATCH"] == "1"
-        self._hits_of_turn = HITS[settings.kv_blocks] + (20 if self._is_ours else 0)
+        self._hits_of_turn = HITS.get(settings.kv_blocks, 0) + (20 if self._is_ours else 0)
         self._queries = self._hits = 0
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
@@ -95,13 +96,18 @@ class StandIn:
         return "".join(f"# TYPE {n}_total counter\n{n}_total {v}\n" for n, v in values.items())
 
 
-@pytest.fixture
-def serve(tmp_path, monkeypatch):
-    """Runs ``meridian bench serve``; gives its exit code, what it printed and its results."""
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """No server is started, and no accelerator is looked for."""
     monkeypatch.setattr(run, "ServerProcess", StandIn)
     monkeypatch.setattr(run, "accelerator_name", lambda: None)
     monkeypatch.setattr(StandIn, "resets", [], raising=False)
     monkeypatch.setattr(StandIn, "broken", "", raising=False)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Runs ``meridian bench serve``; gives its exit code, what it printed and its results."""
 
     def serve_with(*options: str) -> tuple[int, str, dict]:
         parser = add_serve(argparse.ArgumentParser().add_subparsers())
@@ -158,3 +164,15 @@ def test_an_arm_that_fails_leaves_the_others(serve, monkeypatch):
     assert data["arms"]["ample"]["error"] == "the vLLM server ended"
     assert data["over_stock"]["patched"]["tokens_per_s"]["mean"] > 0
     assert "prefix hits" not in printed
+
+
+def test_the_demo_measures_capacity_and_restarts_servers(tmp_path):
+    """Without --rate it loads the machine by what stock completes; each seed has own servers."""
+    options = ("--arms", "noop,patched", "--requests", "5", "--seeds", "2", "--clients", "1")
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    assert StandIn.resets == ["capacity", "noop-1", "patched-1", "patched-2", "noop-2"]
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert "Stock completes" in data["workload"]
+    assert data["command"].startswith("python -P -m meridian_patch.demo.run --arms noop,patched")
