@@ -20,7 +20,7 @@ _END_S = 30.0
 class EngineChild:
     """A vLLM engine in a process of its own, which answers JSON lines with JSON lines.
 
-    As a context it ends the process: by the end of its input, or by a signal after an error.
+    As a context it ends the process, which also ends by itself when its input does.
 
     Args:
         engine_class: answers there, as ``MODULE:CLASS``; see ``meridian_patch.bench.engine_main``.
@@ -75,12 +75,7 @@ class EngineChild:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            end_group(self._process, _END_S, None)
-        else:
-            end_group(self._process, _END_S)
+        end_group(self._process, _END_S)
 
     def send(self, value: Mapping[str, Any]) -> None:
         """Send a line; raises what ``failure`` makes if the process has ended."""
@@ -105,19 +100,16 @@ class EngineChild:
 
 
 def end_group(
-    process: "subprocess.Popen[Any]",
-    limit_s: float,
-    number: signal.Signals | None = signal.SIGTERM,
+    process: "subprocess.Popen[Any]", limit_s: float, number: signal.Signals = signal.SIGTERM
 ) -> None:
     """End a process that leads its group, and all that it started: signal, wait, kill.
 
     Args:
         process: the leader.
         limit_s: how long to wait for it.
-        number: signal sent first; None: none, for a process that is ending.
+        number: signal sent first.
     """
-    if number is not None:
-        _signal(process.pid, number)
+    _signal(process.pid, number)
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
