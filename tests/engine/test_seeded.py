@@ -14,28 +14,30 @@ TIGHT = {
 }
 
 
-def run_with(model, folder, **params):
-    """Readers whose answers go on, and a long prompt that comes while they do."""
+ANSWERS = {"template": {"enable_thinking": False}}
+
+
+def run_with(name, **params):
+    """Readers whose answers go on, and long prompts that come while they do."""
     readers = [
-        ask(f"r{i}", problem, max_tokens=900, ignore_eos=True) for i, problem in enumerate(AMPLE)
+        ask(f"r{i}", problem, max_tokens=300, ignore_eos=True) | ANSWERS
+        for i, problem in enumerate(AMPLE)
     ]
+    # Each question is new: none comes from the prefix cache.
     late = [
-        ask(f"s{i}", f"{i} {LONG_QUESTION}", at_step=at, max_tokens=8, temperature=1.0, **params)
-        for i, at in enumerate((500, 560, 620))
+        ask(f"s{i}", f"{name} {i} {LONG_QUESTION}", at_step=at, max_tokens=8, **params)
+        for i, at in enumerate((100, 150, 200))
     ]
-    stage = {
-        "name": "seeded",
-        "engine": engine_arguments(model, async_scheduling=False),
-        "runs": [{"name": "all", "requests": [*readers, *late]}],
-    }
-    result = run_job(Job([stage], env=PATCHED | PATIENT | TIGHT), folder)
-    return result["stages"]["seeded"]["runs"]["all"]
+    return {"name": name, "requests": [*readers, *late]}
 
 
 def test_a_seed_does_not_kill_the_engine(demo_model, tmp_path):
     """Its prompt comes in one step; without a seed the same prompts come in several."""
-    seeded = run_with(demo_model, tmp_path / "seeded", seed=7)
+    runs = [run_with("seeded", temperature=1.0, seed=7), run_with("plain", temperature=1.0)]
+    engine = engine_arguments(demo_model, async_scheduling=False)
+    stage = {"name": "only", "engine": engine, "runs": runs}
+    result = run_job(Job([stage], env=PATCHED | PATIENT | TIGHT), tmp_path)
+    seeded, plain = (result["stages"]["only"]["runs"][run["name"]] for run in runs)
     assert all(len(out["samples"][0]["ids"]) > 0 for out in seeded["outputs"].values())
     assert {seeded["prefill_steps"][f"s{i}"] for i in range(3)} == {1}
-    plain = run_with(demo_model, tmp_path / "plain")
     assert min(plain["prefill_steps"][f"s{i}"] for i in range(3)) > 1
