@@ -35,7 +35,7 @@ _FEWEST_STEPS = 60
 MOST_ERROR = 0.25
 # After so many times ``drain_s`` in which every step was cut, prefill makes steps so much longer.
 PATIENCE_DRAINS, LEAST_STRETCH = 8, 1.25
-_LONGEST_STEP_S = 1.0
+_LONGEST_STEP_S = 0.1
 
 
 def digest_of(output: Any) -> bytes:
@@ -101,7 +101,7 @@ class Checker(Recorder):
         self._made_room_step = 0
         # The first failure of each kind that a run can go on after.
         self.failures: dict[str, str] = {}
-        # Seconds for which every step was cut, and when the last of them was scheduled.
+        # Seconds for which every step was cut, and when the last step was scheduled.
         self._cut_for_s, self._cut_at_s = 0.0, 0.0
         self._is_probe_due: dict[str, int] = {}
         # Predicted and true seconds of steps that only decode.
@@ -357,12 +357,13 @@ class Checker(Recorder):
             and 0 < total < min(budget, total + backlog) - arm.case.block
             and any(request.request_id in output.num_scheduled_tokens for request in chunks)
         )
+        # A step that stalls is no long row of short ones.
+        step_s = min(arm.clock.now - self._cut_at_s, _LONGEST_STEP_S)
+        self._cut_at_s = arm.clock.now
         if not is_cut:
             self._cut_for_s = 0.0
             return
-        # A step that stalls is no long row of short ones.
-        self._cut_for_s += min(arm.clock.now - self._cut_at_s, _LONGEST_STEP_S)
-        self._cut_at_s = arm.clock.now
+        self._cut_for_s += step_s
         waited_s = self._cut_for_s
         # Of prompts' last chunks too, after which they decode.
         names, drafts = {r.request_id for r in chunks}, output.scheduled_spec_decode_tokens
