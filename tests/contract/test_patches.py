@@ -29,6 +29,7 @@ from meridian_patch.engine.scheduler import (
     offload_estimate,
     parts,
     policy_part,
+    preempted_sessions,
     scheduler,
     step_limits,
 )
@@ -258,6 +259,7 @@ HANDS = (
     offload_estimate,
     parts,
     policy_part,
+    preempted_sessions,
     probes,
     step_limits,
 )

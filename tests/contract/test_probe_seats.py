@@ -2,6 +2,7 @@
 
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
+from scheduler_driver import WORD, Job
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
@@ -69,6 +70,17 @@ def test_probes_do_not_starve_a_newcomer(monkeypatch, demo_model, mode, thinkers
     for _ in range(60):
         driver.step()
     assert probes.num_probes > before
+
+
+def test_no_seat_is_kept_while_no_request_thinks(monkeypatch, demo_model):
+    """In mode enforce every request is measured from its first step, and most never think."""
+    driver = exit_driver(monkeypatch, demo_model, blocks=900, EXIT__MODE="enforce")
+    for number in range(SEATS):
+        driver.add(Job(f"plain{number}", (WORD,) * 20, None, 30))
+    for _ in range(3):
+        driver.step()
+    assert not driver.scheduler.phase_tracker.num_reasoning
+    assert len(driver.scheduler.running) == SEATS
 
 
 def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):

@@ -193,7 +193,9 @@ class EarlyExit:
     @property
     def _keeps_seats(self) -> bool:
         config = self._config
-        return config.mode == "enforce" and config.eat and bool(self._measured)
+        # Requests are measured from their first step, and most never think.
+        is_thinking = bool(self._measured) and self._tracker.num_reasoning > 0
+        return config.mode == "enforce" and config.eat and is_thinking
 
     def scheduled(self, output: Any) -> None:
         """Attach the plan of what to measure to a step that was scheduled."""

@@ -429,8 +429,10 @@ class Checker(Recorder):
             ):
                 still[head.request_id] = self._idle_heads.get(head.request_id, 0) + 1
         self._idle_heads = still
+        # With pipeline parallelism a request gets a token in one of so many steps.
+        patience = PATIENCE_STEPS * self._arm.case.stages
         for name, steps in still.items():
-            if steps > PATIENCE_STEPS:
+            if steps > patience:
                 raise Failure(
                     "progress",
                     f"{name} waits for {steps} steps with {spare_tokens} tokens and {free} blocks "
