@@ -14,7 +14,6 @@ from rich.console import Console
 from meridian_patch.bench.served import run
 from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.served.plan import plan_comparison
-from meridian_patch.demo.run import main
 from meridian_patch.errors import BenchError
 
 END_MARKER = 257
@@ -164,15 +163,3 @@ def test_an_arm_that_fails_leaves_the_others(serve, monkeypatch):
     assert data["arms"]["ample"]["error"] == "the vLLM server ended"
     assert data["over_stock"]["patched"]["tokens_per_s"]["mean"] > 0
     assert "prefix hits" not in printed
-
-
-def test_the_demo_measures_capacity_and_restarts_servers(tmp_path):
-    """Without --rate it loads the machine by what stock completes; each seed has own servers."""
-    options = ("--arms", "noop,patched", "--requests", "5", "--seeds", "2", "--clients", "1")
-    with pytest.raises(SystemExit) as ended:
-        main([*options, "--out", str(tmp_path)])
-    assert ended.value.code == 0
-    assert StandIn.resets == ["capacity", "noop-1", "patched-1", "patched-2", "noop-2"]
-    data = json.loads((tmp_path / "results.json").read_text())
-    assert "Stock completes" in data["workload"]
-    assert data["command"].startswith("python -P -m meridian_patch.demo.run --arms noop,patched")
