@@ -151,7 +151,8 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
 )
 def test_interrupt_leaves_no_server(tmp_path, demo_model, number):
     """Ctrl-C and a polite kill while the server starts end the demo and all of the server."""
-    demo = start_demo(tmp_path, demo_model, "--arms", "stock")
+    # With a rate the first server is the arm's: none measures what the machine can take.
+    demo = start_demo(tmp_path, demo_model, "--arms", "stock", "--rate", "1")
     server = server_of(demo)
     wait_for("EngineCore", tmp_path / "server-stock-1.log")
     demo.send_signal(number)
