@@ -8,6 +8,9 @@ from pathlib import Path
 
 import mutants
 import pytest
+from simulator.axes import AXES
+
+from meridian_patch.policy.profiles import Rules
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -111,6 +114,11 @@ def test_every_value_of_every_axis_is_drawn_and_a_repaired_case_stays_as_it_is(t
     assert drawn["unstable"] == []
     assert drawn["axes"] >= 30
     assert drawn["pairs"] > 4000
+
+
+def test_every_rule_of_a_policy_is_an_axis_value():
+    """A rule that is not drawn is never simulated alone."""
+    assert set(AXES["rule"].values) == {"profile", *Rules.__dataclass_fields__}
 
 
 def test_every_mutant_finds_the_line_that_it_changes():

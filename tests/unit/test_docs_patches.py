@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -61,3 +62,9 @@ def test_page_tells_all_of_every_patch(gen_docs: ModuleType) -> None:
         ):
             assert text in section
     assert ", ".join(LOCKED_VERSIONS) in page
+
+
+def test_page_of_requests_names_every_reason():
+    """A client that reads ``exit_reason`` finds what it means."""
+    page = (ROOT / "docs" / "requests.md").read_text()
+    assert [reason.value for reason in Reason if f"`{reason.value}`" not in page] == []
