@@ -102,7 +102,7 @@ def test_no_reasoning_traffic_means_stock_decisions(monkeypatch, demo_model):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_an_answer_is_preempted_only_when_nobody_else_is_left(demo_model, is_async):
+def test_an_answer_is_preempted_only_when_no_other_is_left(demo_model, is_async):
     """Long answers outgrow the pool: each preempted answer was among answers only."""
     driver = driver_for(demo_model, is_async=is_async)
     scheduler, preempt = driver.scheduler, driver.scheduler._preempt_request
@@ -146,7 +146,7 @@ def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_as
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_probes_make_room_before_anybody(demo_model, monkeypatch, is_async):
+def test_probes_make_room_before_all_requests(demo_model, monkeypatch, is_async):
     """A probe under way is preempted before a thinker, and long before an answer.
 
     With its sample on the way that takes nothing from it.

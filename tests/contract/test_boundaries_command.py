@@ -64,7 +64,7 @@ def test_architecture_that_transformers_does_not_know(model_dir, capsys):
 
 
 def test_differing_ids_are_shown(model_dir, capsys):
-    """Ids that nobody verified are shown beside those of the tokenizer."""
+    """Ids that were not verified are shown beside those of the tokenizer."""
     run(model_dir("x"), None, "qwq_32b", as_json=False)
     text = " ".join(capsys.readouterr().out.split())
     assert "differs: 151667" in text

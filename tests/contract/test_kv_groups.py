@@ -87,7 +87,7 @@ def let_go_too_often(pool):
         let_go_too_often,
     ],
 )
-def test_damage_is_found_when_nobody_is_there_and_turns_tiers_off(
+def test_damage_is_found_when_no_request_runs_and_turns_tiers_off(
     monkeypatch, demo_model, caplog, damage
 ):
     """One error that says so, one count, and every later decision is stock."""

@@ -187,7 +187,7 @@ def test_a_preempted_thinker_stands_between_finished_thoughts_and_prompts(demo_m
 
 @SYNC_AND_ASYNC
 def test_a_preempted_answer_stands_with_the_prompts(demo_model, is_async):
-    """Somebody reads it: all of it is kept for the resume."""
+    """It is an answer: all of it is kept for the resume."""
     driver = driver_for(demo_model, is_async=is_async)
     driver.add(THINKER)
     step_until(driver, "thinker", Phase.ANSWER, tokens=5)
@@ -318,7 +318,7 @@ def test_vllms_own_manager_means_no_tiers(demo_model, caplog):
 
 
 def test_an_unknown_history_is_stock_and_says_so(monkeypatch, use_family, demo_model, caplog):
-    """Where nobody knows what comes back, the free blocks stand as with tiers off."""
+    """Where it is unknown what comes back, the free blocks stand as with tiers off."""
     use_family(history="unverified")
     with logged(caplog):
         unknown = driver_for(demo_model)

@@ -14,7 +14,7 @@ from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
-# Both are let in at once, and nobody is displaced.
+# Both are let in at once, and no request is displaced.
 ALONE = {
     f"{SET}VICTIMS": "true",
     f"{SET}ADMISSION": "false",
@@ -72,7 +72,7 @@ class Engine(ReplayEngine):
         self.requests[name] = self._live[name][0]
 
     def preempted_first(self):
-        """Step until somebody is; then to the end."""
+        """Step until a request is; then to the end."""
         while not any(one.num_preemptions for one in self.requests.values()):
             self.step()
         first = [name for name, one in self.requests.items() if one.num_preemptions]

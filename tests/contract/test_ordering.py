@@ -109,7 +109,7 @@ def test_the_order_among_thinkers_holds_while_they_decode(order, phases):
 
 
 def test_a_thinker_that_got_no_token_falls_back_in_turn(order, phases):
-    """Nobody tells of it; the order finds out within a round of its audit."""
+    """It is not reported; the order finds it within a round of its audit."""
     phases.update(dict.fromkeys("abcdefgh", Phase.THINK))
     running = arrange(order, [request(name, 100 - n) for n, name in enumerate("abcdefgh")])
     for _ in range(20):
@@ -120,7 +120,7 @@ def test_a_thinker_that_got_no_token_falls_back_in_turn(order, phases):
 
 
 def test_what_the_tier_gives_up_is_seen_within_a_round(policy, phases):
-    """Nobody tells of an eviction; each request is looked at once per so many steps."""
+    """An eviction is not reported; each request is looked at once per so many steps."""
     kept = dict.fromkeys("abcdefgh", 80)
     phases.update(dict.fromkeys(kept, Phase.THINK))
     order = RunningOrder(policy, router_over(phases), PATIENCE_US, lambda one: kept[one.request_id])

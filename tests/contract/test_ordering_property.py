@@ -96,7 +96,7 @@ class Upstream(RuleBasedStateMachine):
         self._gone(one, is_told=is_told)
         self.waiting.append(one)
         if not is_told:
-            # One that nobody told of is missed only when a step is arranged without it.
+            # One that was not reported is missed only when a step is arranged without it.
             self.arrange()
 
     @rule()
@@ -104,7 +104,7 @@ class Upstream(RuleBasedStateMachine):
         before = list(self.running)
         self.running, is_in_time = self.order.arrange(self.running)
         assert is_in_time
-        # Nobody is lost and nobody comes twice.
+        # No request is lost and none comes twice.
         assert len(self.running) == len(before)
         assert set(self.running) == set(before)
         naive = sorted(self.admitted, key=lambda one: self.policy.rank(self._view(one)))
@@ -157,7 +157,7 @@ class Upstream(RuleBasedStateMachine):
 
 
 class UpstreamWithTier(Upstream):
-    """Nobody loses anything: thinkers too stand in the stock order, without a look at them."""
+    """No request loses anything: thinkers too stand in the stock order, without a look at them."""
 
     has_tier = True
 

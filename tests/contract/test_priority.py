@@ -15,7 +15,7 @@ URGENT, USUAL, PATIENT = ({"meridian_priority": number} for number in (-1, 0, 1)
 
 @pytest.fixture(autouse=True)
 def rules(monkeypatch):
-    """Nobody is held back and nobody is displaced; a busy machine changes nothing."""
+    """No request is held back and none is displaced; a busy machine changes nothing."""
     for name, value in {
         "time_budget_us": "10000000",
         "admission": "false",
@@ -85,7 +85,7 @@ def test_the_higher_number_is_preempted_first(demo_model, wish, victim):
 
 
 @pytest.mark.parametrize(("wish", "is_displaced"), [(None, True), (PATIENT, False)])
-def test_nobody_makes_room_for_a_higher_number(demo_model, monkeypatch, wish, is_displaced):
+def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish, is_displaced):
     """Time-sharing is among equals, or for those who are more urgent."""
     for name, value in (
         ("TIME_SHARING", "true"),

@@ -1,4 +1,4 @@
-"""Nobody who counts requests counts probes: data-parallel load, idleness, statistics."""
+"""Counts of requests leave probes out: data-parallel load, idleness, statistics."""
 
 from collections import defaultdict
 
@@ -47,7 +47,7 @@ def test_counts_are_of_users_requests(driver):
 
 
 def test_an_engine_is_idle_when_its_users_are_gone(driver):
-    """Probes under way keep no data-parallel rank, and nobody who waits for the end, awake."""
+    """Probes under way keep no data-parallel rank, and no wait for the end, awake."""
     scheduler = driver.scheduler
     until_probed(driver)
     scheduler.finish_requests(list(NAMES), RequestStatus.FINISHED_ABORTED)

@@ -68,7 +68,7 @@ def names(requests):
 
 
 @pytest.mark.parametrize("priority", [*HOSTILE, -1])
-def test_the_bodys_priority_orders_nobody(demo_model, settings, priority):
+def test_the_bodys_priority_orders_no_request(demo_model, settings, priority):
     """vLLM ignores it where it schedules first come, first served; so do we."""
     settings(POLICY__TIME_SHARING="false")
     driver = driver_for(demo_model, max_num_seqs=1, max_num_batched_tokens=BUDGET)

@@ -31,7 +31,7 @@ def job(name, seed, *, prompt=60, think=50, answer=20, **more):
 
 
 def steps_with_answers(driver, limit=2000):
-    """Decode rows and prefill tokens of each step in which somebody answers."""
+    """Decode rows and prefill tokens of each step in which a request answers."""
     scheduler = driver.scheduler
     seen = []
     while scheduler.has_unfinished_requests() and limit:
@@ -53,7 +53,7 @@ def learn(driver):
 @SYNC_AND_ASYNC
 @pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
 def test_prefill_beside_an_answer_keeps_the_step_short(demo_model, policy, is_async, is_on):
-    """A long prompt comes in pieces while somebody reads; without the rule in one go."""
+    """A long prompt comes in pieces while a request answers; without the rule in one go."""
     policy(step_cut=is_on, answer_itl_ms=20.0)
     driver = driver_for(
         demo_model, is_async=is_async, blocks=200, max_num_batched_tokens=BUDGET, max_num_seqs=8
@@ -86,7 +86,7 @@ def test_a_seeded_prompt_comes_whole_on_a_cpu(demo_model, policy):
     assert max(driver.step().num_scheduled_tokens.values()) < 400
 
 
-def test_nobody_reads_nobody_is_cut(demo_model, policy):
+def test_no_step_is_cut_while_no_request_answers(demo_model, policy):
     """Thinking alone: prompts take the engine's whole budget."""
     policy(answer_itl_ms=11.0)
     driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
@@ -154,8 +154,8 @@ def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_asy
     assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
 
 
-def test_a_paused_scheduler_displaces_nobody(demo_model, policy):
-    """It would admit nobody in the place of the one that made room."""
+def test_a_paused_scheduler_displaces_no_request(demo_model, policy):
+    """It would admit no request in the place of the one that made room."""
     policy(time_sharing=True, admission=False, sharing_min_tokens=200, sharing_overhead=1.0)
     blocks = 40
     driver = driver_for(demo_model, blocks=blocks, max_num_batched_tokens=BUDGET)
@@ -174,7 +174,7 @@ def test_a_paused_scheduler_displaces_nobody(demo_model, policy):
 
 
 def test_admission_keeps_room_for_what_runs(demo_model, policy):
-    """Forecasts from what ended: nobody is preempted where stock's admission preempts."""
+    """Forecasts from what ended: no request is preempted where stock's admission preempts."""
     preemptions = {}
     for is_on in (True, False):
         policy(admission=is_on, time_sharing=False, admission_overcommit=1.0)
@@ -207,7 +207,7 @@ def test_a_think_budget_bounds_the_forecast(demo_model, policy):
 
 
 @SYNC_AND_ASYNC
-def test_nobody_starves(demo_model, policy, is_async):
+def test_no_request_starves(demo_model, policy, is_async):
     """Newcomers without end: a request that made room is back some time after aging_s.
 
     That is when it stands before all newcomers, and those who run have made room for it.

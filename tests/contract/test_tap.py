@@ -189,7 +189,7 @@ def test_drafts_have_rows(make_runner):
 
 
 def test_nothing_happens_without_a_plan(make_runner):
-    """Not asked, or asked for nobody in the batch: no signals; never asked: samplers untouched."""
+    """Not asked, or for no request of the batch: no signals; never asked: samplers untouched."""
     runner = make_runner()
     stock = type(runner.sampler), type(runner.rejection_sampler)
     assert not hasattr(run(runner, step()), SIGNALS_FIELD)

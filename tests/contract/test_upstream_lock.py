@@ -3,7 +3,7 @@
 Guarded:
 
 * parameters of every method that is overridden or called;
-* bodies of every method whose behaviour is relied on, by hash: a new hash means that somebody
+* bodies of every method whose behaviour is relied on, by hash: a new hash means that a person
   reads the difference before the lock is renewed;
 * instance attributes that are read: assigned by the class or its bases;
 * that the replaced names are read each time an engine is built, not bound at import;
@@ -130,7 +130,7 @@ def bound_at_import(text: str, sites: list[Site]) -> set[str]:
     }
 
 
-def test_nobody_else_binds_the_replaced_names() -> None:
+def test_no_other_module_binds_the_replaced_names() -> None:
     """The only modules that bind a replaced name at import derive their own class from it.
 
     A new one must become a site of the patch, or be shown to need none.

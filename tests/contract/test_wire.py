@@ -195,7 +195,7 @@ def test_a_summary_arrives_with_the_last_output():
 
 @pytest.mark.usefixtures("patched")
 def test_a_slow_caller_loses_nothing():
-    """Outputs that nobody took are merged into the first, whose summary is the last."""
+    """Outputs that were not taken are merged into the first, whose summary is the last."""
     frontend = Frontend()
     frontend.take(output())
     frontend.take(output(outcome=EAT))
@@ -252,7 +252,7 @@ def test_each_sample_has_its_own():
     assert reasons == ["eat", "natural"]
 
 
-def test_nothing_is_sent_where_nobody_takes_it_out(monkeypatch):
+def test_nothing_is_sent_where_it_is_not_taken_out(monkeypatch):
     """With `--scheduler-cls` alone the API server is stock: `kv_transfer_params` stay empty."""
     # Another test may have patched this process.
     stock = SimpleNamespace(RequestState=object)

@@ -53,7 +53,7 @@ def wait_for(line: str, log: Path) -> None:
 
 
 def group_is_gone(group: int) -> bool:
-    """True when nothing of the process group runs; dead processes nobody reaped do not count."""
+    """True when nothing of the process group runs; unreaped dead processes do not count."""
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline:
         listed = subprocess.run(

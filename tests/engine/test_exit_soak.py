@@ -99,7 +99,7 @@ def test_the_traffic_is_worth_the_name(soak):
     assert soak["probed_preemptions"] > 5
 
 
-def test_nobody_is_closed_twice(soak):
+def test_no_thought_is_closed_twice(soak):
     """At most one boundary in each output."""
     samples = [s for output in soak["outputs"].values() for s in output["samples"]]
     assert max(sample["ids"].count(THINK_END_ID) for sample in samples) == 1

@@ -165,7 +165,7 @@ def test_reasons_are_counted(run):
 
 
 def test_probes_are_small_and_unseen(run):
-    """Each computes a block and the boundary at most; nobody outside hears of one."""
+    """Each computes a block and the boundary at most; no client hears of one."""
     assert run["probes"]
     assert max(run["probes"]) <= BLOCK_SIZE + 1
     assert run["counted"]["probe:measured"] > 0

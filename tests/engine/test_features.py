@@ -84,7 +84,7 @@ def test_several_samples(both, path):
 
 @each_path
 def test_abort(both, path):
-    """An aborted request ends where it was, frees all it held, and disturbs nobody."""
+    """An aborted request ends where it was, frees all it held, and disturbs no other."""
     _, ample = both(path, "ample")
     _, run = both(path, "abort")
     assert not run["outputs"]["a1"]["finished"]

@@ -15,7 +15,7 @@ def pressure(result: dict, path: str) -> dict:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_answer_is_preempted(v1_patched, path):
-    """The latency policy preempts, and only requests nobody is reading."""
+    """The latency policy preempts, and only requests that do not answer."""
     phases = preempted_phases(pressure(v1_patched, path))
     assert phases
     assert "answer" not in phases

@@ -1,4 +1,4 @@
-"""A request with a seed beside somebody who reads: model runner V1 on a CPU dies of its chunks."""
+"""A request with a seed beside an answer: model runner V1 on a CPU dies of its chunks."""
 
 import pytest
 from engine_plans import AMPLE, LONG_QUESTION, PATIENT

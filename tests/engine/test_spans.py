@@ -45,7 +45,7 @@ def test_a_span_says_what_the_response_does(server, collector):
     ]
     server.chat(QUESTION, max_tokens=3)
     spans = collector.wait_for(SPAN, len(asked) + 1)
-    # Probes are requests, too, and nobody's.
+    # Probes are requests, too, and belong to no client.
     assert len(spans) == len(asked) + 1
     natural, closed, observed, cut = map(ours, spans)
     for attributes, summary in zip((natural, closed, observed), told, strict=True):

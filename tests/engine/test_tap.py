@@ -85,7 +85,7 @@ def test_signals_are_those_of_the_logits_that_vllm_returns(seen):
 
 
 def test_signals_ride_on_the_model_runner_output(seen):
-    """Every output with tokens has a row for each of them, and rows nobody sampled are few."""
+    """Every output with tokens has a row for each; rows that were not sampled are few."""
     signals = seen["runs"]["measured"]["signals"]
     assert signals["outputs"] > 8
     assert signals["bare"] == 0

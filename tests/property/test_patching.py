@@ -1,4 +1,4 @@
-"""Whatever is applied, undone and rebound by others, no class of anybody is ever lost."""
+"""Whatever is applied, undone and rebound by others, no class is ever lost."""
 
 import pytest
 import toy_package
@@ -56,7 +56,7 @@ class Model:
         try:
             action()
         except PatchRefused:
-            assert self.theirs, "refused although nobody else had rebound a site"
+            assert self.theirs, "refused although no other had rebound a site"
             assert bindings() == before
 
     def check(self) -> None:

@@ -112,7 +112,7 @@ def test_merged_surroundings_are_noted(bpe):
 
 
 def test_marker_that_is_plain_text_is_noted(bpe, tiny):
-    """Several tokens for a marker that nobody documented as such may mean a wrong tokenizer."""
+    """Several tokens for a marker that is not documented as such may mean a wrong tokenizer."""
     notes = resolve_for(bpe, match_of()).notes
     assert sum("is no vocabulary entry" in note for note in notes) == 2
     assert resolve_for(tiny, match_of(end="Answer:", documented={"end": (1, 2)})).notes != ()
@@ -202,7 +202,7 @@ def test_verified_ids_that_differ_are_refused(tiny):
 
 @pytest.mark.parametrize("provenance", ["third_party", "unverified"])
 def test_other_ids_that_differ_are_noted(tiny, provenance):
-    """Ids that nobody verified do not stop an engine: the served tokenizer counts."""
+    """Ids that were not verified do not stop an engine: the served tokenizer counts."""
     documented = {"provenance": provenance, "start": (THINK_START,), "end": (151668,)}
     resolution = resolve_for(tiny, match_of(documented=documented))
     (note,) = resolution.notes
@@ -222,7 +222,7 @@ def test_ids_do_not_bind_a_family_that_was_guessed(tiny, how):
     "documented", [{"single_token": True}, {"provenance": "third_party", "end": (128799,)}]
 )
 def test_marker_missing_from_the_vocabulary(bpe, documented):
-    """A marker documented as one token that is plain text here is refused, whoever said so."""
+    """A marker documented as one token that is plain text here is refused, whatever says so."""
     message = error_of(bpe, match_of(documented={**documented}, start="Thought:"))
     for part in ("/own/mine.yaml", "'", "missing from the vocabulary", "ids [", "/models/m"):
         assert part in message

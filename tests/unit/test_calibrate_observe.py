@@ -175,7 +175,7 @@ def test_too_few_problems(count, goal):
 
 
 def test_strategies_share_loss_and_risk():
-    """Whoever ends a thought loses it, so that losses and risks add up."""
+    """A strategy that ends a thought loses it, so that losses and risks add up."""
     goal = Goal(0.02, 0.9, {EAT: (), RPDI: ()})
     assert (goal.tolerance, goal.risk) == (pytest.approx(0.01), pytest.approx(0.05))
 

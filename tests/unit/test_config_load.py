@@ -61,7 +61,7 @@ def test_environment_alone():
 
 
 def test_config_is_frozen():
-    """Nobody changes the configuration of a running engine."""
+    """No change reaches the configuration of a running engine."""
     config = load_config({}).config
     with pytest.raises(ValidationError):
         config.family = "x"

@@ -15,7 +15,7 @@ SET = "MERIDIAN_PATCH_SET_EXIT__"
 
 
 def test_defaults():
-    """Observing, with the published constants; upper bounds are nobody's but the operator's."""
+    """Observing, with the published constants; upper bounds are the operator's alone."""
     config = load_config({}).config.exit
     assert (config.mode, config.max_think_tokens) == ("observe", None)
     assert (config.rpdi_window_tokens, config.rpdi_lambda) == (512, 2.0)

@@ -128,7 +128,7 @@ def test_modes(mode, asked):
         assert outcome.verdict.reason is Reason.HARD_CAP
 
 
-def test_reason_of_an_end_that_nobody_forced():
+def test_reason_of_an_end_that_was_not_forced():
     """Natural though a close was asked for; by vLLM's budget when the thought is beyond it."""
     controller = controller_of(max_think_tokens=5)
     closes(controller, [PLAIN] * 6)

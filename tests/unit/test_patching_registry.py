@@ -1,4 +1,4 @@
-"""Applying patches to a toy package: all or nothing, once, and never over somebody else's class."""
+"""Applying patches to a toy package: all or nothing, once, and never over a class of others."""
 
 import copy
 import importlib
@@ -95,7 +95,7 @@ def test_patch_of_another_registry_is_refused(toy: Toy) -> None:
 
 
 def test_class_of_another_plugin_is_refused(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site that somebody else rebound is left to them, and the message names their class."""
+    """A site that others rebound is left to them, and the message names their class."""
 
     class Foreign(bound(ENGINE_SITES[0])):
         pass
@@ -214,7 +214,7 @@ def test_method_missing_upstream_is_refused(toy: Toy) -> None:
 def test_method_replaced_in_this_process_is_refused(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sources are as locked, but somebody put a method with other parameters on the class."""
+    """The sources are as locked, but the class has a method with other parameters."""
     monkeypatch.setattr("toy.core.Engine.run", lambda self, item: item)
     message = refusal((ENGINE,), toy.upstream)
     assert "toy.core:Engine.run was replaced and takes (self, item), expected" in message

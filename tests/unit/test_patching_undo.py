@@ -1,4 +1,4 @@
-"""Undoing patches of a toy package: in reverse, exactly, and never over somebody else's class."""
+"""Undoing patches of a toy package: in reverse, exactly, and never over a class of others."""
 
 from pathlib import Path
 from types import ModuleType
@@ -72,9 +72,7 @@ def test_patches_can_be_applied_again_after_undo(toy: Toy) -> None:
     assert not set(bindings()) & set(first)
 
 
-def test_undo_refuses_to_drop_somebody_elses_class(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undo_refuses_to_drop_a_class_of_others(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A site that was rebound after us is named with what is there, and nothing is restored."""
     registry = Registry()
     registry.apply(PATCHES, toy.upstream)
@@ -91,7 +89,7 @@ def test_undo_refuses_to_drop_somebody_elses_class(
     assert len(registry.undo()) == 2
 
 
-def test_second_apply_refuses_over_somebody_elses_class(
+def test_second_apply_refuses_over_a_class_of_others(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once displaced, a live patch is not silently reported as live."""

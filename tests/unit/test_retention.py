@@ -45,7 +45,7 @@ def test_without_a_thought_everything_stays_where_stock_puts_it(phase, history):
 @pytest.mark.parametrize("history", KEPT_HISTORIES)
 @pytest.mark.parametrize("phase", list(Phase))
 def test_a_kept_or_unknown_history_is_stock(phase, history):
-    """Where everything comes back, or nobody knows, nothing is evicted early."""
+    """Where everything comes back, or it is unknown, nothing is evicted early."""
     state = request_in(phase)
     assert retain_finished(state, history, has_tool_call=False) is None
     assert retain_preempted(state, history) is None
@@ -82,7 +82,7 @@ def test_a_tool_loop_that_goes_on_comes_back_where_the_template_keeps_it():
 
 @pytest.mark.parametrize("history", STRIPPED_HISTORIES)
 def test_a_preempted_thinker_gives_way_before_prompts_and_an_answer_does_not(history):
-    """Its resume hits what is left; an answer that somebody reads keeps all of it."""
+    """Its resume hits what is left; an answer keeps all of it."""
     assert retain_preempted(request_in(Phase.THINK), history) == (FIRST, Tier.THINK_ACTIVE)
     assert retain_preempted(request_in(Phase.ANSWER), history) == (FIRST, Tier.OUTPUT_CRITICAL)
     # Preempted amid its first prefill: nothing behind the marker is computed yet.

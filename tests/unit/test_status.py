@@ -110,7 +110,7 @@ def test_a_linked_report_is_not_read(directory, victim):
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
 def test_a_directory_that_others_may_write_in_is_not_used(directory, mode, caplog):
-    """Whoever may write there may replace reports."""
+    """A user who may write there may replace reports."""
     directory.chmod(mode)
     status.publish(role="engine_core")
     (warning,) = warnings_of(caplog)

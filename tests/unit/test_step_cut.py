@@ -92,7 +92,7 @@ def test_a_step_that_cannot_be_without_prefill_is_not_asked_for_for_long():
 
 
 def test_a_step_without_prefill_is_never_all_that_is_allowed():
-    """Nobody decodes, or nothing comes back: prefill goes on."""
+    """No request decodes, or nothing comes back: prefill goes on."""
     assert cut().token_budget(StepShape(0, 0, 0), 0, None, 0.0) == 64
     one = cut()
     cuts = [one.token_budget(SHAPE, 0, None, 0.0) - 30 for _ in range(12)]

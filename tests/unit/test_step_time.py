@@ -66,7 +66,7 @@ def test_prefill_that_hides_behind_decoding_may_come_in_any_amount():
 
 
 def test_long_chunks_alone_do_not_tell_of_a_fixed_time():
-    """As after long prompts that nobody waited beside: all chunks had the engine's whole budget."""
+    """As after long prompts alone in an engine: all chunks had the engine's whole budget."""
     rng, model = random.Random(0), StepTimeModel()
     for _ in range(60):
         shape = random_shape(rng, 0)
