@@ -92,6 +92,8 @@ class PhaseTracker:
         self._entered: dict[Phase, int] = {}
         # Number of tracked requests with is_reasoning.
         self.num_reasoning = 0
+        # Whether any request ever opened a thought that its prompt had not opened.
+        self.has_opened = False
 
     @property
     def has_boundaries(self) -> bool:
@@ -252,6 +254,7 @@ class PhaseTracker:
 
     def _open_thought(self, state: RequestPhase, begin: int, known: int) -> None:
         self._mark_reasoning(state)
+        self.has_opened = True
         if state.own_thought is None:
             state.own_thought = begin
         if state.first_thought is None:

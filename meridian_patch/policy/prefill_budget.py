@@ -15,7 +15,7 @@ _MOST_STRETCH = 2.0
 # prompts faster.
 _LEAST_FACTOR = 1.05
 _ENOUGH_STRETCH = 6.0
-# After so many times `drain_s` at the smallest chunk, a chunk of twice its size is tried.
+# After so many times `drain_s` of used-up steps a chunk of twice the smallest size is tried.
 _DRAINS_AT_LEAST = 2.0
 
 
@@ -58,8 +58,8 @@ class PrefillBudget:
     5. Saturation guard: if the lowered budget was used up in every step for ``drain_s`` seconds,
        the backlog does not drain. From then on steps may take twice as long with each ``drain_s``,
        until a step leaves budget unused or prefill has half of the step.
-    6. If only the smallest chunk fits even so, one chunk in ``drain_s`` seconds is twice as large:
-       chunks of one size do not tell what a token takes and what is fixed.
+    6. If only ``min_prefill_tokens`` fit even so, one chunk in ``drain_s`` seconds is twice as
+       large: chunks of one size do not tell what a token takes and what is fixed.
     """
 
     def __init__(self, settings: PrefillBudgetSettings, model: StepTimeModel) -> None:
@@ -116,9 +116,8 @@ class PrefillBudget:
             fitting = min(self._model.untested_tokens, most)
         else:
             fitting = max(room.in_time, min(room.worthwhile, most))
-        smallest = max(settings.min_prefill_tokens, least)
-        prefill = max(fitting, smallest)
-        if prefill == smallest and self._may_try_larger(now_s):
+        prefill = max(fitting, settings.min_prefill_tokens, least)
+        if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):
             prefill *= 2
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 

@@ -8,6 +8,7 @@ from tier_driver import SYNC_AND_ASYNC, driver_for
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 PAUSED = RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -91,8 +92,71 @@ def test_paused_sessions_without_blocks_keep_no_request_out(demo_model):
             if session.num_computed_tokens == last - 1 and session in scheduler.running:
                 scheduler.running.remove(session)
                 scheduler._preempt_request(session, 0.0)
-    assert not scheduler.kv_holding_waiting
     driver.add(job("new", 200))
     for _ in range(400):
         driver.step()
     assert len(driver.deliveries["new"]) == 300 + 1 + 20 + 1
+
+
+def pause_preempted(driver, session, last):
+    """The session ends its turn while it is preempted, and waits without blocks for a chunk."""
+    scheduler = driver.scheduler
+    while session.status != PAUSED:
+        driver.step()
+        if session.num_computed_tokens == last - 1 and session in scheduler.running:
+            scheduler.running.remove(session)
+            scheduler._preempt_request(session, 0.0)
+    assert session in scheduler.waiting or session in scheduler.kv_holding_waiting
+
+
+def test_a_paused_session_at_the_front_keeps_no_request_out(demo_model):
+    """It has no chunk: vLLM passes it over. Its forecast must not count as the newcomer's."""
+    driver = learnt(demo_model, is_async=True)
+    scheduler = driver.scheduler
+    big = open_session(driver, job("big", 100, prompt=1700, think=5, answer=2))
+    pause_preempted(driver, big, 1700 + 5 + 1 + 2 + 1)
+    # Another request runs long; the pool of 3200 tokens has room for it and for the small one.
+    driver.add(job("long", 300, prompt=1600, think=400, answer=5))
+    for _ in range(12):
+        driver.step()
+    assert len(scheduler.running) == 1
+    driver.add(job("small", 200, prompt=40, think=5, answer=5))
+    for _ in range(100):
+        driver.step()
+    assert "long" in scheduler.requests
+    assert driver.deliveries["small"], "kept out for 100 steps by a session without a chunk"
+
+
+def test_a_pause_waits_for_what_runs_beside_such_a_session(demo_model):
+    """PAUSED_NEW counts only kv_holding_waiting, but subtracts every paused session."""
+    driver = learnt(demo_model, is_async=True)
+    scheduler = driver.scheduler
+    session = open_session(driver, job("s", 100, prompt=40, think=5, answer=2))
+    pause_preempted(driver, session, 40 + 5 + 1 + 2 + 1)
+    driver.add(job("runs", 300))
+    for _ in range(5):
+        driver.step()
+    assert len(scheduler.running) == 1
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert scheduler.get_num_unfinished_requests() == 1
+    assert scheduler.has_unfinished_requests()
+
+
+def test_a_session_with_a_queued_chunk_is_not_put_behind_all(demo_model):
+    """Upstream enqueues a session that goes on ahead of all (kv_holding_waiting)."""
+    driver = learnt(demo_model, is_async=True)
+    scheduler = driver.scheduler
+    first = job("s", 100, prompt=40, think=5, answer=2)
+    session = open_session(driver, first)
+    open_session(driver, first)  # the next chunk
+    last, done = 40 + 5 + 1 + 2 + 1, False
+    while session.num_prompt_tokens == 40:
+        driver.step()
+        if not done and session.num_computed_tokens == last - 1 and session in scheduler.running:
+            scheduler.running.remove(session)
+            scheduler._preempt_request(session, 0.0)
+            done = True
+            for number in range(3):
+                driver.add(job(f"later{number}", 400 + number))
+            scheduler.max_num_active_reqs = 0
+    assert next(iter(scheduler.waiting)).request_id == "s"

@@ -1,8 +1,10 @@
 """Probes and users' requests for the same seats, on vLLM's real scheduler."""
 
+from dataclasses import dataclass
+
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
-from scheduler_driver import WORD, Job
+from scheduler_driver import THINK_START, WORD, Job
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
@@ -81,6 +83,27 @@ def test_no_seat_is_kept_while_no_request_thinks(monkeypatch, demo_model):
         driver.step()
     assert not driver.scheduler.phase_tracker.num_reasoning
     assert len(driver.scheduler.running) == SEATS
+
+
+@dataclass(frozen=True)
+class OpensItself(Job):
+    """Its prompt ends without a marker; its first token opens a thought without end."""
+
+    def token(self, index):
+        return THINK_START if index == 0 else super().token(index)
+
+
+def test_a_seat_is_kept_where_the_model_opens_its_thoughts_itself(monkeypatch, demo_model):
+    """A burst that fills all seats before its first tokens could not be probed or closed."""
+    driver = exit_driver(monkeypatch, demo_model, blocks=900, EXIT__MODE="enforce")
+    driver.add(OpensItself("first", (WORD,) * 12, 20, 5))
+    driver.drain()
+    for number in range(SEATS + 4):
+        driver.add(OpensItself(f"burst{number}", (WORD,) * 12, 1400, 5))
+    for _ in range(150):
+        driver.step()
+    assert len(driver.scheduler.running) <= SEATS
+    assert driver.scheduler.early_exit.probes.num_probes > 2
 
 
 def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):

@@ -478,3 +478,22 @@ def test_the_policy_keeps_no_request_that_is_gone(demo_model):
     assert len(steering._prefilling) == 1
     driver.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
     assert not steering._prefilling
+
+
+@pytest.mark.parametrize("adapters", [0, 1])
+def test_room_is_made_beside_an_adapter_and_a_connector(demo_model, adapters):
+    """Few blocks are free, but enough for the next step of all that run."""
+    driver = full_pool(demo_model)
+    scheduler = driver.scheduler
+    scheduler.connector = Undecided()
+    scheduler.lora_config = SimpleNamespace(max_loras=4)
+    if adapters:
+        scheduler.requests["other"].lora_request = LoRARequest("one", 1, "one")
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    driver.add(newcomer(8))
+    new, steps = scheduler.requests["new"], 0
+    while new.status != RequestStatus.RUNNING:
+        driver.step()
+        steps += 1
+        assert steps < 10

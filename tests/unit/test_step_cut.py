@@ -80,6 +80,22 @@ def test_a_backlog_in_chunks_of_one_size_is_tried_with_a_larger_one():
     assert chunks[-1] > 400
 
 
+def test_a_large_piece_is_not_doubled():
+    """Whole pieces of 2096 tokens, as of a hybrid model's blocks: prefill has half the step."""
+    model = StepTimeModel()
+    one = cut(model, drain_s=0.05)
+    now_s, chunks = 0.0, []
+    for _ in range(8):
+        model.observe(SHAPE, 0.01)
+    for _ in range(200):
+        chunks.append(one.token_budget(SHAPE, 0, one.default_itl_s(SHAPE), now_s, 2096) - 30)
+        step = SHAPE._replace(prefill_tokens=chunks[-1], attended_tokens=chunks[-1] ** 2 // 2)
+        now_s += 0.01 + 40e-6 * chunks[-1]
+        one.ran(is_used_up=True, now_s=now_s)
+        model.observe(step, 0.01 + 40e-6 * chunks[-1])
+    assert max(chunks[-100:]) == 2096
+
+
 def test_a_step_that_cannot_be_without_prefill_is_not_asked_for_for_long():
     """Prefill in spite of the cut: the wish is given up until the next time."""
     model = StepTimeModel()

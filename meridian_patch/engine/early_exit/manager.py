@@ -193,9 +193,11 @@ class EarlyExit:
     @property
     def _keeps_seats(self) -> bool:
         config = self._config
-        # Requests are measured from their first step, and most never think.
-        is_thinking = bool(self._measured) and self._tracker.num_reasoning > 0
-        return config.mode == "enforce" and config.eat and is_thinking
+        tracker = self._tracker
+        # Requests are measured from their first step, and where no prompt and no model opens a
+        # thought, none of them ever thinks.
+        may_think = tracker.num_reasoning > 0 or tracker.has_opened
+        return config.mode == "enforce" and config.eat and bool(self._measured) and may_think
 
     def scheduled(self, output: Any) -> None:
         """Attach the plan of what to measure to a step that was scheduled."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 
 @contextmanager
 def known_as_computed(session: Any) -> Iterator[None]:
@@ -38,7 +40,9 @@ def put_back(scheduler: Any, sessions: Iterable[Any]) -> None:
     """
     for session in sessions:
         is_queued = session in scheduler.waiting or session in scheduler.kv_holding_waiting
-        if not is_queued and scheduler.requests.get(session.request_id) is session:
-            # Load-bearing: upstream enqueues the session when its turn ends, and then removes it
-            # with the stopped requests that were preempted.
+        if is_queued or session.is_finished():
+            continue
+        if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
             scheduler._enqueue_waiting_request(session)
+        else:
+            scheduler.waiting.prepend_request(session)

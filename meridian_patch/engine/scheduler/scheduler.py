@@ -6,6 +6,8 @@ parts (see ``parts``) before and after ``super()``, and restores what it changed
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
@@ -79,6 +81,10 @@ class PhaseScheduling(UpstreamScheduler):
         self._end_turn(session)
         with known_as_computed(session):
             super()._update_request_as_session(session, update)
+        if not session.num_computed_tokens and session in self.kv_holding_waiting:
+            # It was paused without KV blocks, and waits for some now, ahead of others.
+            self.kv_holding_waiting.remove_request(session)
+            self.waiting.prepend_request(session)
         name = session.request_id
         self._parts.call("on_session_continued", session, self._accept(session), request_id=name)
 
@@ -117,6 +123,12 @@ class PhaseScheduling(UpstreamScheduler):
             self._stopped_preempted.clear()
         self._parts.call("after_update", scheduler_output, result)
         return result
+
+    def _holds_kv_blocks(self, request: Any) -> bool:
+        # Load-bearing: upstream expects all paused sessions in the queue of those that hold blocks.
+        # It passes them over there, and subtracts them from that queue's length.
+        is_paused = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        return is_paused or bool(super()._holds_kv_blocks(request))
 
     def _handle_stopped_request(self, request: Any) -> bool:
         is_finished = bool(super()._handle_stopped_request(request))

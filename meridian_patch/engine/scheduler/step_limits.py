@@ -11,7 +11,7 @@ from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission import Admission
-from meridian_patch.engine.scheduler.admission_checks import NextStep
+from meridian_patch.engine.scheduler.admission_checks import NextStep, taken_blocks
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
 from meridian_patch.engine.scheduler.kv_demand import KVDemand
@@ -207,7 +207,7 @@ class StepLimiter:
                 self._budget = budget
                 return StepLimits(budget, max_active=0)
             budget = None
-        if self._may_strand_adapter(scheduler):
+        if self._may_strand_adapter(scheduler, budget):
             self._budget = budget
             return StepLimits(budget, max_active=0)
         if self._admission:
@@ -244,7 +244,7 @@ class StepLimiter:
             and any(request.lora_request for request in self._prefilling)
         )
 
-    def _may_strand_adapter(self, scheduler: Any) -> bool:
+    def _may_strand_adapter(self, scheduler: Any, budget: int | None) -> bool:
         """Whether a running request with a LoRA adapter may get no KV block in the next step.
 
         No request must be admitted then, for the same reason. Load-bearing: while the blocks of a
@@ -255,14 +255,9 @@ class StepLimiter:
             return False
         if not any(request.lora_request for request in scheduler.running):
             return False
-        rows = len(scheduler.running)
-        prefill = sum(
-            request.num_tokens - request.num_computed_tokens for request in self._prefilling
-        )
-        tokens = min(prefill, scheduler.max_num_scheduled_tokens) + rows * scheduler.num_spec_tokens
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)
-        most = groups * (tokens // scheduler.block_size + 2 * rows)
-        return most > int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+        taken = taken_blocks(scheduler, NextStep(budget, self._shape.decode_tokens))
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return sum(taken.values()) > int(free)
 
     def num_prefilling(self) -> int:
         """Number of running requests with known tokens that are not computed yet."""
