@@ -82,7 +82,7 @@ def _plot(thoughts: Sequence[Sequence[Event]], caption: str) -> bytes:
     """One panel per thought, as PNG."""
     from matplotlib.figure import Figure
 
-    from meridian_patch.bench.served.plots import finish_axes, to_png
+    from meridian_patch.bench.plots import finish_axes, to_png
 
     columns = min(_COLUMNS, len(thoughts))
     rows = math.ceil(len(thoughts) / columns)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from meridian_patch.bench.served.plots import finish_axes, to_png
+from meridian_patch.bench.plots import finish_axes, to_png
 from meridian_patch.calibrate.outcome import Goal, StrategyOutcome
 
 _COLOURS = {"eat": "#0072B2", "rpdi": "#D55E00"}

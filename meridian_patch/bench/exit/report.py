@@ -13,8 +13,8 @@ from meridian_patch.bench.exit.arms import BUDGET, CAP, EAT, EAT_RPDI, NATURAL
 from meridian_patch.bench.exit.checks import Violation
 from meridian_patch.bench.exit.figures import TOLERANCE_PP, Figures, best_fixed
 from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.plots import finish_axes, to_png
 from meridian_patch.bench.report import write_json
-from meridian_patch.bench.served.plots import finish_axes, to_png
 
 FORMAT_VERSION = 1
 DEFINITIONS = {

@@ -1,9 +1,7 @@
 """Plots of a served comparison, as PNG."""
 
-import io
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from meridian_patch.bench.plots import arm_styles, finish_axes, to_png
 from meridian_patch.bench.served.metrics import STALL_S, RequestTimes, request_times
 from meridian_patch.bench.served.summary import SeedRun
 
-# Okabe and Ito's palette: its colours differ for colour-blind readers too.
-_STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}
-# Of the other arms, in order.
-_OTHER_STYLES = (("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))
 _PHASE_COLOURS = {
     "waiting, prefill": "#DDDDDD",
     "thinking": "#56B4E9",
@@ -27,18 +22,10 @@ _PHASE_COLOURS = {
     "answering": "#009E73",
     "answer stalled": "#D55E00",
 }
-_DPI = 130
-_CAPTION_WIDTH = 150
 # Gaps above this are drawn large: there are few of them, and they are what is looked for.
 _STANDS_OUT_MS = 100.0
 
 Runs = Mapping[str, SeedRun]
-
-
-def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each arm; beyond the palette they repeat."""
-    others = cycle(_OTHER_STYLES)
-    return {arm: _STYLES.get(arm) or next(others) for arm in arms}
 
 
 def gap_timeline(runs: Runs, caption: str) -> bytes:
@@ -167,22 +154,3 @@ def _times(run: SeedRun) -> list[RequestTimes]:
 
 def _plain_milliseconds(value: float, _position: int) -> str:
     return f"{value:g}"
-
-
-def finish_axes(figure: Figure, axes: Axes, title: str) -> None:
-    """Title, grid and borders as all plots have them."""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.grid(visible=True, color="#E6E6E6", lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.set_facecolor("white")
-
-
-def to_png(figure: Figure, caption: str) -> bytes:
-    """The picture, with a line below it that says how it was obtained."""
-    figure.supxlabel(
-        textwrap.fill(caption, _CAPTION_WIDTH), fontsize=7, color="#555555", x=0.01, ha="left"
-    )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return buffer.getvalue()

@@ -1,22 +1,18 @@
 """Plots of a comparison, as PNG."""
 
-import io
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from meridian_patch.bench.served.plots import arm_styles
+from meridian_patch.bench.plots import arm_colours, finish_axes, to_png
 from meridian_patch.bench.simulated.arms import STOCK
 from meridian_patch.bench.simulated.figures import GOODPUT, Row
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
 from meridian_patch.bench.simulated.run import ReplayRun, Timeline
 
 _PHASE_COLOURS = {"prefill": "#BBBBBB", "think": "#56B4E9", "answer": "#009E73"}
-_DPI = 130
-_CAPTION_WIDTH = 150
 
 # The runs of one place by arm and seed.
 ArmRuns = Mapping[str, Mapping[int, ReplayRun]]
@@ -26,7 +22,7 @@ def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
     """Distributions of TTFAT and of the answer gaps; all seeds together."""
     figure = Canvas(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colours = _colours(runs)
+    colours = arm_colours(runs)
     for number, (arm, of_arm) in enumerate(runs.items()):
         # Later arms are thinner, so that equal ones do not hide each other.
         style = {"color": colours[arm], "lw": max(1.2, 4.0 - number), "where": "post"}
@@ -50,9 +46,9 @@ def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
     right.set_xlabel("answer gap (ms)")
     right.set_ylabel("share of gaps at least this long")
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    _finish(left, "Time to first answer token (TTFAT)")
-    _finish(right, "Tail of the answer gaps")
-    return _png(figure, caption)
+    finish_axes(figure, left, "Time to first answer token (TTFAT)")
+    finish_axes(figure, right, "Tail of the answer gaps")
+    return to_png(figure, caption)
 
 
 def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
@@ -62,7 +58,7 @@ def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
         return None
     figure = Canvas(figsize=(1 + 4.2 * len(others), 4.6), layout="constrained")
     panels = figure.subplots(1, len(others), sharex=True, sharey=True, squeeze=False)[0]
-    colours = _colours(runs)
+    colours = arm_colours(runs)
     for axes, arm in zip(panels, others, strict=True):
         pairs = [(run, runs[arm][seed]) for seed, run in runs[STOCK].items() if seed in runs[arm]]
         if not pairs:
@@ -76,10 +72,10 @@ def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
         axes.set_yscale("log")
         axes.set_xlabel("TTFAT with stock (s)")
         worse = float(np.mean(ours > 1.05 * stock))
-        _finish(axes, f"{arm}: {worse:.0%} more than 5 % later")
+        finish_axes(figure, axes, f"{arm}: {worse:.0%} more than 5 % later")
     panels[0].set_ylabel("TTFAT of the same request (s)")
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    return _png(figure, caption)
+    return to_png(figure, caption)
 
 
 def timelines(shown: Mapping[str, Timeline], title: str, caption: str) -> bytes:
@@ -102,11 +98,11 @@ def timelines(shown: Mapping[str, Timeline], title: str, caption: str) -> bytes:
         usage.spines[["top"]].set_visible(False)
         axes.set_ylabel("requests")
         axes.set_ylim(bottom=0)
-        _finish(axes, f"{arm}, {title}")
+        finish_axes(figure, axes, f"{arm}, {title}")
         axes.spines["right"].set_visible(True)
     panels[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=4)
     panels[-1].set_xlabel("virtual time (s)")
-    return _png(figure, caption)
+    return to_png(figure, caption)
 
 
 def goodput_load(rows: Sequence[Row], limits: str, caption: str) -> bytes:
@@ -118,15 +114,15 @@ def goodput_load(rows: Sequence[Row], limits: str, caption: str) -> bytes:
     height = -(-len(groups) // width)
     figure = Canvas(figsize=(1.5 + 4.4 * width, 0.8 + 3.4 * height), layout="constrained")
     panels = figure.subplots(height, width, squeeze=False).flat
-    colours = _colours(dict.fromkeys(row.arm for row in rows))
+    colours = arm_colours(dict.fromkeys(row.arm for row in rows))
     for axes, ((workload, pool), group) in zip(panels, groups.items(), strict=False):
         _draw_goodput(axes, group, colours)
-        _finish(axes, f"{workload}, {pool:,} tokens")
+        finish_axes(figure, axes, f"{workload}, {pool:,} tokens")
         axes.set_xlabel("offered requests/s")
     for axes in list(panels)[len(groups) :]:
         axes.set_visible(False)
     figure.supylabel(f"requests/s within limits: {limits}", fontsize=9)
-    return _png(figure, caption)
+    return to_png(figure, caption)
 
 
 def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
@@ -154,24 +150,3 @@ def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
-
-
-def _colours(arms: Iterable[str]) -> dict[str, str]:
-    return {arm: colour for arm, (colour, _) in arm_styles(arms).items()}
-
-
-def _finish(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.grid(visible=True, color="#E6E6E6", lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _png(figure: Canvas, caption: str) -> bytes:
-    figure.set_facecolor("white")
-    figure.supxlabel(
-        textwrap.fill(caption, _CAPTION_WIDTH), fontsize=7, color="#555555", x=0.01, ha="left"
-    )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return buffer.getvalue()
