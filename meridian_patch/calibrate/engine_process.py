@@ -15,7 +15,7 @@ _VARIABLES = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}
 _REQUESTS_PER_SEAT = 2
 
 
-class Ask(NamedTuple):
+class EngineRequest(NamedTuple):
     """One request.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 class Engine(Protocol):
     """Answers requests, in any order."""
 
-    def run(self, asks: Iterable[Ask]) -> Iterator[tuple[str, Reply]]:
+    def run(self, requests: Iterable[EngineRequest]) -> Iterator[tuple[str, Reply]]:
         """Replies with their keys as they come."""
         ...
 
@@ -86,25 +86,25 @@ class EngineProcess:
         if self._child is not None:
             self._child.__exit__(kind, error, trace)
 
-    def run(self, asks: Iterable[Ask]) -> Iterator[tuple[str, Reply]]:
+    def run(self, requests: Iterable[EngineRequest]) -> Iterator[tuple[str, Reply]]:
         """Replies with their keys as they come.
 
         Raises:
             CalibrationError: the engine did not start, or ended; the message holds its last lines.
         """
-        rest = iter(asks)
+        rest = iter(requests)
         first = next(rest, None)
         if first is None:
             return
         child, waiting, pending = self._started(), chain([first], rest), 0
-        for ask in islice(waiting, _REQUESTS_PER_SEAT * child.facts["max_num_seqs"]):
-            child.send(ask._asdict())
+        for request in islice(waiting, _REQUESTS_PER_SEAT * child.facts["max_num_seqs"]):
+            child.send(request._asdict())
             pending += 1
         while pending:
             reply = child.receive()
             pending -= 1
-            for ask in islice(waiting, 1):
-                child.send(ask._asdict())
+            for request in islice(waiting, 1):
+                child.send(request._asdict())
                 pending += 1
             yield reply["key"], Reply(reply["ids"], reply["entropies"])
 

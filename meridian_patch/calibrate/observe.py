@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meridian_patch.calibrate.chains import answer_begin, find_chain
-from meridian_patch.calibrate.engine_process import Ask, Engine, Reply
+from meridian_patch.calibrate.engine_process import Engine, EngineRequest, Reply
 from meridian_patch.calibrate.graders import Grader
 from meridian_patch.calibrate.journal import Journal
 from meridian_patch.calibrate.problems import Problem
 from meridian_patch.calibrate.stops import (
-    Place,
-    eat_places,
-    probe_places,
+    ClosePoint,
+    eat_close_points,
+    probe_points,
     reached,
-    rpdi_places,
+    rpdi_close_points,
 )
 from meridian_patch.calibrate.thresholds import EAT, RPDI, Kind
 from meridian_patch.config.schema import ExitConfig
@@ -137,11 +137,11 @@ class Observer:
         """
         subject = self._subject
         keys = [self._natural_key(problem, prompt) for problem, prompt in prompts]
-        asks = (
-            Ask(key, prompt, subject.max_tokens, RPDI in subject.thresholds)
+        requests = (
+            EngineRequest(key, prompt, subject.max_tokens, RPDI in subject.thresholds)
             for key, (_, prompt) in zip(keys, prompts, strict=True)
         )
-        replies = self._ask("natural", keys, asks)
+        replies = self._generate("natural", keys, requests)
         found = [
             self._natural(*pair, replies[key]) for key, pair in zip(keys, prompts, strict=True)
         ]
@@ -155,11 +155,11 @@ class Observer:
 
     def records(self, naturals: Sequence[Natural]) -> dict[Kind, list[Record]]:
         """Passes 2 and 3: what each strategy does to each problem, in the problems' order."""
-        places = {kind: self._places(kind, naturals) for kind in self._subject.thresholds}
-        self._answer_early(naturals, list(places.values()))
+        points = {kind: self._close_points(kind, naturals) for kind in self._subject.thresholds}
+        self._answer_early(naturals, list(points.values()))
         return {
             kind: [self._record(*pair) for pair in zip(naturals, of_kind, strict=True)]
-            for kind, of_kind in places.items()
+            for kind, of_kind in points.items()
         }
 
     @property
@@ -181,7 +181,7 @@ class Observer:
         """Steps that a probe of this thought waits for, by think tokens.
 
         Which step may have probes does not depend on the thought, so every turn is equally likely.
-        It is derived from the place's name, so that it is the same in every run.
+        It is derived from the thought's name, so that it is the same in every run.
         """
 
         def wait_steps(think_tokens: int) -> int:
@@ -218,57 +218,63 @@ class Observer:
             chain.answer is not None and self._is_right(problem, answer),
         )
 
-    def _places(self, kind: Kind, naturals: Sequence[Natural]) -> list[list[Place]]:
-        """Of each problem, the places that some threshold reaches first."""
+    def _close_points(self, kind: Kind, naturals: Sequence[Natural]) -> list[list[ClosePoint]]:
+        """Of each problem, the points that some threshold reaches first."""
         config, breaks = self._subject.config, self._subject.breaks
         thresholds = self._subject.thresholds[kind]
         lag = self.lag
         if kind is EAT:
             probes = self._probe(naturals)
             found = [
-                eat_places(natural.thought, of_problem, config, breaks, lag, self._waits(natural))
+                eat_close_points(
+                    natural.thought, of_problem, config, breaks, lag, self._waits(natural)
+                )
                 for natural, of_problem in zip(naturals, probes, strict=True)
             ]
         else:
             of_tokens = (entropy for natural in naturals for entropy in natural.entropies)
             _check_finite(f"the think tokens of {len(naturals)} problems", of_tokens)
-            found = [rpdi_places(n.thought, n.entropies, config, breaks, lag) for n in naturals]
+            found = [
+                rpdi_close_points(n.thought, n.entropies, config, breaks, lag) for n in naturals
+            ]
         return [reached(each, thresholds, fires_below=kind.fires_below) for each in found]
 
     def _probe(self, naturals: Sequence[Natural]) -> list[list[tuple[int, float]]]:
         """Pass 2: of each problem, think tokens and entropy of each probe."""
         subject = self._subject
-        places = [probe_places(n.thought, subject.config, subject.breaks) for n in naturals]
+        points = [probe_points(n.thought, subject.config, subject.breaks) for n in naturals]
         pairs = [
-            (n, at) for n, of_problem in zip(naturals, places, strict=True) for at in of_problem
+            (n, at) for n, of_problem in zip(naturals, points, strict=True) for at in of_problem
         ]
         keys = [f"probe/{natural.key}/{at}" for natural, at in pairs]
-        asks = (
-            Ask(key, [*n.before, *n.thought[:at], *subject.boundaries.probe], 1, is_measured=True)
+        requests = (
+            EngineRequest(
+                key, [*n.before, *n.thought[:at], *subject.boundaries.probe], 1, is_measured=True
+            )
             for key, (n, at) in zip(keys, pairs, strict=True)
         )
-        replies = self._ask("probes", keys, asks)
+        replies = self._generate("probes", keys, requests)
         entropies = [
             [(at, _entropy(replies[f"probe/{n.key}/{at}"])) for at in of_problem]
-            for n, of_problem in zip(naturals, places, strict=True)
+            for n, of_problem in zip(naturals, points, strict=True)
         ]
         if pairs:
             _check_finite(f"{len(pairs)} probes", (x for of_one in entropies for _, x in of_one))
         return entropies
 
     def _answer_early(
-        self, naturals: Sequence[Natural], places: Sequence[Sequence[Sequence[Place]]]
+        self, naturals: Sequence[Natural], points: Sequence[Sequence[Sequence[ClosePoint]]]
     ) -> None:
         """Pass 3, for all strategies together."""
         subject = self._subject
         pairs = [
             (natural, at)
             for index, natural in enumerate(naturals)
-            for at in sorted({place.close_at for of_kind in places for place in of_kind[index]})
+            for at in sorted({point.close_at for of_kind in points for point in of_kind[index]})
         ]
         keys = [f"early/{natural.key}/{at}" for natural, at in pairs]
-        asks = (
-            Ask(
+        requests = (
+            EngineRequest(
                 key,
                 [*n.before, *n.thought[:at], *subject.boundaries.close],
                 subject.max_answer_tokens,
@@ -276,7 +282,7 @@ class Observer:
             )
             for key, (n, at) in zip(keys, pairs, strict=True)
         )
-        replies = self._ask("early", keys, asks)
+        replies = self._generate("early", keys, requests)
         for key, (natural, at) in zip(keys, pairs, strict=True):
             ids = replies[key].ids or []
             is_correct = self._is_right(
@@ -284,16 +290,20 @@ class Observer:
             )
             self.early_answers[natural.problem.name, at] = EarlyAnswer(len(ids), is_correct)
 
-    def _record(self, natural: Natural, places: Sequence[Place]) -> Record:
+    def _record(self, natural: Natural, points: Sequence[ClosePoint]) -> Record:
         name = natural.problem.name
-        stops = [Stop(at, self.early_answers[name, at].is_correct, value) for at, value in places]
+        stops = [Stop(at, self.early_answers[name, at].is_correct, value) for at, value in points]
         return Record(name, len(natural.thought), natural.is_correct, stops)
 
-    def _ask(self, stage: str, keys: Sequence[str], asks: Iterable[Ask]) -> dict[str, Reply]:
+    def _generate(
+        self, stage: str, keys: Sequence[str], requests: Iterable[EngineRequest]
+    ) -> dict[str, Reply]:
         """Replies of one pass; those that the journal has are not asked for again."""
         replies = {key: reply for key in keys if (reply := self._journal.get(key)) is not None}
         self._on_progress(stage, len(replies), len(keys))
-        for key, reply in self._engine.run(ask for ask in asks if ask.key not in replies):
+        for key, reply in self._engine.run(
+            request for request in requests if request.key not in replies
+        ):
             replies[key] = self._journal.add(key, reply)
             self._on_progress(stage, len(replies), len(keys))
         return replies

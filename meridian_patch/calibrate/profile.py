@@ -25,7 +25,7 @@ exit into a file of your own. Nothing is closed until exit.mode is enforce.
 """
 
 
-class _Row(list[Any]):
+class _FlowList(list[Any]):
     """A list that is written in one line."""
 
 
@@ -34,7 +34,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(
-    _Row, lambda dumper, row: dumper.represent_sequence("tag:yaml.org,2002:seq", row, True)
+    _FlowList, lambda dumper, row: dumper.represent_sequence("tag:yaml.org,2002:seq", row, True)
 )
 
 
@@ -89,8 +89,8 @@ def render_profile(
         **origin,
         "epsilon": goal.epsilon,
         "confidence": goal.confidence,
-        "curve_columns": _Row(CURVE_COLUMNS),
-        "curve": {o.kind.name: [_Row(row) for row in curve_rows(o)] for o in outcomes},
+        "curve_columns": _FlowList(CURVE_COLUMNS),
+        "curve": {o.kind.name: [_FlowList(row) for row in curve_rows(o)] for o in outcomes},
     }
     head = "".join(f"# {line}\n" for line in textwrap.wrap(_HEAD, _WIDTH))
     body = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)

@@ -14,8 +14,8 @@ from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
 
 
-class Place(NamedTuple):
-    """A place where a strategy could fire.
+class ClosePoint(NamedTuple):
+    """A point where a strategy could fire.
 
     Attributes:
         close_at: think tokens at which the thought would then be closed.
@@ -26,21 +26,21 @@ class Place(NamedTuple):
     value: float
 
 
-def probe_places(thought: Sequence[int], config: ExitConfig, breaks: Breaks) -> list[int]:
+def probe_points(thought: Sequence[int], config: ExitConfig, breaks: Breaks) -> list[int]:
     """Think tokens at which a thought is probed."""
     schedule = ProbeSchedule(config.probe_min_gap_tokens, config.probe_max_gap_tokens, breaks)
     due = (schedule.accept([token_id]) for token_id in thought)
-    return [place for place in due if place is not None]
+    return [point for point in due if point is not None]
 
 
-def eat_places(
+def eat_close_points(
     thought: Sequence[int],
     probes: Iterable[tuple[int, float]],
     config: ExitConfig,
     breaks: Breaks,
     lag: Lag,
     wait_steps: Callable[[int], int],
-) -> list[Place]:
+) -> list[ClosePoint]:
     """Probes at which EAT could fire: warm, and below the entropy's bound.
 
     Args:
@@ -56,20 +56,20 @@ def eat_places(
         config.eat_alpha, math.inf, config.eat_warmup_probes, config.eat_max_entropy_nats
     )
     fired = (
-        (place, lag.result_step(wait_steps(place)), strategy.variance)
-        for place, entropy in probes
+        (point, lag.result_step(wait_steps(point)), strategy.variance)
+        for point, entropy in probes
         if strategy.probed(entropy) is not None
     )
     return _closed(thought, fired, config, breaks.line, lag)
 
 
-def rpdi_places(
+def rpdi_close_points(
     thought: Sequence[int],
     entropies: Sequence[float],
     config: ExitConfig,
     breaks: Breaks,
     lag: Lag,
-) -> list[Place]:
+) -> list[ClosePoint]:
     """Sentence ends at which RPDI is known.
 
     Args:
@@ -81,22 +81,22 @@ def rpdi_places(
     """
     ratios = _ratios(thought, entropies, config.rpdi_window_tokens, breaks.sentence)
     # It fires when the token itself is known.
-    fired = ((place, 0, ratio) for place, ratio in ratios)
+    fired = ((point, 0, ratio) for point, ratio in ratios)
     return _closed(thought, fired, config, breaks.line, lag)
 
 
 def reached(
-    places: Sequence[Place], thresholds: Sequence[float], *, fires_below: bool
-) -> list[Place]:
-    """Those places that some threshold reaches first.
+    points: Sequence[ClosePoint], thresholds: Sequence[float], *, fires_below: bool
+) -> list[ClosePoint]:
+    """Those points that some threshold reaches first.
 
-    Other places never end a thought.
+    Other points never end a thought.
     """
     first = {
-        next((p for p in places if (p.value < t if fires_below else p.value > t)), None)
+        next((p for p in points if (p.value < t if fires_below else p.value > t)), None)
         for t in thresholds
     }
-    return [place for place in places if place in first]
+    return [point for point in points if point in first]
 
 
 def _ratios(
@@ -122,7 +122,7 @@ def _closed(
     config: ExitConfig,
     line_ends: AbstractSet[int],
     lag: Lag,
-) -> list[Place]:
+) -> list[ClosePoint]:
     """Where thoughts are closed, from where a strategy fired.
 
     The end of the line is looked for as ``ThoughtMonitor`` does, from the tokens on that are known
@@ -136,7 +136,7 @@ def _closed(
         line_ends: ids of tokens that end a line.
         lag: of the engine that will close thoughts.
     """
-    places = []
+    points = []
     for judged_at, step, value in fired:
         fired_at = judged_at + lag.tokens_before(step)
         latest = fired_at + config.grace_tokens
@@ -146,5 +146,5 @@ def _closed(
         close_at = judged_at + lag.tokens_at_close(decided)
         # Where the thought ends before, it ends by itself.
         if fired_at >= config.min_think_tokens and close_at < len(thought):
-            places.append(Place(close_at, value))
-    return places
+            points.append(ClosePoint(close_at, value))
+    return points

@@ -18,17 +18,17 @@ from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.accounting import InfiniteCache, RecomputedTokens
 from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN, OffloadTier
-from meridian_patch.replay.scheduler import build_scheduler, quiet
+from meridian_patch.replay.scheduler import build_scheduler, disabled_logging
 from meridian_patch.replay.signals import made_up_signals
 from meridian_patch.replay.step_log import step_work
 from meridian_patch.replay.types import (
     EngineLimits,
-    Markers,
     ReplayArm,
     ReplayRecord,
     ReplayRequest,
     ReplayTotals,
     StepWork,
+    TemplateTokens,
 )
 
 
@@ -49,7 +49,7 @@ class ReplayEngine:
         arm: ReplayArm,
         blocks: int,
         step_seconds: Callable[[StepWork], float],
-        markers: Markers,
+        template: TemplateTokens,
         *,
         is_async: bool = True,
         kv_bytes_per_token: int = KV_BYTES_PER_TOKEN,
@@ -71,7 +71,7 @@ class ReplayEngine:
         self._step_seconds = step_seconds
         self._hasher = get_request_block_hasher(limits.block_size, sha256)
         self._sampling = SamplingParams(temperature=0, max_tokens=limits.max_model_len)
-        self._sampling.update_from_generation_config({}, markers.turn_end)
+        self._sampling.update_from_generation_config({}, template.turn_end)
         self._live: dict[str, tuple[Request, ReplayRecord]] = {}
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._finished: list[ReplayRecord] = []
@@ -105,14 +105,14 @@ class ReplayEngine:
         return dict(sorted(counted.totals.items())) if counted else {}
 
     def add(
-        self, request: ReplayRequest, arrival_s: float, wishes: dict[str, Any] | None = None
+        self, request: ReplayRequest, arrival_s: float, vllm_xargs: dict[str, Any] | None = None
     ) -> None:
-        """Submit a request; ``arrival_s`` is not after ``now``, ``wishes`` are its vllm_xargs."""
+        """Submit a request; ``arrival_s`` is not after ``now``."""
         sampling = self._sampling
-        if request.max_tokens is not None or wishes:
+        if request.max_tokens is not None or vllm_xargs:
             sampling = copy.copy(sampling)
             sampling.max_tokens = request.max_tokens or sampling.max_tokens
-            sampling.extra_args = wishes
+            sampling.extra_args = vllm_xargs
         upstream = Request(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
@@ -152,7 +152,7 @@ class ReplayEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached; called while idle."""
-        with quiet(logging.INFO):
+        with disabled_logging(logging.INFO):
             self.scheduler.reset_prefix_cache()
 
     def take_finished(self) -> list[ReplayRecord]:

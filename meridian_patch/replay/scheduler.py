@@ -33,7 +33,7 @@ from meridian_patch.engine.scheduler.scheduler import (
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.offload import transfer_config
 from meridian_patch.replay.signals import measuring_workers
-from meridian_patch.replay.types import EngineLimits, Markers, ReplayArm
+from meridian_patch.replay.types import EngineLimits, ReplayArm, TemplateTokens
 
 _DEFAULT_LIMITS = EngineLimits()
 BLOCK_SIZE = _DEFAULT_LIMITS.block_size
@@ -75,12 +75,12 @@ def replay_model() -> Path:
 
 
 @functools.cache
-def read_markers() -> Markers:
+def read_template_tokens() -> TemplateTokens:
     """Marker ids of the replayed model, from its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(replay_model(), local_files_only=True)
     ids = {name: tokenizer.convert_tokens_to_ids(text) for name, text in _MARKERS.items()}
     tool_call = tuple(tokenizer.encode(TOOL_CALL, add_special_tokens=False))
-    return Markers(**ids, tool_call=tool_call, content_ids=min(ids.values()))
+    return TemplateTokens(**ids, tool_call=tool_call, content_ids=min(ids.values()))
 
 
 def build_scheduler(
@@ -108,7 +108,7 @@ def build_scheduler(
     scheduler_class, manager_class = _classes(arm, is_async=is_async)
     # Load-bearing: Scheduler.__init__ looks its KV manager up in its own module.
     with (
-        quiet(logging.INFO),
+        disabled_logging(logging.INFO),
         _environment(arm.settings),
         measuring_workers(),
         _rebound(scheduler_module, "KVCacheManager", manager_class),
@@ -151,7 +151,7 @@ def _vllm_config(is_async: bool, limits: EngineLimits) -> Any:
     }
     # Load-bearing: EngineArgs loads vLLM's plugins, ours too. This process stays unpatched.
     # vLLM's warnings are about this machine's CPU, which computes nothing here.
-    with quiet(logging.WARNING), _environment({"MERIDIAN_PATCH": "0"}):
+    with disabled_logging(logging.WARNING), _environment({"MERIDIAN_PATCH": "0"}):
         config = EngineArgs(**arguments).create_engine_config()
     # The CPU platform turns async scheduling off; the scheduler itself supports it.
     config.scheduler_config.async_scheduling = is_async
@@ -159,7 +159,7 @@ def _vllm_config(is_async: bool, limits: EngineLimits) -> Any:
 
 
 @contextmanager
-def quiet(level: int) -> Iterator[None]:
+def disabled_logging(level: int) -> Iterator[None]:
     """Log nothing up to ``level`` within this context."""
     before = logging.root.manager.disable
     logging.disable(level)

@@ -38,7 +38,7 @@ class EngineLimits:
 
 
 @dataclass(frozen=True)
-class Markers:
+class TemplateTokens:
     """Token ids of the replayed model's chat template; ids below ``content_ids`` are plain text.
 
     Attributes:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.calibrate.engine_process import Ask, EngineProcess
+from meridian_patch.calibrate.engine_process import EngineProcess, EngineRequest
 from meridian_patch.calibrate.graders import make_grader
 from meridian_patch.calibrate.problems import Problem, read_problems
 from meridian_patch.calibrate.profile import model_identity
@@ -213,7 +213,7 @@ def test_an_engine_that_does_not_start(tmp_path, monkeypatch):
         with pytest.raises(
             CalibrationError, match=r"(?s)engine.log; the last lines:.*no_such_module"
         ):
-            list(engine.run([Ask("a", [1], 1, is_measured=False)]))
+            list(engine.run([EngineRequest("a", [1], 1, is_measured=False)]))
 
 
 def test_a_model_is_told_by_its_weights(demo_model, tmp_path):

@@ -9,7 +9,7 @@ import yaml
 from exit_driver import exit_driver
 from scheduler_driver import BLOCK_SIZE, THINK_END, Job, make_prompt
 
-from meridian_patch.calibrate.stops import eat_places, probe_places
+from meridian_patch.calibrate.stops import eat_close_points, probe_points
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.early_exit.engine_lag import lag_of, pace_of
 from meridian_patch.exit.lag import Lag
@@ -74,7 +74,7 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
         assert breaks.line == {LINE}
         lag = lag_of(driver.scheduler, every_steps)
         assert lag == Lag(2 if is_async else 1, 1, BLOCK_SIZE, every_steps)
-        probes = [(at, 1.0) for at in probe_places(thought, config, breaks)]
+        probes = [(at, 1.0) for at in probe_points(thought, config, breaks)]
         if every_steps == 1:
 
             def wait_steps(at, lag=lag, prompt=prompt):
@@ -87,7 +87,7 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
             for at, waited in offered.items():
                 turn = waited - lag.wait_steps(len(prompt) + at, 0)
                 assert 0 <= turn < every_steps
-        place = eat_places(thought, probes[: warmup + 1], config, breaks, lag, wait_steps)[0]
+        place = eat_close_points(thought, probes[: warmup + 1], config, breaks, lag, wait_steps)[0]
         assert closed_at == place.close_at
         judged_at = probes[warmup][0]
         kinds.add((thought[judged_at - 1] == LINE, (len(prompt) + judged_at) % BLOCK_SIZE == 0))

@@ -10,7 +10,7 @@ from meridian_patch.engine.scheduler import offload_estimate
 from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
 from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.engine import ReplayEngine
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
@@ -57,18 +57,18 @@ class Engine(ReplayEngine):
     def __init__(self, settings=None, *, gb_per_s=25.0, is_async=True):
         arm = ReplayArm("arm", True, {**ALONE, **(settings or {})}, offload_gb_per_s=gb_per_s)
         step_seconds = load_cost(DEFAULT_COST).step_seconds
-        super().__init__(arm, POOL_BLOCKS, step_seconds, read_markers(), is_async=is_async)
+        super().__init__(arm, POOL_BLOCKS, step_seconds, read_template_tokens(), is_async=is_async)
         self.requests = {}
         self.kept_tokens = self.scheduler.policy_part.order._kept_tokens
 
     def think(self, name, prompt, think, params=None):
         """Add a request with ``kv_transfer_params``."""
-        markers = read_markers()
+        template = read_template_tokens()
         # No two prompts begin alike.
-        text = [(len(self.requests) + n) % markers.content_ids for n in range(prompt - 1)]
-        output = [*([7] * think), markers.think_end, 8, 8, markers.turn_end]
+        text = [(len(self.requests) + n) % template.content_ids for n in range(prompt - 1)]
+        output = [*([7] * think), template.think_end, 8, 8, template.turn_end]
         self._sampling.extra_args = {"kv_transfer_params": params} if params else None
-        self.add(ReplayRequest(name, [*text, markers.think_start], output, think + 1), self.now)
+        self.add(ReplayRequest(name, [*text, template.think_start], output, think + 1), self.now)
         self.requests[name] = self._live[name][0]
 
     def preempted_first(self):

@@ -15,7 +15,7 @@ from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.accounting import RecomputedTokens
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 
 TIGHT, LARGE = 2400, 200_000
 REQUESTS = 36
@@ -45,12 +45,12 @@ def job(arm="stock", workload="s-turns", pool=TIGHT, **changes):
 
 
 def play_all(arm, workload="s-turns", *, is_async=True):
-    asked, markers = job(arm, workload), read_markers()
+    asked, template = job(arm, workload), read_template_tokens()
     history = asked.offer.thinking
     made = dataclasses.replace(asked.arm, settings=arm_settings(asked.arm, history))
     cost = load_cost(DEFAULT_COST)
-    engine = ReplayEngine(made, TIGHT // BLOCK_SIZE, cost.step_seconds, markers, is_async=is_async)
-    records = play(engine, TraceSource(asked.trace(), markers, history, asked.seed))
+    engine = ReplayEngine(made, TIGHT // BLOCK_SIZE, cost.step_seconds, template, is_async=is_async)
+    records = play(engine, TraceSource(asked.trace(), template, history, asked.seed))
     assert len(records) == REQUESTS
     return engine, records
 

@@ -8,7 +8,7 @@ from replay_runs import replay_run
 
 from meridian_patch import cli
 from meridian_patch.bench.simulated import session
-from meridian_patch.bench.simulated.grid import Place
+from meridian_patch.bench.simulated.grid import SweepPoint
 from meridian_patch.bench.simulated.run import Timeline
 from meridian_patch.bench.simulated.trace import read_trace
 from meridian_patch.phase.tracker import Phase
@@ -172,5 +172,5 @@ def test_a_trace_has_a_load_of_its_own(fake, tmp_path):
     assert meridian("replay", *QUICK, "--out", tmp_path / "a", "--write-trace", trace) == 0
     assert meridian("replay", "--trace", trace, "--pool", "200000", "--out", tmp_path / "b") == 0
     row = json.loads((tmp_path / "b" / "results.json").read_text())["rows"][0]
-    place = Place(**{name: row[name] for name in Place._fields})
-    assert place == Place("t.jsonl", None, 200_000, None, None)
+    point = SweepPoint(**{name: row[name] for name in SweepPoint._fields})
+    assert point == SweepPoint("t.jsonl", None, 200_000, None, None)

@@ -16,11 +16,11 @@ from meridian_patch.bench.simulated.figures import (
     HARM,
     KINDS,
     Limits,
-    by_place,
-    place_cells,
+    by_point,
+    point_cells,
     summarise,
 )
-from meridian_patch.bench.simulated.grid import Place, RunKey
+from meridian_patch.bench.simulated.grid import RunKey, SweepPoint
 from meridian_patch.bench.simulated.metrics import (
     AloneTimes,
     StepTimes,
@@ -41,7 +41,7 @@ from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.replay.types import ReplayRecord, ReplayRequest
 
-PLACE = Place("s-prod", 0.25, 4096, 0.9, 2.0)
+POINT = SweepPoint("s-prod", 0.25, 4096, 0.9, 2.0)
 
 
 def seconds(work):
@@ -161,7 +161,7 @@ def test_avoidable_misses_are_over_those_of_stock():
         return replay_run(figures=replay_run().figures | {"missed_tokens": tokens})
 
     runs = {
-        RunKey(PLACE, arm, seed): missing(tokens)
+        RunKey(POINT, arm, seed): missing(tokens)
         for arm, by_seed in ((STOCK, (200.0, 200.0)), ("tiers", (100.0, 10.0)))
         for seed, tokens in enumerate(by_seed)
     }
@@ -169,7 +169,7 @@ def test_avoidable_misses_are_over_those_of_stock():
     misses = rows[1].figures["missed_tokens"]
     assert misses.over_stock == pytest.approx(110 / 400)
     assert misses.over_stock_interval == pytest.approx((0.05, 0.5))
-    lines = {line.label: line.cells for line in place_cells(rows, is_brief=True)}
+    lines = {line.label: line.cells for line in point_cells(rows, is_brief=True)}
     assert lines["avoidable prefix misses"] == ["200", "x 0.275 [0.050..0.500]"]
     assert "prefix hits, %" not in lines
     none = {key: missing(0.0 if key.arm == STOCK else 5.0) for key in runs}
@@ -203,10 +203,10 @@ def test_harm_and_goodput():
 def test_arms_are_paired_with_stock_by_seed():
     """Ratios are over the seeds that both have; values over all that the arm has."""
     runs = {
-        RunKey(PLACE, STOCK, 1): replay_run((2.0, 2.0)),
-        RunKey(PLACE, STOCK, 2): replay_run((4.0, 4.0)),
-        RunKey(PLACE, "ours", 1): replay_run((1.0, 3.0)),
-        RunKey(PLACE, "ours", 3): replay_run((9.0, 9.0)),
+        RunKey(POINT, STOCK, 1): replay_run((2.0, 2.0)),
+        RunKey(POINT, STOCK, 2): replay_run((4.0, 4.0)),
+        RunKey(POINT, "ours", 1): replay_run((1.0, 3.0)),
+        RunKey(POINT, "ours", 3): replay_run((9.0, 9.0)),
     }
     stock, ours = summarise(runs, Limits())
     assert stock.figures["ttfat_mean_s"].value == 3.0
@@ -219,8 +219,8 @@ def test_arms_are_paired_with_stock_by_seed():
     assert ours.figures[HARM].value == pytest.approx(0.49)
     assert ours.figures["answer_stalls"].over_stock is None
     assert ours.figures[GOODPUT].value == 0.5
-    assert list(by_place([stock, ours])) == [PLACE]
-    harm = next(line for line in place_cells([stock, ours], is_brief=True) if "harm" in line.label)
+    assert list(by_point([stock, ours])) == [POINT]
+    harm = next(line for line in point_cells([stock, ours], is_brief=True) if "harm" in line.label)
     assert harm.cells == ["0.0", "49.0"]
 
 

@@ -9,7 +9,7 @@ from meridian_patch.errors import BenchError
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN
 from meridian_patch.replay.player import play
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 TIGHT, LARGE = 3000, 200_000
@@ -39,7 +39,9 @@ class Watched(ReplayEngine):
 
     def __init__(self, arm, pool, **options):
         cost = load_cost(DEFAULT_COST)
-        super().__init__(arm, pool // BLOCK_SIZE, cost.step_seconds, read_markers(), **options)
+        super().__init__(
+            arm, pool // BLOCK_SIZE, cost.step_seconds, read_template_tokens(), **options
+        )
         self.upstream = {}
         self.most_held_tokens = 0
 
@@ -56,13 +58,13 @@ class Watched(ReplayEngine):
 
 
 def text(rng, tokens):
-    return [rng.randrange(read_markers().content_ids) for _ in range(tokens)]
+    return [rng.randrange(read_template_tokens().content_ids) for _ in range(tokens)]
 
 
 def make(name, prompt, think, answer, rng):
-    markers = read_markers()
-    output = [*text(rng, think), markers.think_end, *text(rng, answer), markers.turn_end]
-    return ReplayRequest(name, [*prompt, markers.think_start], output, think + 1)
+    template = read_template_tokens()
+    output = [*text(rng, think), template.think_end, *text(rng, answer), template.turn_end]
+    return ReplayRequest(name, [*prompt, template.think_start], output, think + 1)
 
 
 def arrivals(requests=30, seed=1):

@@ -7,7 +7,7 @@ import pytest
 
 from meridian_patch.bench.simulated.arms import named_arm, own_arm
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
-from meridian_patch.bench.simulated.grid import Place, Plan, RunKey, find_places, plan_jobs
+from meridian_patch.bench.simulated.grid import Plan, RunKey, SweepPoint, find_points, plan_jobs
 from meridian_patch.bench.simulated.metrics import AloneTimes
 from meridian_patch.bench.simulated.run import Offer, ReplayJob, run_job
 from meridian_patch.bench.simulated.trace import TraceRequest, write_trace
@@ -122,21 +122,21 @@ def test_caps_and_loads_are_measured_against_saturated_stock(offer):
         [offer], [named_arm("stock")], [3], DEFAULT_COST, kv_caps=[1.0, 0.5], rhos=[1.0, 2.0]
     )
     found = []
-    places = find_places(plan, Inline(), found.append)
+    points = find_points(plan, Inline(), found.append)
     ample, whole, half = found
     assert ample.pool_tokens is None
     assert whole.pool_tokens == pytest.approx(ample.kv_p99_tokens, abs=BLOCK_SIZE)
     assert half.pool_tokens == pytest.approx(whole.pool_tokens / 2, abs=BLOCK_SIZE)
     assert len(found) == plan.num_saturations == 3
-    assert [place.rho for place in places] == [1.0, 2.0, 1.0, 2.0]
-    assert places[1].rate_per_s == pytest.approx(2 * whole.requests_per_s)
-    jobs = plan_jobs(plan, places[1:2])
+    assert [point.rho for point in points] == [1.0, 2.0, 1.0, 2.0]
+    assert points[1].rate_per_s == pytest.approx(2 * whole.requests_per_s)
+    jobs = plan_jobs(plan, points[1:2])
     last = max(request.arrival_s for request in next(iter(jobs.values())).trace())
-    assert last == pytest.approx(24 / places[1].rate_per_s)
-    assert list(jobs) == [RunKey(places[1], "stock", 3)]
+    assert last == pytest.approx(24 / points[1].rate_per_s)
+    assert list(jobs) == [RunKey(points[1], "stock", 3)]
 
 
 def test_a_seed_whose_longest_request_does_not_fit_is_refused_before_anything_runs(offer):
     plan = Plan([offer], [named_arm("stock")], [3], DEFAULT_COST, pools=[160], rates=[None])
     with pytest.raises(BenchError, match="give a larger --pool or --kv-cap"):
-        plan_jobs(plan, [Place(offer.workload, None, 160, None, None)])
+        plan_jobs(plan, [SweepPoint(offer.workload, None, 160, None, None)])

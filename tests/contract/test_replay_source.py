@@ -13,7 +13,7 @@ from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 
 SESSION = [
     TraceRequest("a-0", 0.0, 50, 40, 20, "a", 0, 0.0, 30, "x"),
@@ -26,12 +26,12 @@ TOOL_HISTORIES = [History.STRIPPED, History.KEPT, History.TOOL_LOOP]
 
 
 def replay(trace, history, pool=100_000, arm="latency"):
-    markers = read_markers()
+    template = read_template_tokens()
     cost = load_cost(DEFAULT_COST)
     made = named_arm(arm)
     made = replace(made, settings=arm_settings(made, history))
-    engine = ReplayEngine(made, pool // BLOCK_SIZE, cost.step_seconds, markers)
-    source = TraceSource(trace, markers, history)
+    engine = ReplayEngine(made, pool // BLOCK_SIZE, cost.step_seconds, template)
+    source = TraceSource(trace, template, history)
     records = {record.request.request_id: record for record in play(engine, source)}
     assert set(records) == {request.id for request in trace}
     return engine, source, records
@@ -60,15 +60,15 @@ def test_every_workload_plays(workload):
     trace = shortened(draw_trace(workload, 40, 4.0, 1))
     history = WORKLOADS[workload].history
     _, source, records = replay(trace, history)
-    markers = read_markers()
+    template = read_template_tokens()
     for request in trace:
         record = records[request.id]
         output, start = record.request.output, record.request.answer_start
         assert record.finish_reason == "stop"
         assert start == (request.think_tokens + 1 if request.think_tokens else 0)
         answer = output[start:-1]
-        if answer[: len(markers.tool_call)] == list(markers.tool_call):
-            answer = answer[len(markers.tool_call) :]
+        if answer[: len(template.tool_call)] == list(template.tool_call):
+            answer = answer[len(template.tool_call) :]
         assert len(answer) == request.answer_tokens
         if request.turn == 0:
             assert record.arrival_s == request.arrival_s
@@ -86,7 +86,7 @@ def test_every_workload_plays(workload):
 def test_the_next_prompt_holds_what_the_history_keeps(workload):
     """Stripped: no thought; kept: all that was sampled; loop: thoughts of the same user turn."""
     trace = shortened(draw_trace(workload, 60, 8.0, 2))
-    history, markers = WORKLOADS[workload].history, read_markers()
+    history, template = WORKLOADS[workload].history, read_template_tokens()
     _, _, records = replay(trace, history)
     in_loop = 0
     for earlier, later in pairwise(trace):
@@ -102,11 +102,11 @@ def test_the_next_prompt_holds_what_the_history_keeps(workload):
             History.TOOL_LOOP: in_loop,
             History.PLAIN: 0,
         }[history]
-        assert following.count(markers.think_end) == thoughts
+        assert following.count(template.think_end) == thoughts
         if history in {History.KEPT, History.PLAIN} or in_loop:
             assert following[: len(prompt) + len(output)] == prompt + output
         if history is History.STRIPPED:
-            assert prompt[-1] == markers.think_start
+            assert prompt[-1] == template.think_start
             assert following[: len(prompt) - 1] == prompt[:-1]
             assert (
                 following[len(prompt) - 1 :][: earlier.answer_tokens]
@@ -117,7 +117,7 @@ def test_the_next_prompt_holds_what_the_history_keeps(workload):
 @pytest.mark.parametrize("history", TOOL_HISTORIES)
 def test_later_prompts_are_the_templates(history):
     """What is earlier stands in a prompt as the template renders it."""
-    markers = read_markers()
+    template = read_template_tokens()
     _, _, records = replay([*SESSION, SINGLE], history)
     prompts = [records[request.id].request.prompt for request in SESSION]
     outputs = [records[request.id].request.output for request in SESSION]
@@ -125,25 +125,25 @@ def test_later_prompts_are_the_templates(history):
     continued = prompts[0] + outputs[0]
     has_thought = history is not History.STRIPPED
     assert (prompts[1][: len(continued)] == continued) == has_thought
-    assert prompts[1].count(markers.think_end) == (1 if has_thought else 0)
+    assert prompts[1].count(template.think_end) == (1 if has_thought else 0)
     # No thinking: an empty thought in the prompt, and nothing but the answer in the output.
-    assert prompts[2][-2:] == [markers.think_start, markers.think_end]
+    assert prompts[2][-2:] == [template.think_start, template.think_end]
     assert records["a-2"].request.answer_start == 0
     assert len(outputs[2]) == 15 + 1
-    assert markers.think_end not in outputs[2]
+    assert template.think_end not in outputs[2]
     kept = {History.STRIPPED: 0, History.KEPT: 3, History.TOOL_LOOP: 0}[history]
-    assert prompts[3].count(markers.think_end) == kept
-    call = len(markers.tool_call)
-    assert tuple(outputs[0][41 : 41 + call]) == markers.tool_call
+    assert prompts[3].count(template.think_end) == kept
+    call = len(template.tool_call)
+    assert tuple(outputs[0][41 : 41 + call]) == template.tool_call
     assert len(outputs[1]) == 30 + 1 + 10 + 1
 
 
 def test_plain_has_no_markers_of_thinking():
-    markers = read_markers()
+    template = read_template_tokens()
     _, _, records = replay(plain(SESSION), History.PLAIN)
     for record in records.values():
         tokens = {*record.request.prompt, *record.request.output}
-        assert not tokens & {markers.think_start, markers.think_end}
+        assert not tokens & {template.think_start, template.think_end}
 
 
 def test_a_system_prompt_is_shared_by_name():
@@ -162,10 +162,10 @@ def test_a_system_prompt_is_shared_by_name():
 
 def test_tokens_depend_on_id_and_seed():
     """They are made when they are read, not when the source is started."""
-    markers = read_markers()
+    template = read_template_tokens()
 
     def prompts(seed):
-        source = TraceSource([*SESSION, SINGLE], markers, seed=seed)
+        source = TraceSource([*SESSION, SINGLE], template, seed=seed)
         arrivals = dict(source.start())
         assert not source._turns
         return {time: request.prompt for time, request in arrivals.items()}
@@ -198,4 +198,4 @@ def test_the_bound_is_close():
 )
 def test_what_cannot_be_played_is_refused(trace, history, words):
     with pytest.raises(BenchError, match=words):
-        TraceSource(trace, read_markers(), history)
+        TraceSource(trace, read_template_tokens(), history)

@@ -4,7 +4,12 @@ from exit_streams import BREAKS, COMMA, DOT, LINE, NEWLINE, PARAGRAPH, PLAIN, co
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_patch.calibrate.stops import eat_places, probe_places, reached, rpdi_places
+from meridian_patch.calibrate.stops import (
+    eat_close_points,
+    probe_points,
+    reached,
+    rpdi_close_points,
+)
 from meridian_patch.exit.controller import ExitController
 from meridian_patch.exit.lag import Lag
 
@@ -68,8 +73,8 @@ def live(thought, config, probe_entropies, lag, wait_steps=None):
     return None
 
 
-def first(places, threshold, *, fires_below):
-    return next((p.close_at for p in reached(places, [threshold], fires_below=fires_below)), None)
+def first(points, threshold, *, fires_below):
+    return next((p.close_at for p in reached(points, [threshold], fires_below=fires_below)), None)
 
 
 @given(
@@ -95,12 +100,12 @@ def test_eat_closes_where_the_controller_does(thought, bounds, gap, lag, prompt_
     def wait_steps(think_tokens):
         return lag.wait_steps(prompt_tokens + think_tokens, think_tokens % lag.probe_every_steps)
 
-    probes = [(at, probed[at]) for at in probe_places(tokens, config, BREAKS)]
-    places = eat_places(tokens, probes, config, BREAKS, lag, wait_steps)
+    probes = [(at, probed[at]) for at in probe_points(tokens, config, BREAKS)]
+    points = eat_close_points(tokens, probes, config, BREAKS, lag, wait_steps)
     for delta in DELTAS:
         closing = config.model_copy(update={"eat_delta": delta})
         expected = live(thought, closing, probed, lag, wait_steps=wait_steps)
-        assert first(places, delta, fires_below=True) == expected
+        assert first(points, delta, fires_below=True) == expected
 
 
 @given(
@@ -113,20 +118,20 @@ def test_rpdi_closes_where_the_controller_does(thought, bounds, window, lag):
     """For every threshold and engine."""
     tokens, entropies = (list(column) for column in zip(*thought, strict=True))
     config = config_of(rpdi=True, rpdi_window_tokens=window, **bounds)
-    places = rpdi_places(tokens, entropies, config, BREAKS, lag)
+    points = rpdi_close_points(tokens, entropies, config, BREAKS, lag)
     for threshold in LAMBDAS:
         closing = config.model_copy(update={"rpdi_lambda": threshold})
-        assert first(places, threshold, fires_below=False) == live(thought, closing, {}, lag)
+        assert first(points, threshold, fires_below=False) == live(thought, closing, {}, lag)
 
 
 @given(thought=THOUGHTS)
 def test_no_ending_is_lost_by_leaving_places_out(thought):
-    """What is kept for all thresholds holds the first place of each."""
+    """What is kept for all thresholds holds the first point of each."""
     tokens, entropies = (list(column) for column in zip(*thought, strict=True))
     config = config_of(rpdi=True, rpdi_window_tokens=3)
-    places = rpdi_places(tokens, entropies, config, BREAKS, Lag())
-    kept = reached(places, LAMBDAS, fires_below=False)
-    assert len({place.value for place in kept}) <= len(LAMBDAS)
+    points = rpdi_close_points(tokens, entropies, config, BREAKS, Lag())
+    kept = reached(points, LAMBDAS, fires_below=False)
+    assert len({point.value for point in kept}) <= len(LAMBDAS)
     for threshold in LAMBDAS:
-        alone = first(places, threshold, fires_below=False)
+        alone = first(points, threshold, fires_below=False)
         assert first(kept, threshold, fires_below=False) == alone

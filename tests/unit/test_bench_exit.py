@@ -3,12 +3,12 @@
 import pytest
 
 from meridian_patch.bench.exit.arms import CAP, Arm, budget, cap, eat, natural, plan_stages
-from meridian_patch.bench.exit.checks import Markers, find_violations
+from meridian_patch.bench.exit.checks import ThinkTokens, find_violations
 from meridian_patch.bench.exit.figures import all_figures, best_fixed
 from meridian_patch.bench.exit.run import ArmRun, Result
 from meridian_patch.cli import main
 
-MARKERS = Markers(start=256, end=257)
+MARKERS = ThinkTokens(start=256, end=257)
 GOOD = "6\nFrom p=7, q=p+5, r=q*3 we get r=6."
 STEP = "q=p+5=7+5=2"
 

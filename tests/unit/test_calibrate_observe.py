@@ -129,8 +129,8 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path, kind, what):
     """NaN logits, or a runner that the tap does not fit: no threshold would ever be reached."""
 
     class UnsampledThoughts(ToyEngine):
-        def run(self, asks):
-            for key, reply in super().run(asks):
+        def run(self, requests):
+            for key, reply in super().run(requests):
                 measured = reply.entropies and [float("nan")] * len(reply.entropies)
                 yield key, Reply(reply.ids, measured)
 
@@ -153,8 +153,8 @@ def test_a_model_that_does_not_think_is_refused(tmp_path):
     """Its outputs are left out, and none is left."""
 
     class Silent(ToyEngine):
-        def _reply(self, ask):
-            return super()._reply(ask)._replace(ids=[257, 55])
+        def _reply(self, request):
+            return super()._reply(request)._replace(ids=[257, 55])
 
     with pytest.raises(CalibrationError, match="none of 3 outputs holds a thought of family toy"):
         observe(tmp_path / "j", Silent(), KNOWN[:3])

@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = {record.WORKS, record.INACTIVE, record.REFUSED, record.NOT_RUN}
 FULL = {
-    name: record.Row(record.WORKS, "12 measured", "9 requests | as stock", "tests/a.py::test_b")
+    name: record.CellResult(
+        record.WORKS, "12 measured", "9 requests | as stock", "tests/a.py::test_b"
+    )
     for name in record.names()
 }
 

@@ -58,14 +58,14 @@ def signals_as_in_the_command():
         signal.signal(number, handler)
 
 
-def good(_context, record: Record, left_s) -> str:
+def good(_context, record: Record, remaining_s) -> str:
     record.add("gap", "ms", [3.0, 1.0, 2.0])
     record.add("nothing", "ms", [])
-    assert 0 < left_s() <= record.limit_s
+    assert 0 < remaining_s() <= record.limit_s
     return "all is well"
 
 
-def fails(_context, record: Record, _left_s) -> str:
+def fails(_context, record: Record, _remaining_s) -> str:
     record.add("half", "", [1.0])
     raise BenchError("a request failed")
 

@@ -12,7 +12,7 @@ STEP_LINE = re.compile(r"\w=\w[+*-]\d=\d")
 _SHOWN_CHARACTERS = 160
 
 
-class Markers(NamedTuple):
+class ThinkTokens(NamedTuple):
     """Ids that begin and end a thought."""
 
     start: int
@@ -45,7 +45,7 @@ def find_violations(
     ids: Sequence[int],
     forced: Sequence[int],
     answer: str | None,
-    markers: Markers,
+    markers: ThinkTokens,
     *,
     is_cut: bool,
 ) -> list[Violation]:

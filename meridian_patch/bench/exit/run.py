@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from meridian_patch import envs
 from meridian_patch.bench.child import EngineChild
 from meridian_patch.bench.exit.arms import Arm, Stage
-from meridian_patch.bench.exit.checks import Markers, Violation, find_violations
+from meridian_patch.bench.exit.checks import ThinkTokens, Violation, find_violations
 from meridian_patch.demo.problems import Problem, grade
 from meridian_patch.demo.tokenizer import THINK_END, THINK_START
 from meridian_patch.errors import BenchError
@@ -89,7 +89,9 @@ class ExitBench:
         self._folder = folder
         self._on_progress = on_progress
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._markers = Markers(*self._tokenizer.convert_tokens_to_ids([THINK_START, THINK_END]))
+        self._markers = ThinkTokens(
+            *self._tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
+        )
 
     def run(self, stage: Stage, problems: Sequence[Problem], seed: int, runs: list[ArmRun]) -> None:
         """All arms of a stage.

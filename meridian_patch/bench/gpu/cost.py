@@ -20,7 +20,7 @@ _REHEARSED = ("max_num_seqs=4", "max_model_len=256")
 _SECONDS = ("fixed_s", "prefill_s", "row_s", "weights_s", "kv_read_s_per_token", "token_s")
 
 
-def run_fit(context: Context, record: Record, _left_s: Callable[[], float]) -> str:
+def run_fit(context: Context, record: Record, _remaining_s: Callable[[], float]) -> str:
     """Time steps of many shapes and fit a cost model, which the replay bench takes.
 
     Raises:

@@ -21,7 +21,7 @@ _REHEARSED_TESTS = "one_hot and 1000"
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
-def run_tests(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+def run_tests(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
     """``pytest tests/kernels``; in a rehearsal a few of them, in Triton's interpreter.
 
     Raises:
@@ -32,7 +32,9 @@ def run_tests(context: Context, record: Record, left_s: Callable[[], float]) -> 
     options = ["-q", "-p", "no:cacheprovider"]
     options += ["-k", _REHEARSED_TESTS] if context.rehearse else []
     log = context.folder / "kernel-tests.log"
-    code = _run(["-m", "pytest", *options, "tests/kernels"], root, context.base_env, log, left_s())
+    code = _run(
+        ["-m", "pytest", *options, "tests/kernels"], root, context.base_env, log, remaining_s()
+    )
     counts = {word: int(count) for count, word in _COUNTS.findall(log_end(log))}
     for word, count in counts.items():
         record.add(f"tests {word}", "", [count])
@@ -43,7 +45,7 @@ def run_tests(context: Context, record: Record, left_s: Callable[[], float]) -> 
     return f"{counts['passed']} tests passed, {counts.get('skipped', 0)} skipped"
 
 
-def run_bench(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+def run_bench(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
     """``scripts/bench_kernels.py``, which compares each result with float64 first.
 
     Raises:
@@ -59,7 +61,7 @@ def run_bench(context: Context, record: Record, left_s: Callable[[], float]) -> 
         options += ["--rehearse", "--rounds", "2"]
         env |= {} if context.accelerator else {"TRITON_INTERPRET": "1"}
     options += ["--columns", str(columns), "--rows", *map(str, rows)]
-    code = _run(["scripts/bench_kernels.py", *options], root, env, log, left_s())
+    code = _run(["scripts/bench_kernels.py", *options], root, env, log, remaining_s())
     found = _read_rows(rows_file)
     for row in found:
         size = f"{row['n_rows']} x {row['n_cols']} {row['dtype'].removeprefix('torch.')}"

@@ -54,7 +54,7 @@ _RATIOS = (
 )
 
 
-def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+def run_sync_check(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
     """Serve with vLLM's check for synchronisations set to ``error``, probing at every gap.
 
     Some requests think into the end of the context, where a probe has no room.
@@ -68,9 +68,9 @@ def run_sync_check(context: Context, record: Record, left_s: Callable[[], float]
         gaps_in_tokens = {"exit.probe_min_gap_tokens": gap, "exit.probe_max_gap_tokens": gap}
         env = {"MERIDIAN_PATCH": "1", **override(gaps_in_tokens)}
         try:
-            found = _serve_checked(context, env, log, left_s())
+            found = _serve_checked(context, env, log, remaining_s())
         except BenchError:
-            record.notes.append(_what_stock_does(context, left_s()))
+            record.notes.append(_what_stock_does(context, remaining_s()))
             raise
         measured = found["probes_measured"]
         record.add(f"probes measured, a gap of {gap}", "", [measured])
@@ -111,7 +111,7 @@ def _what_stock_does(context: Context, limit_s: float) -> str:
     return "Stock vLLM serves the same requests under the same check."
 
 
-def run_close_lag(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+def run_close_lag(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
     """Close thoughts at a cap of tokens and read from the trace where they ended.
 
     Raises:
@@ -126,7 +126,7 @@ def run_close_lag(context: Context, record: Record, left_s: Callable[[], float])
         replace(problem, arrival_s=0.0, extra=_extra(context, cap))
         for problem, cap in zip(problems, caps, strict=True)
     ]
-    with _server(context, _with_context(context), env, log, left_s()) as (server, client):
+    with _server(context, _with_context(context), env, log, remaining_s()) as (server, client):
         alone: list[RequestRecord] = []
         for request in requests[: len(requests) // 2]:
             client.play([request], alone, server.check_alive)
@@ -146,7 +146,7 @@ def run_close_lag(context: Context, record: Record, left_s: Callable[[], float])
     return f"{len(lags)} thoughts closed, {median(lags):g} tokens late in the median"
 
 
-def run_comparison_part(context: Context, record: Record, left_s: Callable[[], float]) -> str:
+def run_comparison_part(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
     """Stock, the same stock again, and patched: all up at once, the same traces in turn.
 
     Raises:
@@ -160,8 +160,8 @@ def run_comparison_part(context: Context, record: Record, left_s: Callable[[], f
         settings = replace(settings, extra=(*settings.extra, *memory))
     with (folder / "console.log").open("w") as log:
         console = Console(file=log)
-        load = Load(request_limit_s=max(30.0, left_s()))
-        mix, seeds = _load_of(context, settings, load, folder, console, left_s)
+        load = Load(request_limit_s=max(30.0, remaining_s()))
+        mix, seeds = _load_of(context, settings, load, folder, console, remaining_s)
         traces = {seed: _thinking(context, make_trace(mix, seed)) for seed in seeds}
         comparison = Comparison(
             arms=[KNOWN_ARMS[name] for name in (STOCK, STOCK_AGAIN, PATCHED)],
@@ -188,14 +188,14 @@ def _load_of(
     load: Load,
     folder: Path,
     console: Console,
-    left_s: Callable[[], float],
+    remaining_s: Callable[[], float],
 ) -> tuple[Mix, list[int]]:
     """A rate that the machine can serve, and seeds of as many traces as there is time for."""
     if context.rehearse:
         return Mix(requests=6, rate_per_s=3.0, max_tokens=128), [_SEED]
     mix, _ = bearable_mix(Mix(requests=160, rate_per_s=1.0), settings, load, folder, console)
     of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
-    number = int(max(1.0, min(5.0, (left_s() - 3 * _START_S) / of_seed)))
+    number = int(max(1.0, min(5.0, (remaining_s() - 3 * _START_S) / of_seed)))
     return mix, list(range(_SEED, _SEED + number))
 
 

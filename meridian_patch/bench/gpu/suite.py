@@ -140,7 +140,7 @@ def run_suite(
             task = progress.add_task(part.name, total=record.limit_s)
             was_interrupted = _run_part(context, part, record)
             progress.remove_task(task)
-            _tell(record, console)
+            _print_result(record, console)
             if was_interrupted:
                 return records, True
     return records, False
@@ -151,12 +151,12 @@ def _run_part(context: Context, part: Part, record: Record) -> bool:
     begin = time.monotonic()
     alarm = _Alarm(record.limit_s)
 
-    def left_s() -> float:
+    def remaining_s() -> float:
         return max(0.0, record.limit_s - (time.monotonic() - begin))
 
     try:
         with alarm:
-            record.reason = part.run(context, record, left_s)
+            record.reason = part.run(context, record, remaining_s)
         record.verdict = PASSED
     except SkippedError as error:
         record.verdict, record.reason = SKIPPED, str(error)
@@ -173,7 +173,7 @@ def _run_part(context: Context, part: Part, record: Record) -> bool:
     return record.verdict == FAILED and not alarm.has_rung and "Ctrl-C" in record.reason
 
 
-def _tell(record: Record, console: Console) -> None:
+def _print_result(record: Record, console: Console) -> None:
     style = {PASSED: "green", FAILED: "red"}.get(record.verdict, "yellow")
     line = f"{record.name}: {record.verdict} after {record.seconds / _MINUTE_S:.1f} min"
     console.print(f"{line}: {record.reason}", style=style, highlight=False, markup=False)
@@ -204,6 +204,6 @@ class _TimeLeft(ProgressColumn):
     """The time that is left for a part."""
 
     def render(self, task: Task) -> Text:
-        left_s = max(0.0, (task.total or 0.0) - (task.elapsed or 0.0))
-        minutes, seconds = divmod(int(left_s), _MINUTE_S)
+        remaining_s = max(0.0, (task.total or 0.0) - (task.elapsed or 0.0))
+        minutes, seconds = divmod(int(remaining_s), _MINUTE_S)
         return Text(f"{minutes}:{seconds:02d} left")

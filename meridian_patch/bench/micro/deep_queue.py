@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from meridian_patch.bench.micro.timing import time_calls
 from meridian_patch.replay.engine import ReplayEngine
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRequest
 from meridian_patch.telemetry.counters import FALLBACK, Fallback
 
@@ -39,7 +39,9 @@ class DeepQueue:
     ) -> None:
         blocks = running * _CONTEXT_TOKENS // BLOCK_SIZE
         limits = EngineLimits(max_num_seqs=2 * running)
-        self._engine = ReplayEngine(arm, blocks, lambda _work: 0.02, read_markers(), limits=limits)
+        self._engine = ReplayEngine(
+            arm, blocks, lambda _work: 0.02, read_template_tokens(), limits=limits
+        )
         self._draw = draw
         self._drawn = 0
         self._steps = 0

@@ -30,7 +30,7 @@ from meridian_patch.bench.simulated.lengths import (
     draw_lengths,
 )
 from meridian_patch.errors import BenchError
-from meridian_patch.replay.scheduler import read_markers
+from meridian_patch.replay.scheduler import read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 STOCK, AGAIN = "stock", "stock again"
@@ -54,7 +54,7 @@ DEEP = {
 DEEP_RUNNING, DEEP_SETTLING, DEEP_DISPLACED = 64, 150, 40
 HEADINGS = ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock", "own")
 
-Row = dict[str, Any]
+TimingRow = dict[str, Any]
 
 
 def run_policy_micro(
@@ -74,8 +74,8 @@ def run_policy_micro(
         BenchError: a pool was too small.
     """
     console = Console()
-    rows: list[Row] = []
-    operations: Row = {}
+    rows: list[TimingRow] = []
+    operations: TimingRow = {}
     is_interrupted = False
     try:
         with progress_bars(console, transient=True) as progress:
@@ -128,7 +128,7 @@ def measure(
 
 def measure_operations(
     running: int, waiting: int, steps: int, seed: int, on_step: Callable[[], None]
-) -> Row:
+) -> TimingRow:
     """Measure the CPU time of each of our scheduler operations in front of a deep queue.
 
     Args:
@@ -188,7 +188,7 @@ class Load:
     def draw(self, number: int) -> ReplayRequest:
         """The request of this number, always the same."""
         rng = np.random.default_rng((self._seed, number))
-        markers = read_markers()
+        template = read_template_tokens()
         prompt, think, answer = (
             int(draw_lengths(fit, rng, 1)[0]) for fit in (CHAT_PROMPT, CHAT_THINK, CHAT_ANSWER)
         )
@@ -196,17 +196,17 @@ class Load:
         done = int(rng.random() * (think + answer)) if number < self._running else 0
         answer = max(1, answer - max(0, done - think))
         think = max(1, think - done)
-        text = rng.integers(markers.content_ids, size=prompt + done).tolist()
-        word = int(rng.integers(markers.content_ids))
+        text = rng.integers(template.content_ids, size=prompt + done).tolist()
+        word = int(rng.integers(template.content_ids))
         return ReplayRequest(
             request_id=f"request-{number}",
-            prompt=[*text, markers.think_start],
-            output=[word] * think + [markers.think_end] + [word] * answer + [markers.turn_end],
+            prompt=[*text, template.think_start],
+            output=[word] * think + [template.think_end] + [word] * answer + [template.turn_end],
             answer_start=think + 1,
         )
 
 
-def figures(running: int, waiting: int, seen: Rounds) -> list[Row]:
+def figures(running: int, waiting: int, seen: Rounds) -> list[TimingRow]:
     """Per arm and call, the cost in microseconds and what is on top of stock's.
 
     The difference is taken within each step. Our own lines are timed by themselves, too: they take
@@ -217,7 +217,7 @@ def figures(running: int, waiting: int, seen: Rounds) -> list[Row]:
     for name, steps in seen.items():
         for call, own_part in OWN.items():
             ours = column(steps, call)
-            row: Row = {"running": running, "waiting": waiting, "arm": name, "call": call}
+            row: TimingRow = {"running": running, "waiting": waiting, "arm": name, "call": call}
             row |= {"p50_us": float(np.median(ours)), "p99_us": float(np.percentile(ours, 99))}
             if name != STOCK:
                 row["extra_us"] = spread(ours - column(seen[STOCK], call))
@@ -228,14 +228,14 @@ def figures(running: int, waiting: int, seen: Rounds) -> list[Row]:
     return rows
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TimingRow) -> list[str]:
     """A row of figures as text, by ``HEADINGS``."""
     cells = [str(row[name]) for name in ("running", "waiting", "call", "arm")]
     cells += [f"{row[name]:.0f}" for name in ("p50_us", "p99_us")]
     return cells + [show(row.get(name), ".0f") for name in ("extra_us", "own_us")]
 
 
-def operations_table(deep: Row) -> Table:
+def operations_table(deep: TimingRow) -> Table:
     """What each operation takes in front of a deep queue."""
     title = (
         f"CPU µs per call: {deep['running']} running, {deep['waiting']} waiting, up to "

@@ -25,7 +25,7 @@ from meridian_patch.bench.micro.timing import (
 )
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
 from meridian_patch.exit.actions import Probe
-from meridian_patch.replay.scheduler import build_scheduler, read_markers
+from meridian_patch.replay.scheduler import build_scheduler, read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm
 
 # What is timed; the last is what either model runner does with a new request's tokens.
@@ -112,7 +112,7 @@ class ProbeMicro:
         return seen
 
     def _thinker(self, tokens: int) -> Request:
-        rng, markers = random.Random(tokens), read_markers()
+        rng, markers = random.Random(tokens), read_template_tokens()
         prompt = [rng.randrange(60, 120) for _ in range(tokens - 1)]
         parameters = SamplingParams(temperature=0, max_tokens=tokens)
         parameters.update_from_generation_config({}, markers.turn_end)

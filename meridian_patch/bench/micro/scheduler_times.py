@@ -8,7 +8,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from meridian_patch.bench.micro.timing import Seconds, time_calls
 from meridian_patch.replay.engine import ReplayEngine
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_markers
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 SCHEDULE, UPDATE = "schedule", "update_from_output"
@@ -89,7 +89,7 @@ class _Lane:
     ) -> None:
         blocks = running * CONTEXT_TOKENS // BLOCK_SIZE
         self.name = arm.name
-        self.engine = ReplayEngine(arm, blocks, lambda _work: 0.02, read_markers())
+        self.engine = ReplayEngine(arm, blocks, lambda _work: 0.02, read_template_tokens())
         # Load-bearing: schedule() admits by the first, and asserts the second.
         self.engine.scheduler.max_num_active_reqs = running
         self.engine.scheduler.max_num_running_reqs = running

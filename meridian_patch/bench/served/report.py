@@ -212,7 +212,7 @@ _ABSENT = Cell("-")
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """One figure: a cell per arm, then one per arm that is compared with stock."""
 
     label: str
@@ -220,7 +220,7 @@ class Row:
     ratios: tuple[Cell, ...]
 
 
-def build_rows(arms: Sequence[ArmSummary]) -> list[Row]:
+def build_rows(arms: Sequence[ArmSummary]) -> list[FigureRow]:
     """Rows for the arms.
 
     Stock does not count by phase: its cells hold noop's values, marked ``*``.
@@ -228,7 +228,7 @@ def build_rows(arms: Sequence[ArmSummary]) -> list[Row]:
     by_name = {arm.name: arm for arm in arms}
     compared = compared_arms(arms)
     rows = [
-        Row(
+        FigureRow(
             f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
             tuple(_arm_cell(kind, arm, by_name.get(NOOP)) for arm in arms),
             tuple(_mean_cell(ratio_to_stock(arms, name, kind.name), 1.0) for name in compared),
@@ -239,10 +239,10 @@ def build_rows(arms: Sequence[ArmSummary]) -> list[Row]:
     misses = [misses_over_stock(arms, name) for name in compared]
     if any(misses):
         cells = tuple(_mean_cell(ratio, 1.0) for ratio in misses)
-        rows.insert(1, Row("avoidable misses, stock = 1", none, cells))
+        rows.insert(1, FigureRow("avoidable misses, stock = 1", none, cells))
     if compared:
         harm = tuple(_mean_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
-        rows.append(Row("harm p99 in TTFAT, %", none, harm))
+        rows.append(FigureRow("harm p99 in TTFAT, %", none, harm))
     return rows
 
 
@@ -261,7 +261,7 @@ def table_title(arms: Sequence[ArmSummary]) -> str:
     return f", {seeds} seeds: median, lowest..highest{ratio if compared_arms(arms) else ''}"
 
 
-def has_borrowed(rows: Sequence[Row]) -> bool:
+def has_borrowed(rows: Sequence[FigureRow]) -> bool:
     """True when a cell needs ``BORROWED_NOTE``."""
     return any(cell.mark for row in rows for cell in row.cells)
 

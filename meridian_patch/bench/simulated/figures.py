@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from meridian_patch.bench.simulated.arms import STOCK
-from meridian_patch.bench.simulated.grid import Place, Runs
+from meridian_patch.bench.simulated.grid import Runs, SweepPoint
 from meridian_patch.bench.simulated.metrics import goodput, harm_p99
 from meridian_patch.bench.simulated.run import ReplayRun
 from meridian_patch.bench.statistics import bootstrap_quotient
@@ -157,32 +157,32 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One arm at one place.
+class SweepRow:
+    """One arm at one point.
 
     Attributes:
         seeds: of the replays that succeeded. Ratios are over those that stock has too.
         by_seed: the figures of each seed by name.
     """
 
-    place: Place
+    point: SweepPoint
     arm: str
     seeds: tuple[int, ...]
     figures: Mapping[str, Figure]
     by_seed: BySeed
 
 
-def summarise(runs: Runs, limits: Limits) -> list[Row]:
-    """Rows in the order in which places and arms stand in ``runs``."""
+def summarise(runs: Runs, limits: Limits) -> list[SweepRow]:
+    """Rows in the order in which points and arms stand in ``runs``."""
     rows = []
-    for place, arm in dict.fromkeys((key.place, key.arm) for key in runs):
-        ours = {key.seed: run for key, run in runs.items() if key[:2] == (place, arm)}
-        stock = {key.seed: run for key, run in runs.items() if key[:2] == (place, STOCK)}
+    for point, arm in dict.fromkeys((key.point, key.arm) for key in runs):
+        ours = {key.seed: run for key, run in runs.items() if key[:2] == (point, arm)}
+        stock = {key.seed: run for key, run in runs.items() if key[:2] == (point, STOCK)}
         by_seed = {seed: _of_seed(run, stock.get(seed), limits) for seed, run in ours.items()}
         of_stock = {seed: _of_seed(run, None, limits) for seed, run in stock.items()}
         names = next(iter(by_seed.values()))
         figures = {name: _figure(name, by_seed, of_stock) for name in names}
-        rows.append(Row(place, arm, tuple(by_seed), figures, by_seed))
+        rows.append(SweepRow(point, arm, tuple(by_seed), figures, by_seed))
     return rows
 
 
@@ -228,16 +228,16 @@ class Cells:
     words: str = ""
 
 
-def by_place(rows: Sequence[Row]) -> dict[Place, list[Row]]:
-    """The rows of each place, in the order of the places' first rows."""
-    places: dict[Place, list[Row]] = {}
+def by_point(rows: Sequence[SweepRow]) -> dict[SweepPoint, list[SweepRow]]:
+    """The rows of each point, in the order of the points' first rows."""
+    points: dict[SweepPoint, list[SweepRow]] = {}
     for row in rows:
-        places.setdefault(row.place, []).append(row)
-    return places
+        points.setdefault(row.point, []).append(row)
+    return points
 
 
-def place_cells(rows: Sequence[Row], *, is_brief: bool) -> list[Cells]:
-    """The lines of one place's table, a cell per arm; figures that no arm has are left out."""
+def point_cells(rows: Sequence[SweepRow], *, is_brief: bool) -> list[Cells]:
+    """The lines of one point's table, a cell per arm; figures that no arm has are left out."""
     lines = []
     if len({row.seeds for row in rows}) > 1:
         lines.append(Cells("seeds that ended", [str(len(row.seeds)) for row in rows]))
@@ -250,18 +250,18 @@ def place_cells(rows: Sequence[Row], *, is_brief: bool) -> list[Cells]:
     return lines
 
 
-def place_table(rows: Sequence[Row]) -> Table:
-    """The brief table of one place, for a terminal."""
+def point_table(rows: Sequence[SweepRow]) -> Table:
+    """The brief table of one point, for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("", no_wrap=True)
     for row in rows:
         table.add_column(row.arm, justify="right")
-    for line in place_cells(rows, is_brief=True):
+    for line in point_cells(rows, is_brief=True):
         table.add_row(line.label, *line.cells)
     return table
 
 
-def _cell(kind: Kind, row: Row, *, is_brief: bool) -> str:
+def _cell(kind: Kind, row: SweepRow, *, is_brief: bool) -> str:
     figure = row.figures.get(kind.name, Figure(None))
     if figure.value is None:
         return "-"

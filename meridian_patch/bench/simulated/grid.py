@@ -27,7 +27,7 @@ UNITS = {
 }
 
 
-class Place(NamedTuple):
+class SweepPoint(NamedTuple):
     """One point of a sweep; rho and KV cap are None if rate and pool were given directly."""
 
     workload: str
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 class RunKey(NamedTuple):
     """One replay of a sweep."""
 
-    place: Place
+    point: SweepPoint
     arm: str
     seed: int
 
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def num_saturations(self) -> int:
-        """Number of saturated runs that ``find_places`` reports."""
+        """Number of saturated runs that ``find_points`` reports."""
         pools = len(self.pools) + len(self.kv_caps)
         return len(self.offers) * (bool(self.kv_caps) + pools * bool(self.rhos))
 
@@ -93,9 +93,9 @@ class Saturation:
     kv_p99_tokens: float
 
 
-def find_places(
+def find_points(
     plan: Plan, workers: Workers, on_saturated: Callable[[Saturation], None]
-) -> list[Place]:
+) -> list[SweepPoint]:
     """The points of the plan. Rho and KV cap are converted by saturated runs of each workload.
 
     Raises:
@@ -121,7 +121,7 @@ def find_places(
         *((None, rate) for rate in plan.rates),
     ]
     return [
-        Place(
+        SweepPoint(
             offer.workload,
             cap,
             pool,
@@ -132,40 +132,40 @@ def find_places(
     ]
 
 
-def plan_jobs(plan: Plan, places: Sequence[Place]) -> dict[RunKey, ReplayJob]:
+def plan_jobs(plan: Plan, points: Sequence[SweepPoint]) -> dict[RunKey, ReplayJob]:
     """All replays, ordered by seed so that an interruption leaves complete seeds.
 
     Raises:
         BenchError: a pool cannot hold the longest request of a seed.
     """
     jobs = {}
-    for seed, place in product(plan.seeds, places):
+    for seed, point in product(plan.seeds, points):
         for arm in plan.arms:
             job = ReplayJob(
-                plan.offer(place.workload),
+                plan.offer(point.workload),
                 seed,
                 arm,
-                place.rate_per_s,
-                place.pool_tokens,
+                point.rate_per_s,
+                point.pool_tokens,
                 plan.cost,
                 plan.offload_gb_per_s,
                 has_timeline=seed == plan.seeds[0],
             )
-            jobs[RunKey(place, arm.name, seed)] = job
+            jobs[RunKey(point, arm.name, seed)] = job
         check_pool(job, job.trace())
     return jobs
 
 
-def place_title(place: Place) -> str:
-    """A place in words."""
-    parts = [place.workload]
-    if place.rho is not None:
-        parts.append(f"rho {place.rho:g}")
-    if place.rate_per_s is not None:
-        parts.append(f"{place.rate_per_s:.3g} requests/s")
-    if place.kv_cap is not None:
-        parts.append(f"KV cap {place.kv_cap:g}")
-    return f"{', '.join(parts)}, pool {place.pool_tokens:,} tokens"
+def point_title(point: SweepPoint) -> str:
+    """A point in words."""
+    parts = [point.workload]
+    if point.rho is not None:
+        parts.append(f"rho {point.rho:g}")
+    if point.rate_per_s is not None:
+        parts.append(f"{point.rate_per_s:.3g} requests/s")
+    if point.kv_cap is not None:
+        parts.append(f"KV cap {point.kv_cap:g}")
+    return f"{', '.join(parts)}, pool {point.pool_tokens:,} tokens"
 
 
 def saturation_text(found: Saturation) -> str:
@@ -179,7 +179,7 @@ def saturation_text(found: Saturation) -> str:
 
 def run_name(key: RunKey) -> str:
     """A replay in words."""
-    return f"{place_title(key.place)}, arm {key.arm}, seed {key.seed}"
+    return f"{point_title(key.point)}, arm {key.arm}, seed {key.seed}"
 
 
 def _saturate(

@@ -8,13 +8,13 @@ from matplotlib.figure import Figure as Canvas
 
 from meridian_patch.bench.plots import arm_colours, finish_axes, to_png
 from meridian_patch.bench.simulated.arms import STOCK
-from meridian_patch.bench.simulated.figures import GOODPUT, Row
+from meridian_patch.bench.simulated.figures import GOODPUT, SweepRow
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
 from meridian_patch.bench.simulated.run import ReplayRun, Timeline
 
 _PHASE_COLOURS = {"prefill": "#BBBBBB", "think": "#56B4E9", "answer": "#009E73"}
 
-# The runs of one place by arm and seed.
+# The runs of one point by arm and seed.
 ArmRuns = Mapping[str, Mapping[int, ReplayRun]]
 
 
@@ -105,11 +105,11 @@ def timelines(shown: Mapping[str, Timeline], title: str, caption: str) -> bytes:
     return to_png(figure, caption)
 
 
-def goodput_load(rows: Sequence[Row], limits: str, caption: str) -> bytes:
+def goodput_load(rows: Sequence[SweepRow], limits: str, caption: str) -> bytes:
     """Goodput against the offered rate; one panel per workload and pool, one line per arm."""
-    groups: dict[tuple[str, int], list[Row]] = {}
+    groups: dict[tuple[str, int], list[SweepRow]] = {}
     for row in rows:
-        groups.setdefault((row.place.workload, row.place.pool_tokens), []).append(row)
+        groups.setdefault((row.point.workload, row.point.pool_tokens), []).append(row)
     width = min(3, len(groups))
     height = -(-len(groups) // width)
     figure = Canvas(figsize=(1.5 + 4.4 * width, 0.8 + 3.4 * height), layout="constrained")
@@ -125,12 +125,12 @@ def goodput_load(rows: Sequence[Row], limits: str, caption: str) -> bytes:
     return to_png(figure, caption)
 
 
-def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+def _draw_goodput(axes: Axes, rows: Sequence[SweepRow], colours: Mapping[str, str]) -> None:
     for arm in dict.fromkeys(row.arm for row in rows):
         points = [
-            (row.place.rate_per_s, row.figures[GOODPUT])
+            (row.point.rate_per_s, row.figures[GOODPUT])
             for row in rows
-            if row.arm == arm and row.place.rate_per_s is not None
+            if row.arm == arm and row.point.rate_per_s is not None
         ]
         points.sort(key=lambda point: point[0])
         rates = [rate for rate, _ in points]
@@ -145,7 +145,7 @@ def _draw_goodput(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str]) -
         for rate, figure in points:
             if figure.interval is not None:
                 axes.vlines(rate, *figure.interval, colors=colours[arm], alpha=0.4)
-    ends = [0, max((row.place.rate_per_s or 0 for row in rows), default=0)]
+    ends = [0, max((row.point.rate_per_s or 0 for row in rows), default=0)]
     axes.plot(ends, ends, color="#444444", lw=0.7, ls="--")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -21,17 +21,17 @@ from meridian_patch.bench.simulated.figures import (
     NOTE,
     Cells,
     Limits,
-    Row,
-    by_place,
-    place_cells,
+    SweepRow,
+    by_point,
+    point_cells,
 )
 from meridian_patch.bench.simulated.grid import (
     UNITS,
-    Place,
     Plan,
     RunKey,
     Saturation,
-    place_title,
+    SweepPoint,
+    point_title,
 )
 from meridian_patch.bench.simulated.run import ReplayRun
 
@@ -102,7 +102,7 @@ class _Section:
     plots: Sequence[_Plot]
 
 
-def write_results(folder: Path, results: Results, rows: Sequence[Row]) -> list[Path]:
+def write_results(folder: Path, results: Results, rows: Sequence[SweepRow]) -> list[Path]:
     """Write page, data and plots; the paths of page and data.
 
     Args:
@@ -112,7 +112,7 @@ def write_results(folder: Path, results: Results, rows: Sequence[Row]) -> list[P
     """
     data = folder / "results.json"
     data.write_text(json.dumps(results_data(results, rows), indent=1) + "\n")
-    sections = [_section(results, of_place) for of_place in by_place(rows).values()]
+    sections = [_section(results, of_point) for of_point in by_point(rows).values()]
     across = []
     if results.is_sweep:
         limits = results.limits
@@ -137,7 +137,7 @@ def write_results(folder: Path, results: Results, rows: Sequence[Row]) -> list[P
     return [page, data]
 
 
-def results_data(results: Results, rows: Sequence[Row]) -> dict[str, Any]:
+def results_data(results: Results, rows: Sequence[SweepRow]) -> dict[str, Any]:
     """The report as plain data; shares from 0 to 1, times in seconds of the virtual clock."""
     plan = results.plan
     return {
@@ -163,7 +163,7 @@ def results_data(results: Results, rows: Sequence[Row]) -> dict[str, Any]:
         "definitions": DEFINITIONS,
         "rows": [
             {
-                **row.place._asdict(),
+                **row.point._asdict(),
                 "arm": row.arm,
                 "seeds": row.seeds,
                 "figures": {name: asdict(figure) for name, figure in row.figures.items()},
@@ -173,7 +173,7 @@ def results_data(results: Results, rows: Sequence[Row]) -> dict[str, Any]:
         ],
         "runs": [
             {
-                **key.place._asdict(),
+                **key.point._asdict(),
                 "arm": key.arm,
                 "seed": key.seed,
                 "wall_s": run.wall_s,
@@ -184,19 +184,19 @@ def results_data(results: Results, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _section(results: Results, rows: Sequence[Row]) -> _Section:
-    place, arms = rows[0].place, [row.arm for row in rows]
+def _section(results: Results, rows: Sequence[SweepRow]) -> _Section:
+    point, arms = rows[0].point, [row.arm for row in rows]
     runs = {
-        arm: {key.seed: run for key, run in results.runs.items() if key[:2] == (place, arm)}
+        arm: {key.seed: run for key, run in results.runs.items() if key[:2] == (point, arm)}
         for arm in arms
     }
-    lines = place_cells(rows, is_brief=False)
-    shown = list(_place_plots(place, runs, results.caption))
-    return _Section(place_title(place), arms, len(rows[0].seeds), lines, shown)
+    lines = point_cells(rows, is_brief=False)
+    shown = list(_point_plots(point, runs, results.caption))
+    return _Section(point_title(point), arms, len(rows[0].seeds), lines, shown)
 
 
-def _place_plots(place: Place, runs: plots.ArmRuns, caption: str) -> Iterator[_Plot]:
-    title, stem = place_title(place), _stem(place)
+def _point_plots(point: SweepPoint, runs: plots.ArmRuns, caption: str) -> Iterator[_Plot]:
+    title, stem = point_title(point), _stem(point)
     png = plots.distributions(runs, title, caption)
     yield _Plot("How soon answers begin, and how long they halt", f"{stem}-cdf.png", png)
     scatter = plots.harm_scatter(runs, title, caption)
@@ -216,9 +216,9 @@ def _place_plots(place: Place, runs: plots.ArmRuns, caption: str) -> Iterator[_P
         yield _Plot(f"The engine over time, seed {seed}", f"{stem}-timeline.png", png)
 
 
-def _stem(place: Place) -> str:
-    """Start of the names of a place's files; it differs between places."""
-    load = "own-rate" if place.rate_per_s is None else f"rate-{place.rate_per_s:g}"
-    load = load if place.rho is None else f"rho-{place.rho:g}"
-    kv = f"kv-{place.kv_cap:g}" if place.kv_cap is not None else f"pool-{place.pool_tokens}"
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{place.workload}-{load}-{kv}")
+def _stem(point: SweepPoint) -> str:
+    """Start of the names of a point's files; it differs between points."""
+    load = "own-rate" if point.rate_per_s is None else f"rate-{point.rate_per_s:g}"
+    load = load if point.rho is None else f"rho-{point.rho:g}"
+    kv = f"kv-{point.kv_cap:g}" if point.kv_cap is not None else f"pool-{point.pool_tokens}"
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{point.workload}-{load}-{kv}")

@@ -38,7 +38,7 @@ from meridian_patch.replay.scheduler import (
     BLOCK_SIZE,
     MAX_BATCHED_TOKENS,
     MAX_NUM_SEQS,
-    read_markers,
+    read_template_tokens,
 )
 from meridian_patch.replay.types import ReplayArm, StepWork
 
@@ -194,14 +194,14 @@ def run_job(job: ReplayJob) -> ReplayRun:
     started = time.perf_counter()
     trace, history = job.trace(), job.offer.thinking
     check_pool(job, trace)
-    cost, markers = load_cost(job.cost), read_markers()
+    cost, template = load_cost(job.cost), read_template_tokens()
     pool = job.pool_tokens or _ample_tokens(trace, history)
     arm = replace(job.arm, settings=arm_settings(job.arm, history))
     if job.offload_gb_per_s is not None:
         arm = replace(arm, offload_gb_per_s=job.offload_gb_per_s)
-    engine = ReplayEngine(arm, pool // BLOCK_SIZE, cost.step_seconds, markers)
+    engine = ReplayEngine(arm, pool // BLOCK_SIZE, cost.step_seconds, template)
     recorder = _Recorder(engine, has_timeline=job.has_timeline)
-    source = TraceSource(trace, markers, history, job.seed)
+    source = TraceSource(trace, template, history, job.seed)
     records = play(engine, source, on_step=recorder.note)
     requests = per_request(records, AloneTimes(cost.step_seconds, MAX_BATCHED_TOKENS))
     gaps, steps = answer_gaps(records), recorder.step_times()

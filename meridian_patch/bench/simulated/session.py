@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.simulated.figures import NOTE, by_place, place_table, summarise
+from meridian_patch.bench.simulated.figures import NOTE, by_point, point_table, summarise
 from meridian_patch.bench.simulated.grid import (
     RunKey,
     Saturation,
-    find_places,
-    place_title,
+    find_points,
     plan_jobs,
+    point_title,
     run_name,
     saturation_text,
 )
@@ -67,10 +67,10 @@ def show(results: Results, folder: Path, console: Console) -> None:
     for found in results.saturations:
         console.print(saturation_text(found), highlight=False)
     console.print(results.provenance)
-    for place, of_place in by_place(rows).items():
-        title = f"\n{place_title(place)}, {len(of_place[0].seeds)} seeds"
+    for point, of_point in by_point(rows).items():
+        title = f"\n{point_title(point)}, {len(of_point[0].seeds)} seeds"
         console.print(title, style="bold", highlight=False)
-        console.print(place_table(of_place))
+        console.print(point_table(of_point))
     console.print(NOTE)
     for path in write_results(folder, results, rows):
         console.print(str(path), highlight=False)
@@ -85,7 +85,7 @@ def _play(results: Results, workers: Workers, progress: Progress, trace_out: Pat
         results.saturations.append(saturation)
         progress.advance(measuring)
 
-    jobs = plan_jobs(plan, find_places(plan, workers, on_saturated))
+    jobs = plan_jobs(plan, find_points(plan, workers, on_saturated))
     if trace_out is not None:
         write_trace(trace_out, next(iter(jobs.values())).trace())
     replaying = progress.add_task("replays", total=len(jobs))

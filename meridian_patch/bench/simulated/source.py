@@ -11,7 +11,7 @@ from meridian_patch.bench.simulated.trace import TEMPLATE_TOKENS, History, Trace
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.player import Arrival
 from meridian_patch.replay.scheduler import MAX_MODEL_LEN
-from meridian_patch.replay.types import Markers, ReplayRecord, ReplayRequest
+from meridian_patch.replay.types import ReplayRecord, ReplayRequest, TemplateTokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TraceSource:
 
     Args:
         trace: in the order of ``read_trace``: the turns of a session follow each other.
-        markers: of the replayed model.
+        template: of the replayed model.
         history: which earlier thoughts later prompts contain. With ``plain`` nothing thinks. With
             the others, a request without thinking has an empty thought in its prompt, as in
             Qwen3's template.
@@ -52,11 +52,11 @@ class TraceSource:
     def __init__(
         self,
         trace: Sequence[TraceRequest],
-        markers: Markers,
+        template: TemplateTokens,
         history: History = History.STRIPPED,
         seed: int = 0,
     ) -> None:
-        self._markers = markers
+        self._template = template
         self._history = history
         self._seed = seed
         self._sessions = _by_session(trace)
@@ -106,26 +106,26 @@ class TraceSource:
 
     def _build(self, session: str, turn: int) -> tuple[list[int], list[int]]:
         """Prompt and output of a request, as the chat template renders them."""
-        requests, markers = self._sessions[session], self._markers
+        requests, template = self._sessions[session], self._template
         turns = self._turns.setdefault(session, [])
         turns.append(self._draw_turn(requests, turn))
         *earlier, now = turns
         system = f"system {requests[0].system}"
-        prompt = [markers.system, *self._ids(system, requests[0].shared_tokens)[0]]
-        prompt.append(markers.turn_end)
+        prompt = [template.system, *self._ids(system, requests[0].shared_tokens)[0]]
+        prompt.append(template.turn_end)
         for before in earlier:
-            prompt += [markers.user, *before.new, markers.turn_end, markers.assistant]
+            prompt += [template.user, *before.new, template.turn_end, template.assistant]
             is_in_loop = before.user_turn == now.user_turn
             if self._history is History.KEPT or (self._history is History.TOOL_LOOP and is_in_loop):
-                prompt += [markers.think_start, *before.think, markers.think_end]
-            prompt += [*before.answer, markers.turn_end]
-        prompt += [markers.user, *now.new, markers.turn_end, markers.assistant]
-        output = [*now.answer, markers.turn_end]
+                prompt += [template.think_start, *before.think, template.think_end]
+            prompt += [*before.answer, template.turn_end]
+        prompt += [template.user, *now.new, template.turn_end, template.assistant]
+        output = [*now.answer, template.turn_end]
         if self._history is History.PLAIN:
             return prompt, output
         if now.think:
-            return [*prompt, markers.think_start], [*now.think, markers.think_end, *output]
-        return [*prompt, markers.think_start, markers.think_end], output
+            return [*prompt, template.think_start], [*now.think, template.think_end, *output]
+        return [*prompt, template.think_start, template.think_end], output
 
     def _draw_turn(self, requests: Sequence[TraceRequest], turn: int) -> _Turn:
         request = requests[turn]
@@ -136,7 +136,7 @@ class TraceSource:
             request.answer_tokens,
         )
         calls_tool = turn + 1 < len(requests) and requests[turn + 1].is_tool_result
-        call = self._markers.tool_call if calls_tool else ()
+        call = self._template.tool_call if calls_tool else ()
         user_turn = sum(not later.is_tool_result for later in requests[1 : turn + 1])
         return _Turn(user_turn, new, think, [*call, *answer])
 
@@ -144,7 +144,7 @@ class TraceSource:
         """Lists of token ids of plain text that depend on the name and the seed."""
         digest = hashlib.sha256(name.encode()).digest()
         rng = np.random.default_rng((self._seed, int.from_bytes(digest[:8])))
-        return [rng.integers(0, self._markers.content_ids, count).tolist() for count in counts]
+        return [rng.integers(0, self._template.content_ids, count).tolist() for count in counts]
 
 
 class _LazyRequest(ReplayRequest):

@@ -17,13 +17,13 @@ from meridian_patch.bench.simulated.timed import TimedRequest, TimedRun
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import Arrival, play
-from meridian_patch.replay.scheduler import read_markers
+from meridian_patch.replay.scheduler import read_template_tokens
 from meridian_patch.replay.types import (
-    Markers,
     ReplayArm,
     ReplayRecord,
     ReplayRequest,
     StepWork,
+    TemplateTokens,
 )
 
 PREEMPTIONS = "preemptions_per_100"
@@ -99,19 +99,19 @@ def compare(
         cost: fitted to steps of other plays.
         number: of the round.
     """
-    markers = read_markers()
+    template = read_template_tokens()
     own_pace = pace(run, next(iter(names.values())), cost)
 
     def step_seconds(work: StepWork) -> float:
         return own_pace * cost.step_seconds(work)
 
     engine = ReplayEngine(
-        arm, run.blocks, step_seconds, markers, is_async=run.is_async, limits=run.limits
+        arm, run.blocks, step_seconds, template, is_async=run.is_async, limits=run.limits
     )
     comparisons = []
     for place, (seed, name) in enumerate(names.items()):
         timed = run.plays[name]
-        records = [_record(request, markers) for request in timed.requests]
+        records = [_record(request, template) for request in timed.requests]
         engine.reset_prefix_cache()
         before = engine.totals.preemptions
         replayed = play(engine, _Recorded(records, engine.now))
@@ -270,10 +270,10 @@ class _Recorded:
         return ()
 
 
-def _record(request: TimedRequest, markers: Markers) -> ReplayRecord:
+def _record(request: TimedRequest, template: TemplateTokens) -> ReplayRecord:
     output = request.output
-    is_over = markers.think_end in output
-    answer_start = output.index(markers.think_end) + 1 if is_over else len(output)
+    is_over = template.think_end in output
+    answer_start = output.index(template.think_end) + 1 if is_over else len(output)
     return ReplayRecord(
         ReplayRequest(
             request.id, request.prompt, output, answer_start, max_tokens=request.max_tokens

@@ -66,27 +66,27 @@ class ToyEngine:
         self._die_after = die_after
         self._natural_answer = natural_answer
 
-    def run(self, asks):
-        for ask in asks:
+    def run(self, requests):
+        for request in requests:
             if len(self.asked) >= self._die_after:
                 raise KeyboardInterrupt
-            self.asked.append(ask.key)
-            yield ask.key, self._reply(ask)
+            self.asked.append(request.key)
+            yield request.key, self._reply(request)
 
     def pace(self):
         self.asked_pace = True
         return {"batches_in_flight": 1, "stride_steps": 1, "block_tokens": 1000}
 
-    def _reply(self, ask):
-        if ask.prompt[-1] == START:
+    def _reply(self, request):
+        if request.prompt[-1] == START:
             thought = ([ord("x")] * (WIDTH - 1) + [LINE]) * LINES
             ids = [*thought, END, *map(ord, self._natural_answer)]
-            return Reply(ids, [1.0] * len(ids) if ask.is_measured else None)
-        lines = ask.prompt.count(LINE)
-        knows = lines >= ask.prompt[0]
+            return Reply(ids, [1.0] * len(ids) if request.is_measured else None)
+        lines = request.prompt.count(LINE)
+        knows = lines >= request.prompt[0]
         # It is less and less unsure, and then sure.
         entropy = 0.0 if knows else 2.0 + (lines % 2)
-        return Reply([ord("7" if knows else "0")], [entropy] if ask.is_measured else None)
+        return Reply([ord("7" if knows else "0")], [entropy] if request.is_measured else None)
 
 
 def toy_observer(journal, engine, subject=None):

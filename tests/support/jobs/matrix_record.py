@@ -125,7 +125,7 @@ TAIL = """## Left out
 
 
 @dataclass(frozen=True)
-class Row:
+class CellResult:
     """One cell as a run left it.
 
     Attributes:
@@ -146,7 +146,7 @@ def names() -> list[str]:
     return [name for group in CELLS.values() for name in group]
 
 
-def write(name: str, row: Row) -> None:
+def write(name: str, row: CellResult) -> None:
     """Keep a cell's row beside those of other tests and earlier runs."""
     if name not in names():
         raise ValueError(f"{name!r} is no cell of the matrix; known: {', '.join(names())}")
@@ -156,14 +156,14 @@ def write(name: str, row: Row) -> None:
     RECORD.write_text(json.dumps({cell: asdict(row) for cell, row in rows.items()}, indent=1))
 
 
-def read() -> dict[str, Row]:
+def read() -> dict[str, CellResult]:
     """The rows of all cells that were run."""
     if not RECORD.exists():
         return {}
-    return {name: Row(**row) for name, row in json.loads(RECORD.read_text()).items()}
+    return {name: CellResult(**row) for name, row in json.loads(RECORD.read_text()).items()}
 
 
-def render(rows: dict[str, Row], release: str) -> str:
+def render(rows: dict[str, CellResult], release: str) -> str:
     """The page.
 
     Raises:
@@ -188,11 +188,11 @@ def render(rows: dict[str, Row], release: str) -> str:
     return "".join(parts)
 
 
-def parse(page: str) -> dict[str, Row]:
+def parse(page: str) -> dict[str, CellResult]:
     """The rows of a page."""
     rows = {}
     for line in page.splitlines():
         columns = [column.strip() for column in line.strip("| ").split(" | ")]
         if line.startswith("| ") and columns[0] != "configuration":
-            rows[columns[0]] = Row(*columns[1:4], columns[4].strip("`"))
+            rows[columns[0]] = CellResult(*columns[1:4], columns[4].strip("`"))
     return rows
