@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from replay_runs import replay_run, requests
 
+from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.simulated.arms import (
-    STOCK,
     arm_settings,
     choose_arms,
     named_arm,
@@ -259,7 +259,7 @@ def test_arms():
         ("mine:", "expected NAME:KEY=VALUE"),
         (":a=b", "expected NAME:KEY=VALUE"),
         ("mine:policy.name", "expected NAME:KEY=VALUE"),
-        ("stock:policy.name=noop", "choose another name"),
+        ("stock:policy.name=noop", "use another name"),
         ("mine:policy.speed=2", "arm 'mine': .*policy.speed"),
         ("mine:policy.max_preemptions=0", "arm 'mine': .*policy.max_preemptions"),
     ],

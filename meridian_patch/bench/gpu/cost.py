@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
 from meridian_patch.bench.simulated.fit_command import (
     burst_plays,
@@ -40,7 +41,7 @@ def run_fit(context: Context, record: Record, _remaining_s: Callable[[], float])
     run = run_timed_engine(
         arguments,
         burst_plays(arguments, rounds, _SEED, longest),
-        ReplayArm("stock"),
+        ReplayArm(STOCK),
         context.folder / "cost.engine",
     )
     model = context.model.name

@@ -10,15 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
+from meridian_patch.bench.arms import STOCK, override
 from meridian_patch.bench.gpu.suite import Context, Record
 from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
 from meridian_patch.bench.served.arms import (
     KNOWN_ARMS,
     PATCHED,
-    STOCK,
     STOCK_AGAIN,
     arm_environment,
-    override,
 )
 from meridian_patch.bench.served.capacity import bearable_mix
 from meridian_patch.bench.served.client import Client, RequestRecord

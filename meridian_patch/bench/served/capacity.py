@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from meridian_patch import envs
+from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.served.arms import KNOWN_ARMS, STOCK
+from meridian_patch.bench.served.arms import KNOWN_ARMS
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.run import describe_failures, play_seed, start_arm
 from meridian_patch.bench.served.server import ServerSettings

@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from meridian_patch import envs
+from meridian_patch.bench.arms import override
 from meridian_patch.bench.options import read_positive, read_seeds, read_whole
-from meridian_patch.bench.served.arms import Arm, override, read_arms
+from meridian_patch.bench.served.arms import Arm, read_arms
 from meridian_patch.bench.served.capacity import bearable_mix
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.run import Comparison, check_ports

@@ -12,9 +12,10 @@ import jinja2
 from rich import box
 from rich.table import Table
 
+from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.served import plots
-from meridian_patch.bench.served.arms import NOOP, STOCK
+from meridian_patch.bench.served.arms import NOOP
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.metrics import FigureKind
 from meridian_patch.bench.served.server import ServerSettings

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK
+from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.served.arms import AMPLE, NOOP
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (
     FIGURE_KINDS,

@@ -1,17 +1,13 @@
 """Arms of a comparison: stock, or the patch with a set of settings."""
 
 from collections.abc import Sequence
-from typing import get_args
 
+from meridian_patch.bench.arms import POLICIES, STOCK, load_arm_config, override, parse_arm
 from meridian_patch.bench.simulated.trace import History
-from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import ExitConfig, PolicyConfig
-from meridian_patch.errors import BenchError, ConfigError
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import ReplayArm
 
-STOCK = "stock"
-POLICIES: tuple[str, ...] = get_args(PolicyConfig.model_fields["name"].annotation)
-_SET = "MERIDIAN_PATCH_SET_"
 # The rule that fits the workload, as an operator would set it for a chat template.
 _HISTORY_RULES = {
     History.STRIPPED: "strip",
@@ -40,7 +36,9 @@ def named_arm(name: str) -> ReplayArm:
             f"--arms: unknown arm {name!r}; known: {', '.join((STOCK, *POLICIES))}. An arm of "
             "your own is given as --arm NAME:KEY=VALUE,..."
         )
-    return _patched(name, {"policy.name": name} | ({"exit.mode": "off"} if name == "noop" else {}))
+    return _patched(
+        name, override({"policy.name": name} | ({"exit.mode": "off"} if name == "noop" else {}))
+    )
 
 
 def own_arm(text: str) -> ReplayArm:
@@ -49,16 +47,7 @@ def own_arm(text: str) -> ReplayArm:
     Raises:
         BenchError: the text has another form, or the configuration refuses a key or value.
     """
-    name, colon, rest = text.partition(":")
-    settings = [item.partition("=") for item in rest.split(",")]
-    if not (name and colon) or not all(key and equals for key, equals, _ in settings):
-        raise BenchError(
-            f"--arm is {text!r}, expected NAME:KEY=VALUE,... such as "
-            "no-tiers:policy.name=latency,kv.tiers=false"
-        )
-    if name == STOCK:
-        raise BenchError(f"--arm {text!r}: {STOCK!r} is vLLM as it is; choose another name")
-    return _patched(name, {key.strip(): value.strip() for key, _, value in settings})
+    return _patched(*parse_arm(text, {STOCK}))
 
 
 def choose_arms(names: str, own: Sequence[str]) -> list[ReplayArm]:
@@ -80,19 +69,19 @@ def arm_settings(arm: ReplayArm, history: History) -> dict[str, str]:
     if not arm.is_patched:
         return {}
     return {
-        f"{_SET}POLICY__TIME_BUDGET_US": _TIME_BUDGET_US,
-        f"{_SET}KV__HISTORY": _HISTORY_RULES[history],
-        f"{_SET}EXIT__MODE": _SHIPPED_EXIT,
+        **override(
+            {
+                "policy.time_budget_us": _TIME_BUDGET_US,
+                "kv.history": _HISTORY_RULES[history],
+                "exit.mode": _SHIPPED_EXIT,
+            }
+        ),
         **arm.settings,
     }
 
 
-def _patched(name: str, values: dict[str, str]) -> ReplayArm:
-    settings = {_SET + key.upper().replace(".", "__"): value for key, value in values.items()}
-    try:
-        mode = load_config(settings).config.exit.mode
-    except ConfigError as error:
-        raise BenchError(f"arm {name!r}: {error}") from error
+def _patched(name: str, settings: dict[str, str]) -> ReplayArm:
+    mode = load_arm_config(name, settings).exit.mode
     if mode == "enforce":
         raise BenchError(
             f"arm {name!r}: exit.mode is 'enforce', expected 'observe' or 'off': a replayed "

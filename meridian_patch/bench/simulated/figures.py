@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 
-from meridian_patch.bench.simulated.arms import STOCK
+from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.simulated.grid import Runs, SweepPoint
 from meridian_patch.bench.simulated.metrics import goodput, harm_p99
 from meridian_patch.bench.simulated.run import ReplayRun

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
 from meridian_patch.bench.options import read_whole
 from meridian_patch.errors import BenchError
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from meridian_patch.bench.simulated.timed import TimedRun
 
 _WIDTH = 98
-EXIT_INTERRUPTED = 130
 BURST = "burst"
 WARM_UP = "warm-up"
 _WARM_UP_SEED = 0
@@ -86,7 +87,7 @@ def run_fit_cost(parsed: argparse.Namespace) -> int:
             run = run_timed_engine(
                 arguments,
                 plays,
-                ReplayArm("stock"),
+                ReplayArm(STOCK),
                 parsed.out.parent / f"{parsed.out.stem}.engine",
                 lambda waited: status.update(f"timing an engine, {waited:.0f} s"),
             )

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meridian_patch.bench.simulated.arms import STOCK, named_arm
+from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.simulated.arms import named_arm
 from meridian_patch.bench.simulated.run import Offer, ReplayJob, ReplayRun, Workers, check_pool
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.scheduler import BLOCK_SIZE

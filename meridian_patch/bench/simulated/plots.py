@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
+from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.plots import arm_colours, finish_axes, to_png
-from meridian_patch.bench.simulated.arms import STOCK
 from meridian_patch.bench.simulated.figures import GOODPUT, SweepRow
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
 from meridian_patch.bench.simulated.run import ReplayRun, Timeline

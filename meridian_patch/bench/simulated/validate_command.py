@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
 from meridian_patch.bench.options import read_positive, read_seeds, read_whole
 from meridian_patch.bench.simulated.fit_command import (
     SIZES,
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from meridian_patch.bench.simulated.validate import Comparison, Load
     from meridian_patch.replay.types import ReplayArm
 
-EXIT_INTERRUPTED = 130
-STOCK = "stock"
 # Seeds of the bursts that the cost model is fitted to; no trace is drawn from them.
 _BURST_SEED = 1001
 _WARM_UP_SEED = 1000
