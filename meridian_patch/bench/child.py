@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from meridian_patch import envs
@@ -69,12 +68,7 @@ class EngineChild:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end_group(self._process, _END_S)
 
     def send(self, value: Mapping[str, Any]) -> None:

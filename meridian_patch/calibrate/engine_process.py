@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from meridian_patch.bench.child import EngineChild
@@ -77,14 +76,9 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._child is not None:
-            self._child.__exit__(kind, error, trace)
+            self._child.__exit__()
 
     def run(self, requests: Iterable[EngineRequest]) -> Iterator[tuple[str, Reply]]:
         """Replies with their keys as they come.

@@ -52,7 +52,6 @@ class ReplayEngine:
         template: TemplateTokens,
         *,
         is_async: bool = True,
-        kv_bytes_per_token: int = KV_BYTES_PER_TOKEN,
         limits: EngineLimits | None = None,
     ) -> None:
         limits = limits or EngineLimits()
@@ -66,7 +65,7 @@ class ReplayEngine:
             self.scheduler.step_limiter.clock = lambda: self.now
         self._offload = None
         if arm.offload_gb_per_s is not None:
-            self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, kv_bytes_per_token)
+            self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, KV_BYTES_PER_TOKEN)
         self._is_async = is_async
         self._step_seconds = step_seconds
         self._hasher = get_request_block_hasher(limits.block_size, sha256)

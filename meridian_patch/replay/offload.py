@@ -7,7 +7,6 @@ bandwidth of a step, and the time to launch it.
 """
 
 import logging
-import math
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -25,7 +24,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import ReplayArm
 
 # 8 B parameters, 32 layers, 8 KV heads of 128, two bytes each for key and value.
@@ -38,41 +36,21 @@ def transfer_config(arm: ReplayArm, spec: KVCacheSpec) -> KVTransferConfig | Non
     """The connector's part of vLLM's configuration; None for an arm without a tier.
 
     Args:
-        arm: its bandwidth and capacity.
+        arm: its tier keeps all KV.
         spec: of the KV cache that is replayed; its sizes in bytes are not those of a real model.
-
-    Raises:
-        BenchError: a bandwidth or capacity that no tier can have.
     """
-    bandwidth, capacity = arm.offload_gb_per_s, arm.offload_tokens
-    if bandwidth is None:
-        if capacity is not None:
-            raise BenchError(
-                f"arm {arm.name!r}: offload_tokens is {capacity} but offload_gb_per_s is not set; "
-                "give the bandwidth of the tier too"
-            )
+    if arm.offload_gb_per_s is None:
         return None
-    if not 0 < bandwidth < math.inf:
-        raise BenchError(
-            f"arm {arm.name!r}: offload_gb_per_s is {bandwidth}, expected a number above 0; leave "
-            "it out to replay without an offload tier"
-        )
-    if capacity is not None and capacity < spec.block_size:
-        raise BenchError(
-            f"arm {arm.name!r}: offload_tokens is {capacity}, expected at least one block of "
-            f"{spec.block_size} tokens; leave it out for a tier without a bound"
-        )
     # vLLM logs at each replay that the connector is in use and experimental.
     for name in ("vllm.distributed.kv_transfer", "vllm.v1.kv_offload"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    blocks = _UNLIMITED_BLOCKS if capacity is None else capacity // spec.block_size
     # Load-bearing: vLLM rounds each offloaded block up to this many bytes.
     block_bytes = round_up(spec.page_size_bytes, CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT)
     return KVTransferConfig(
         kv_connector="OffloadingConnector",
         kv_role="kv_both",
         kv_connector_extra_config={
-            "cpu_bytes_to_use": blocks * block_bytes,
+            "cpu_bytes_to_use": _UNLIMITED_BLOCKS * block_bytes,
             # Load-bearing: by default vLLM offloads prompts alone, and what a preempted request
             # has generated is computed again.
             "offload_prompt_only": False,
@@ -87,17 +65,9 @@ class OffloadTier:
         scheduler: built with ``transfer_config``.
         gb_per_s: of each direction, in 10^9 bytes per second.
         kv_bytes_per_token: KV of one token on the machine that is replayed.
-
-    Raises:
-        BenchError: ``kv_bytes_per_token`` is not above 0.
     """
 
     def __init__(self, scheduler: Any, gb_per_s: float, kv_bytes_per_token: int) -> None:
-        if kv_bytes_per_token <= 0:
-            raise BenchError(
-                f"kv_bytes_per_token is {kv_bytes_per_token}, expected the bytes of one token's "
-                "KV, above 0"
-            )
         self._scheduler = scheduler
         self._block_tokens = scheduler.block_size
         self._copies = _Copies(self._block_tokens * kv_bytes_per_token / (gb_per_s * _GB))

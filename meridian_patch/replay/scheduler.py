@@ -83,9 +83,7 @@ def read_template_tokens() -> TemplateTokens:
     return TemplateTokens(**ids, tool_call=tool_call, content_ids=min(ids.values()))
 
 
-def build_scheduler(
-    arm: ReplayArm, blocks: int, *, is_async: bool, limits: EngineLimits = _DEFAULT_LIMITS
-) -> Any:
+def build_scheduler(arm: ReplayArm, blocks: int, *, is_async: bool, limits: EngineLimits) -> Any:
     """The scheduler of an arm.
 
     Args:
@@ -96,7 +94,7 @@ def build_scheduler(
 
     Raises:
         ConfigError: a setting of the arm is unknown or wrong.
-        BenchError: its offload tier cannot be.
+        BenchError: vLLM is patched in this process already.
     """
     config = copy.copy(_vllm_config(is_async, limits))
     # Load-bearing: one block is the null block, which holds no tokens.

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from meridian_patch.replay.types import StepWork
@@ -42,11 +42,10 @@ class StepLog:
         preemptions: requests preempted so far.
     """
 
-    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, scheduler: Any) -> None:
         self.steps: list[tuple[StepWork, float]] = []
         self.preemptions = 0
         self._scheduler = scheduler
-        self._clock = clock
         self._in_flight: deque[tuple[float, StepWork]] = deque()
         self._busy_since: float | None = None
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
@@ -58,7 +57,7 @@ class StepLog:
         self.steps, self.preemptions, self._busy_since = [], 0, None
 
     def _logged_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        begin = self._clock()
+        begin = time.perf_counter()
         output = self._schedule(*args, **kwargs)
         self.preemptions += len(output.preempted_req_ids or ())
         if output.num_scheduled_tokens:
@@ -69,7 +68,7 @@ class StepLog:
     def _logged_update(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._update(output, *args, **kwargs)
         if output.num_scheduled_tokens:
-            end = self._clock()
+            end = time.perf_counter()
             begin, work = self._in_flight.popleft()
             start = begin if self._busy_since is None else self._busy_since
             self.steps.append((work, end - start))

@@ -17,14 +17,12 @@ class ReplayArm:
         settings: ``MERIDIAN_PATCH_SET_*`` names and values. The process environment is not read.
         offload_gb_per_s: 10^9 bytes per second, each way, to a host memory that keeps all KV;
             None: no such tier.
-        offload_tokens: what that host memory holds; None: everything.
     """
 
     name: str
     is_patched: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     offload_gb_per_s: float | None = None
-    offload_tokens: int | None = None
 
 
 @dataclass(frozen=True)

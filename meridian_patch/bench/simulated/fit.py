@@ -12,7 +12,6 @@ from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import StepWork
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 FEWEST_STEPS = 100
 # Huber's constant: 95 % as good as least squares where the noise is normal.

@@ -136,14 +136,14 @@ def _row(record: ReplayRecord, alone: AloneTimes) -> tuple[float, ...]:
     )
 
 
-def reading_quality(stamps: Sequence[float], pace_s: float = READING_S_PER_TOKEN) -> float:
+def reading_quality(stamps: Sequence[float]) -> float:
     """Andes' QoE of one answer: tokens read over tokens ideally read, integrated over time.
 
-    The ideal reader starts with the first answer token and reads one per ``pace_s``. The real
-    reader has the same pace and waits for each token. Both integrals end when the real reader has
-    read the last token. The QoE is 1 if the reader never waits.
+    The ideal reader starts with the first answer token and reads one per ``READING_S_PER_TOKEN``.
+    The real reader has the same pace and waits for each token. Both integrals end when the real
+    reader has read the last token. The QoE is 1 if the reader never waits.
     """
-    due = pace_s * np.arange(len(stamps))
+    due = READING_S_PER_TOKEN * np.arange(len(stamps))
     # Each late token delays all tokens after it: the reader does not catch up.
     read = due + np.maximum.accumulate(np.asarray(stamps) - stamps[0] - due)
     ideal = float(np.sum(read[-1] - due))
