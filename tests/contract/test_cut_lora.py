@@ -11,12 +11,8 @@ from scheduler_driver import (
     make_prompt,
     sliding_window,
 )
+from stub_connector import StubConnector
 from tier_driver import driver_for, pool_of, preempt, step_until
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
 from vllm.lora.request import LoRARequest
 
 from meridian_patch.phase.tracker import Phase
@@ -93,41 +89,6 @@ def test_an_answer_that_waits_ends_the_cut(cut):
     assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
 
 
-class Frees(KVConnectorBase_V1, SupportsHMA):
-    """A connector that holds nothing and is always about to free some blocks."""
-
-    requires_kv_delivery = False
-    supports_divergent_local_hybrid_hits = False
-    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = None
-
-    def __init__(self):
-        pass
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 0, False
-
-    def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        pass
-
-    def build_connector_meta(self, scheduler_output):
-        return KVConnectorMetadata()
-
-    def has_pending_block_frees(self):
-        return True
-
-    def request_finished_all_groups(self, request, block_ids):
-        return False, None
-
-    def has_pending_push_work(self):
-        return False
-
-    def get_kv_connector_stats(self):
-        return None
-
-    def take_events(self):
-        return ()
-
-
 @pytest.mark.parametrize(
     ("groups", "num_free"),
     [((), 6), ((full_attention(), sliding_window(512, 8)), 30)],
@@ -142,7 +103,7 @@ def test_no_other_adapter_comes_in_while_one_gets_no_block(
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US", "10000000")
     driver = driver_for(demo_model, blocks=600, groups=groups, **LORA)
     scheduler, pool = driver.scheduler, pool_of(driver)
-    scheduler.connector = Frees()
+    scheduler.connector = StubConnector(frees_blocks=True)
     scheduler.scheduler_reserve_full_isl = False
     add(driver, "long", 1, 30 * BLOCK_SIZE, think=300)
     driver.step()

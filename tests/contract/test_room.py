@@ -1,7 +1,6 @@
 """For which waiting requests room is made, on vLLM's real scheduler with a full KV pool."""
 
 import random
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,8 @@ from scheduler_driver import (
     make_prompt,
     sliding_window,
 )
+from stub_connector import StubConnector
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-)
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
@@ -180,34 +176,11 @@ def test_room_is_made_once_for_a_newcomer_that_is_not_admitted(demo_model, is_as
     assert driver.deliveries["new"]
 
 
-class Undecided(KVConnectorBase_V1):
-    """A KV connector that has nothing, and knows it of each request once it was asked five times.
-
-    Attributes:
-        asked: how often, by request.
-    """
-
-    def __init__(self):
-        self.asked = Counter()
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.asked[request.request_id] += 1
-        return (None if self.asked[request.request_id] <= 5 else 0), False
-
-    def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        pass
-
-    def build_connector_meta(self, scheduler_output):
-        return KVConnectorMetadata()
-
-    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = None
-
-
 @SYNC_AND_ASYNC
 def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(demo_model, is_async):
     """vLLM skips it until then, and the displaced one would come back in its place."""
     driver = full_pool(demo_model, is_async=is_async)
-    driver.scheduler.connector = connector = Undecided()
+    driver.scheduler.connector = connector = StubConnector(undecided_times=5)
     driver.add(newcomer(BLOCKS - 22))
     new = driver.scheduler.requests["new"]
     while not displaced(driver):
@@ -222,7 +195,7 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     assert refusals._last is None
 
 
-class Loading(Undecided):
+class Loading(StubConnector):
     """A KV connector that loads most of one prompt, and never ends."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -485,7 +458,7 @@ def test_room_is_made_beside_an_adapter_and_a_connector(demo_model, adapters):
     """Few blocks are free, but enough for the next step of all that run."""
     driver = full_pool(demo_model)
     scheduler = driver.scheduler
-    scheduler.connector = Undecided()
+    scheduler.connector = StubConnector(undecided_times=5)
     scheduler.lora_config = SimpleNamespace(max_loras=4)
     if adapters:
         scheduler.requests["other"].lora_request = LoRARequest("one", 1, "one")
