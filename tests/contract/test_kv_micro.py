@@ -24,12 +24,12 @@ def test_all_arms_do_the_same_work_each_with_its_own_queue():
         seconds = dict(micro.round())
     assert set(seconds) == {kv_micro.STOCK, kv_micro.PLAIN, kv_micro.THINKING}
     assert all(min(each.values()) > 0 for each in seconds.values())
-    queues = {name: m.block_pool.free_block_queue for name, m in micro._managers.items()}
+    queues = {name: m.block_pool.free_block_queue for name, m in micro.managers.items()}
     assert not isinstance(queues[kv_micro.STOCK], TieredFreeQueue)
     assert Tier.THINK_COMPLETE in queues[kv_micro.THINKING].drain_evictions()
     assert set(queues[kv_micro.PLAIN].drain_evictions()) == {Tier.OUTPUT_CRITICAL}
     for name in (kv_micro.PLAIN, kv_micro.THINKING):
-        assert find_faults(micro._managers[name].block_pool) == []
+        assert find_faults(micro.managers[name].block_pool) == []
 
 
 def test_the_command_writes_its_figures(tmp_path, capsys):

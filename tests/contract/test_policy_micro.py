@@ -22,7 +22,7 @@ def test_all_arms_do_the_same_work_and_stay_full():
             assert all({SCHEDULE, UPDATE} < set(calls) for calls in seconds.values())
             own = [(seconds[arm][OWN[call]], seconds[arm][call]) for arm in ARMS for call in OWN]
             assert all(0 < part < whole for part, whole in own)
-    lanes = {lane.name: lane.engine for lane in micro._lanes}
+    lanes = {lane.name: lane.engine for lane in micro.lanes}
     assert micro.preemptions == 0
     assert len({engine.totals.steps for engine in lanes.values()}) == 1
     orders = {}

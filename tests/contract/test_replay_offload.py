@@ -46,7 +46,7 @@ class Watched(ReplayEngine):
 
     def add(self, request, arrival_s):
         super().add(request, arrival_s)
-        self.upstream[request.request_id] = self._live[request.request_id][0]
+        self.upstream[request.request_id] = self.scheduler.requests[request.request_id]
 
     def step(self):
         work = super().step()

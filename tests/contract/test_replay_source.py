@@ -78,8 +78,8 @@ def test_every_workload_plays(workload):
     longest = max(len(r.request.prompt) + len(r.request.output) for r in records.values())
     bound = max(session_bounds(trace, history))
     assert longest <= bound
-    assert not source._turns
-    assert not source._places
+    assert not source.turns
+    assert not source.live
 
 
 @pytest.mark.parametrize("workload", [name for name in WORKLOADS if name.startswith("s-turns")])
@@ -167,7 +167,7 @@ def test_tokens_depend_on_id_and_seed():
     def prompts(seed):
         source = TraceSource([*SESSION, SINGLE], template, seed=seed)
         arrivals = dict(source.start())
-        assert not source._turns
+        assert not source.turns
         return {time: request.prompt for time, request in arrivals.items()}
 
     assert prompts(1) == prompts(1)

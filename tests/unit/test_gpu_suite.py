@@ -149,7 +149,7 @@ def test_report(context: Context) -> None:
 
 def test_shares_add_up() -> None:
     assert sum(part.share for part in command.PARTS) == pytest.approx(1)
-    chosen = command._chosen("served,kernel-bench")
+    chosen = command.choose_parts("served,kernel-bench")
     assert [part.name for part in chosen] == ["kernel-bench", "served"]
     assert sum(part.share for part in chosen) == pytest.approx(1)
 
@@ -223,18 +223,18 @@ def test_lag_is_read_from_the_trace(tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert served._lags(trace) == [3.0, 1.0]
-    assert served._lags(tmp_path / "none") == []
+    assert served.close_lags(trace) == [3.0, 1.0]
+    assert served.close_lags(tmp_path / "none") == []
 
 
 def test_a_synchronisation_in_the_log_is_a_failure(tmp_path: Path) -> None:
     """Our code catches its own errors: the server serves on, and the log alone tells."""
     log = tmp_path / "server.log"
     log.write_text("INFO all is well\n")
-    served._check_log(log)
+    served.check_log(log)
     log.write_text("RuntimeError: GPU<->CPU sync detected - avoid it\nINFO served\n")
     with pytest.raises(BenchError, match="1 synchronisations, the first: RuntimeError"):
-        served._check_log(log)
+        served.check_log(log)
 
 
 def test_ratios_of_a_comparison(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_ratios_of_a_comparison(tmp_path: Path) -> None:
     over = {"patched": {"tokens_per_s": {"by_seed": {"31": 1.1, "32": 0.9}}}}
     path.write_text(json.dumps({"arms": {"stock": {"by_seed": seeds}}, "over_stock": over}))
     record = Record("served", "", 1.0)
-    served._read_comparison(path, record)
+    served.read_comparison(path, record)
     found = {figure.name: figure.spread.median for figure in record.figures}
     assert found == {"tokens_per_s, stock": 110.0, "tokens_per_s, patched over stock": 1.0}
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace, command: str) -> int:
     minutes = read_positive("--minutes", args.minutes)
-    parts = _chosen(args.parts)
+    parts = choose_parts(args.parts)
     console = Console()
     date = datetime.now().astimezone()
     folder: Path = args.out or Path("out/gpu-suite") / date.strftime("%Y-%m-%d-%H%M%S")
@@ -128,7 +128,8 @@ def _context(
     )
 
 
-def _chosen(names: str | None) -> list[Part]:
+def choose_parts(names: str | None) -> list[Part]:
+    """The parts of these names, in their order, with shares that add up to 1; None: all."""
     known = {part.name: part for part in PARTS}
     if names is None:
         return list(PARTS)

@@ -94,7 +94,7 @@ def _serve_checked(
         client.play(_with_runaways(context, client), records, server.check_alive)
         found = read_counters(client.metrics_text())
     _check_requests(records, log)
-    _check_log(log)
+    check_log(log)
     return found
 
 
@@ -129,11 +129,11 @@ def run_close_lag(context: Context, record: Record, remaining_s: Callable[[], fl
         alone: list[RequestRecord] = []
         for request in requests[: len(requests) // 2]:
             client.play([request], alone, server.check_alive)
-        num_alone = len(_lags(trace))
+        num_alone = len(close_lags(trace))
         together: list[RequestRecord] = []
         client.play(requests, together, server.check_alive)
     _check_requests([*alone, *together], log)
-    lags = _lags(trace)
+    lags = close_lags(trace)
     record.add("tokens from a due close to the thought's end, one request", "", lags[:num_alone])
     record.add("tokens from a due close to the thought's end, batch", "", lags[num_alone:])
     if not lags:
@@ -173,7 +173,7 @@ def run_comparison_part(context: Context, record: Record, remaining_s: Callable[
             command=context.command,
         )
         code = run_comparison(comparison, console)
-    _read_comparison(folder / DATA_NAME, record)
+    read_comparison(folder / DATA_NAME, record)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code:
@@ -198,7 +198,7 @@ def _load_of(
     return mix, list(range(_SEED, _SEED + number))
 
 
-def _read_comparison(path: Path, record: Record) -> None:
+def read_comparison(path: Path, record: Record) -> None:
     """Figures of each arm, and ratios to stock with their spread over traces."""
     if not path.is_file():
         return
@@ -276,7 +276,7 @@ def _with_runaways(context: Context, client: Client) -> list[TraceRequest]:
 def _check_requests(records: Sequence[RequestRecord], log: Path) -> None:
     failures = describe_failures(records)
     if failures is not None:
-        _check_log(log)
+        check_log(log)
         raise BenchError(f"{failures}; see {log}")
     for record in records:
         if record.request.id.endswith("-runaway") and record.finish_reason != "length":
@@ -286,14 +286,14 @@ def _check_requests(records: Sequence[RequestRecord], log: Path) -> None:
             )
 
 
-def _check_log(log: Path) -> None:
+def check_log(log: Path) -> None:
     """Raise BenchError for a synchronisation: our guard catches it, so the server goes on."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if SYNC_WORDS in line]
     if lines:
         raise BenchError(f"{len(lines)} synchronisations, the first: {lines[0]}; see {log}")
 
 
-def _lags(trace: Path) -> list[float]:
+def close_lags(trace: Path) -> list[float]:
     """Tokens from where closes were due to where their thoughts ended, in the order ended."""
     lines = trace.read_text().splitlines() if trace.is_file() else []
     ends = [event for event in map(json.loads, lines) if event["event"] == "end"]

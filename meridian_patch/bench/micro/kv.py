@@ -85,6 +85,9 @@ class KVMicro:
     Args:
         in_order: requests finish and hit in the order they came, not in a random one. The heap is
             then laid out in stock's order of eviction, which no server's is.
+
+    Attributes:
+        managers: by side.
     """
 
     def __init__(self, *, in_order: bool = False) -> None:
@@ -99,14 +102,14 @@ class KVMicro:
         # Where the patches are live the name holds our class.
         stock = next(c for c in KVCacheManager.__mro__ if c.__module__.startswith("vllm."))
         ours = build_phase_kv_cache_manager(stock)
-        self._managers = {name: _build(ours) for name in (PLAIN, THINKING)}
-        self._managers[STOCK] = _build(stock)
+        self.managers = {name: _build(ours) for name in (PLAIN, THINKING)}
+        self.managers[STOCK] = _build(stock)
 
     def round(self) -> Iterator[tuple[str, Seconds]]:
         """Per side, seconds per request of allocate, free, hit and grow, and their sum."""
         self._sets[:2] = reversed(self._sets[:2])
         orders = [self._reorder(self._sets[0]) for _ in range(3)]
-        for name, manager in self._managers.items():
+        for name, manager in self.managers.items():
             yield name, self._cycle(manager, orders, THOUGHT if name == THINKING else None)
 
     def _reorder(self, requests: list[Request]) -> list[Request]:

@@ -32,6 +32,9 @@ class PolicyMicro:
         running: requests that run, which is also the most that may.
         waiting: requests that wait behind them.
         draw: the next request of an arm, by its number; the same for every arm.
+
+    Attributes:
+        lanes: one per arm; they take turns in being first.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class PolicyMicro:
             owner = next(cls for cls in AsyncScheduler.__mro__ if call in vars(cls))
             self._originals.append((owner, call, getattr(owner, call)))
             time_calls(owner, call, partial(_add, upstream, call))
-        self._lanes = [_Lane(arm, running, draw, upstream) for arm in arms]
-        for lane in self._lanes:
+        self.lanes = [_Lane(arm, running, draw, upstream) for arm in arms]
+        for lane in self.lanes:
             lane.add(running + waiting)
 
     def close(self) -> None:
@@ -60,11 +63,11 @@ class PolicyMicro:
     @property
     def preemptions(self) -> int:
         """Preemptions so far, all arms together; the arms are comparable while there are none."""
-        return sum(lane.engine.totals.preemptions for lane in self._lanes)
+        return sum(lane.engine.totals.preemptions for lane in self.lanes)
 
     def settle(self) -> None:
         """Run until prompts are prefilled and the mix of requests is steady."""
-        while any(lane.is_prefilling for lane in self._lanes):
+        while any(lane.is_prefilling for lane in self.lanes):
             list(self.step())
         for _ in range(SETTLING_STEPS):
             list(self.step())
@@ -72,8 +75,8 @@ class PolicyMicro:
     def step(self) -> Iterator[tuple[str, Seconds]]:
         """One step of every arm; per arm, the CPU seconds of each call, and of its own part."""
         # Each arm is first in turn: the first one finds cold caches.
-        self._lanes.append(self._lanes.pop(0))
-        for lane in self._lanes:
+        self.lanes.append(self.lanes.pop(0))
+        for lane in self.lanes:
             yield lane.name, lane.step()
 
 

@@ -44,6 +44,10 @@ class TraceSource:
             Qwen3's template.
         seed: of the token ids.
 
+    Attributes:
+        live: session and turn of each live request.
+        turns: the turns so far of each live session, whose token ids later prompts repeat.
+
     Raises:
         BenchError: a request is longer than the replayed model's context, or it thinks under
             ``plain``.
@@ -61,10 +65,8 @@ class TraceSource:
         self._seed = seed
         self._sessions = _by_session(trace)
         self._check()
-        # Session and turn of each live request.
-        self._places: dict[str, tuple[str, int]] = {}
-        # The turns so far of each live session.
-        self._turns: dict[str, list[_Turn]] = {}
+        self.live: dict[str, tuple[str, int]] = {}
+        self.turns: dict[str, list[_Turn]] = {}
 
     def start(self) -> Iterator[Arrival]:
         """The first request of each session, and all single requests."""
@@ -73,12 +75,12 @@ class TraceSource:
 
     def follow(self, record: ReplayRecord) -> Iterator[Arrival]:
         """The next turn, ``pause_s`` after the last token of the finished one."""
-        session, turn = self._places.pop(record.request.request_id)
+        session, turn = self.live.pop(record.request.request_id)
         requests = self._sessions[session]
         if turn + 1 < len(requests):
             yield record.token_s[-1] + requests[turn + 1].pause_s, self._request(session, turn + 1)
         else:
-            del self._turns[session]
+            del self.turns[session]
 
     def _check(self) -> None:
         for requests in self._sessions.values():
@@ -96,7 +98,7 @@ class TraceSource:
 
     def _request(self, session: str, turn: int) -> ReplayRequest:
         request = self._sessions[session][turn]
-        self._places[request.id] = session, turn
+        self.live[request.id] = session, turn
         return _LazyRequest(
             request.id,
             # The marker that ends the thought is not part of the answer.
@@ -107,7 +109,7 @@ class TraceSource:
     def _build(self, session: str, turn: int) -> tuple[list[int], list[int]]:
         """Prompt and output of a request, as the chat template renders them."""
         requests, template = self._sessions[session], self._template
-        turns = self._turns.setdefault(session, [])
+        turns = self.turns.setdefault(session, [])
         turns.append(self._draw_turn(requests, turn))
         *earlier, now = turns
         system = f"system {requests[0].system}"
