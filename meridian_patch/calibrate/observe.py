@@ -27,7 +27,7 @@ from meridian_patch.calibrate.stops import (
     reached,
     rpdi_close_points,
 )
-from meridian_patch.calibrate.thresholds import EAT, RPDI, Kind
+from meridian_patch.calibrate.thresholds import EAT, RPDI, StrategyKind
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.lag import Lag
@@ -61,7 +61,7 @@ class Subject:
     boundaries: Boundaries
     breaks: Breaks
     config: ExitConfig
-    thresholds: Mapping[Kind, Sequence[float]]
+    thresholds: Mapping[StrategyKind, Sequence[float]]
     max_tokens: int | None
     max_answer_tokens: int
     decode: Callable[[list[int]], str]
@@ -153,7 +153,7 @@ class Observer:
             )
         return naturals
 
-    def records(self, naturals: Sequence[Natural]) -> dict[Kind, list[Record]]:
+    def records(self, naturals: Sequence[Natural]) -> dict[StrategyKind, list[Record]]:
         """Passes 2 and 3: what each strategy does to each problem, in the problems' order."""
         points = {kind: self._close_points(kind, naturals) for kind in self._subject.thresholds}
         self._answer_early(naturals, list(points.values()))
@@ -218,7 +218,9 @@ class Observer:
             chain.answer is not None and self._is_right(problem, answer),
         )
 
-    def _close_points(self, kind: Kind, naturals: Sequence[Natural]) -> list[list[ClosePoint]]:
+    def _close_points(
+        self, kind: StrategyKind, naturals: Sequence[Natural]
+    ) -> list[list[ClosePoint]]:
         """Of each problem, the points that some threshold reaches first."""
         config, breaks = self._subject.config, self._subject.breaks
         thresholds = self._subject.thresholds[kind]

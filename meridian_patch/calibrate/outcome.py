@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meridian_patch.calibrate.observe import EarlyAnswer, Natural
-from meridian_patch.calibrate.thresholds import Kind
+from meridian_patch.calibrate.thresholds import StrategyKind
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.calibration import Calibration, Point, calibrate
 from meridian_patch.exit.records import Record, endings
@@ -25,7 +25,7 @@ class Goal(NamedTuple):
 
     epsilon: float
     confidence: float
-    thresholds: Mapping[Kind, Sequence[float]]
+    thresholds: Mapping[StrategyKind, Sequence[float]]
 
     @property
     def tolerance(self) -> float:
@@ -65,7 +65,7 @@ class StrategyOutcome(NamedTuple):
         mean_answer_tokens: per problem at the chosen point; None without one.
     """
 
-    kind: Kind
+    kind: StrategyKind
     calibration: Calibration
     bands: Sequence[Bands]
     mean_think_tokens: Sequence[float]
@@ -91,7 +91,7 @@ def check_naturals(naturals: Sequence[Natural], goal: Goal) -> None:
 
 def decide(
     naturals: Sequence[Natural],
-    records: Mapping[Kind, Sequence[Record]],
+    records: Mapping[StrategyKind, Sequence[Record]],
     early_answers: Mapping[tuple[str, int], EarlyAnswer],
     goal: Goal,
 ) -> list[StrategyOutcome]:
@@ -123,7 +123,7 @@ def mean_natural_answer_tokens(naturals: Sequence[Natural]) -> float:
 
 
 def _calibrate(
-    kind: Kind, records: Sequence[Record], thresholds: Sequence[float], goal: Goal
+    kind: StrategyKind, records: Sequence[Record], thresholds: Sequence[float], goal: Goal
 ) -> Calibration:
     return calibrate(
         records,

@@ -19,7 +19,7 @@ from meridian_patch.calibrate.outcome import Goal, check_naturals, decide
 from meridian_patch.calibrate.problems import Problem
 from meridian_patch.calibrate.profile import model_identity, render_profile
 from meridian_patch.calibrate.report import PAGE, PROFILE, RESULT, verdict, write_report
-from meridian_patch.calibrate.settings import Request
+from meridian_patch.calibrate.settings import CalibrationRequest
 from meridian_patch.calibrate.thresholds import EAT
 from meridian_patch.config.families import exit_config
 from meridian_patch.engine.boundaries import describe_unknown
@@ -32,7 +32,7 @@ from meridian_patch.phase.boundaries import Boundaries
 _LOG = "engine.log"
 
 
-def calibrate_model(request: Request) -> int:
+def calibrate_model(request: CalibrationRequest) -> int:
     """Run or resume a calibration, write its report and profile, and print them; returns 0.
 
     An earlier report, result and profile are deleted first. Where no threshold meets the goal, the
@@ -77,7 +77,7 @@ def calibrate_model(request: Request) -> int:
     return 0
 
 
-def _subject(request: Request, found: ModelDirectory) -> Subject:
+def _subject(request: CalibrationRequest, found: ModelDirectory) -> Subject:
     if found.resolution is None:
         reason = describe_unknown(str(request.model), found.identity)
         raise CalibrationError(
@@ -105,7 +105,7 @@ def _subject(request: Request, found: ModelDirectory) -> Subject:
     )
 
 
-def _prompt(request: Request, found: ModelDirectory, problem: Problem) -> list[int]:
+def _prompt(request: CalibrationRequest, found: ModelDirectory, problem: Problem) -> list[int]:
     try:
         # As text first: newer tokenizers return more than ids when asked for ids.
         text = found.tokenizer.apply_chat_template(
@@ -119,7 +119,9 @@ def _prompt(request: Request, found: ModelDirectory, problem: Problem) -> list[i
     return found.vocabulary.encode(text)
 
 
-def _settings(request: Request, boundaries: Boundaries, identity: dict[str, Any]) -> dict[str, Any]:
+def _settings(
+    request: CalibrationRequest, boundaries: Boundaries, identity: dict[str, Any]
+) -> dict[str, Any]:
     """What replies depend on, beside their prompt."""
     return {
         "model": identity,
@@ -133,7 +135,7 @@ def _settings(request: Request, boundaries: Boundaries, identity: dict[str, Any]
 
 
 def _origin(
-    request: Request, identity: dict[str, Any], naturals: Sequence[Natural], lag: Lag
+    request: CalibrationRequest, identity: dict[str, Any], naturals: Sequence[Natural], lag: Lag
 ) -> dict[str, Any]:
     return {
         "model": identity,

@@ -10,7 +10,13 @@ from meridian_patch import envs
 from meridian_patch.bench.options import read_whole
 from meridian_patch.calibrate.graders import Grader, make_grader
 from meridian_patch.calibrate.problems import ProblemFile, read_problems
-from meridian_patch.calibrate.thresholds import KINDS, Kind, read_kinds, read_share, read_thresholds
+from meridian_patch.calibrate.thresholds import (
+    KINDS,
+    StrategyKind,
+    read_kinds,
+    read_share,
+    read_thresholds,
+)
 from meridian_patch.config.load import load_config
 from meridian_patch.config.yaml_file import parse_value
 from meridian_patch.errors import CalibrationError
@@ -22,7 +28,7 @@ _ENGINE = {"seed": 0}
 
 
 @dataclass(frozen=True)
-class Request:
+class CalibrationRequest:
     """What was asked for, checked as far as can be without the model.
 
     Attributes:
@@ -39,7 +45,7 @@ class Request:
     grader: Grader
     epsilon: float
     confidence: float
-    thresholds: dict[Kind, Sequence[float]]
+    thresholds: dict[StrategyKind, Sequence[float]]
     sampling: dict[str, Any]
     max_tokens: int | None
     max_answer_tokens: int
@@ -55,7 +61,7 @@ class Request:
         return self.out / _JOURNAL
 
 
-def read_request(parsed: argparse.Namespace) -> Request:
+def read_request(parsed: argparse.Namespace) -> CalibrationRequest:
     """Check everything that can be checked without the model.
 
     Raises:
@@ -73,7 +79,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
     if parsed.temperature is not None:
         sampling["temperature"] = _temperature(parsed.temperature)
     max_tokens = parsed.max_tokens
-    return Request(
+    return CalibrationRequest(
         model=Path(parsed.model),
         data=data,
         grader=grader,
@@ -91,7 +97,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
     )
 
 
-def _kinds(parsed: argparse.Namespace) -> list[Kind]:
+def _kinds(parsed: argparse.Namespace) -> list[StrategyKind]:
     if parsed.strategies is not None:
         return read_kinds(parsed.strategies)
     config = load_config(envs.environment()).config.exit

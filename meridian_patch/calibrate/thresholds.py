@@ -8,7 +8,7 @@ from meridian_patch.errors import CalibrationError
 
 
 @dataclass(frozen=True)
-class Kind:
+class StrategyKind:
     """A strategy with a threshold.
 
     Attributes:
@@ -32,22 +32,22 @@ class Kind:
 
 
 # From what no thought reaches to what every thought does, in nats squared.
-EAT = Kind(
+EAT = StrategyKind(
     *("eat", "eat_delta", "--eat-deltas", "delta"),
     fires_below=True,
     above=0.0,
     thresholds=tuple(2.0 ** (power / 2) for power in range(-40, 7)),
 )
-RPDI = Kind(
+RPDI = StrategyKind(
     *("rpdi", "rpdi_lambda", "--rpdi-lambdas", "lambda"),
     fires_below=False,
     above=1.0,
     thresholds=tuple(tenths / 10 for tenths in range(40, 10, -1)),
 )
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (EAT, RPDI)}
+KINDS: Mapping[str, StrategyKind] = {kind.name: kind for kind in (EAT, RPDI)}
 
 
-def read_kinds(text: str) -> list[Kind]:
+def read_kinds(text: str) -> list[StrategyKind]:
     """Strategies such as ``eat,rpdi``, each once."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
@@ -58,7 +58,7 @@ def read_kinds(text: str) -> list[Kind]:
     return [KINDS[name] for name in names]
 
 
-def read_thresholds(kind: Kind, text: str | None) -> Sequence[float]:
+def read_thresholds(kind: StrategyKind, text: str | None) -> Sequence[float]:
     """Thresholds such as ``1e-4,1e-3``; without a text the fixed ones.
 
     Raises:
@@ -69,7 +69,7 @@ def read_thresholds(kind: Kind, text: str | None) -> Sequence[float]:
     return [_read(kind, part) for part in text.split(",")]
 
 
-def _read(kind: Kind, text: str) -> float:
+def _read(kind: StrategyKind, text: str) -> float:
     try:
         value = float(text)
     except ValueError:

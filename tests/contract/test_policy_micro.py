@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from meridian_patch import cli
-from meridian_patch.bench.micro.policy import ARMS, STOCK, Load
+from meridian_patch.bench.micro.policy import ARMS, STOCK, ChatLoad
 from meridian_patch.bench.micro.scheduler_times import OWN, SCHEDULE, UPDATE, PolicyMicro
 from meridian_patch.replay.types import ReplayArm
 
@@ -14,7 +14,7 @@ from meridian_patch.replay.types import ReplayArm
 def test_all_arms_do_the_same_work_and_stay_full():
     """The same tokens in every step, as many requests as asked for, and answers first in ours."""
     arms = [ReplayArm(STOCK), *(ReplayArm(name, True, values) for name, values in ARMS.items())]
-    with closing(PolicyMicro(arms, running=12, waiting=5, draw=Load(12, seed=1).draw)) as micro:
+    with closing(PolicyMicro(arms, running=12, waiting=5, draw=ChatLoad(12, seed=1).draw)) as micro:
         micro.settle()
         for _ in range(300):
             seconds = dict(micro.step())

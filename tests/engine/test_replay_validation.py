@@ -7,7 +7,12 @@ import sys
 import pytest
 from run_engine import clean_environment
 
-from meridian_patch.bench.simulated.validate import FIGURES, PREEMPTIONS, Comparison, mean_errors
+from meridian_patch.bench.simulated.validate import (
+    FIGURES,
+    PREEMPTIONS,
+    ReplayComparison,
+    mean_errors,
+)
 from meridian_patch.bench.simulated.validate import repeat_spread as spread_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -70,7 +75,7 @@ def test_every_figure_says_how_it_was_obtained(report):
 
 def comparison(seed, number, engine, replay):
     values = [dict.fromkeys(FIGURES, value) for value in (engine, replay)]
-    return Comparison("stock", seed, number, *values, 1.0, 1.0, 1.0)
+    return ReplayComparison("stock", seed, number, *values, 1.0, 1.0, 1.0)
 
 
 def test_errors_are_of_medians_over_rounds_and_means_over_seeds():

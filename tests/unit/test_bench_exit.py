@@ -2,10 +2,10 @@
 
 import pytest
 
-from meridian_patch.bench.exit.arms import CAP, Arm, budget, cap, eat, natural, plan_stages
+from meridian_patch.bench.exit.arms import CAP, ExitArm, budget, cap, eat, natural, plan_stages
 from meridian_patch.bench.exit.checks import ThinkTokens, find_violations
 from meridian_patch.bench.exit.figures import all_figures, best_fixed
-from meridian_patch.bench.exit.run import ArmRun, Result
+from meridian_patch.bench.exit.run import ExitArmRun, Result
 from meridian_patch.cli import main
 
 MARKERS = ThinkTokens(start=256, end=257)
@@ -57,8 +57,8 @@ def test_a_broken_rule_without_a_close_is_not_ours():
     assert not found.is_ours
 
 
-def arm_run(arm: Arm, results, stage="exits", **totals):
-    return ArmRun(stage, arm, [Result(*each) for each in results], totals, [], 1.0)
+def arm_run(arm: ExitArm, results, stage="exits", **totals):
+    return ExitArmRun(stage, arm, [Result(*each) for each in results], totals, [], 1.0)
 
 
 NATURAL = arm_run(natural(), [(100, True, ""), (300, True, ""), (100, False, "")] * 100)

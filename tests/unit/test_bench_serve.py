@@ -16,7 +16,7 @@ from rich.console import Console
 
 from meridian_patch import cli
 from meridian_patch.bench.served import load
-from meridian_patch.bench.served.arms import Arm, arm_environment, read_arms
+from meridian_patch.bench.served.arms import ServedArm, arm_environment, read_arms
 from meridian_patch.bench.served.capacity import completed_per_s
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.command import add_serve
@@ -39,7 +39,7 @@ from meridian_patch.bench.served.summary import (
 )
 from meridian_patch.bench.served.workload import (
     Mix,
-    TraceRequest,
+    ServedRequest,
     Turns,
     conversations,
     make_conversations,
@@ -213,10 +213,10 @@ def test_extra_fields_of_a_trace(tmp_path):
     """Further fields of the chat request stand in the trace; what the client decides must not."""
     path = tmp_path / "trace.jsonl"
     message = ({"role": "user", "content": "q?"},)
-    trace = [TraceRequest("a", 0.0, message, "", 9, {"thinking_token_budget": 4})]
+    trace = [ServedRequest("a", 0.0, message, "", 9, {"thinking_token_budget": 4})]
     write_trace(path, trace)
     assert read_trace(path) == trace
-    write_trace(path, [TraceRequest("a", 0.0, message, "", 9, {"stream": False})])
+    write_trace(path, [ServedRequest("a", 0.0, message, "", 9, {"stream": False})])
     with pytest.raises(BenchError, match="line 1: field extra is"):
         read_trace(path)
 
@@ -261,9 +261,9 @@ def address():
     thread.join()
 
 
-def requests(*questions: str, gap_s: float = 0.02) -> list[TraceRequest]:
+def requests(*questions: str, gap_s: float = 0.02) -> list[ServedRequest]:
     return [
-        TraceRequest(
+        ServedRequest(
             str(n), n * gap_s, ({"role": "user", "content": question},), "", 9, {"top_k": n}
         )
         for n, question in enumerate(questions)
@@ -288,9 +288,9 @@ def test_processes_share_a_trace(address):
     assert sorted(body["top_k"] for body in Streams.seen) == list(range(9))
 
 
-def turns_of(*questions: str) -> list[TraceRequest]:
+def turns_of(*questions: str) -> list[ServedRequest]:
     """One conversation, without pauses."""
-    trace: list[TraceRequest] = []
+    trace: list[ServedRequest] = []
     for request in requests(*questions, gap_s=0.0):
         follows = trace[-1].id if trace else ""
         trace.append(replace(request, follows=follows))
@@ -388,7 +388,7 @@ def test_ratio_needs_both_arms_and_pairs_by_seed():
 
 def whole_run(name: str, ttfat_s: float, *, is_complete: bool = True) -> ArmRun:
     """One request that thinks for one token and answers with two."""
-    request = TraceRequest("a", 0.0, (), "", 9)
+    request = ServedRequest("a", 0.0, (), "", 9)
     record = RequestRecord(
         request, 0.0, [9, 1, 2], [0.1, ttfat_s, ttfat_s + 0.1], finish_reason="stop"
     )
@@ -416,5 +416,5 @@ def test_arms_with_equal_names_cannot_hide():
     with pytest.raises(BenchError, match="arm 'noop' is named twice"):
         read_arms("noop", ["noop:kv.tiers=false"], {})
     assert read_arms("", ["own:kv.tiers=false"], {}) == [
-        Arm("own", {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_KV__TIERS": "false"})
+        ServedArm("own", {"MERIDIAN_PATCH": "1", "MERIDIAN_PATCH_SET_KV__TIERS": "false"})
     ]

@@ -14,7 +14,7 @@ _ENFORCE = {"meridian_exit": "enforce"}
 
 
 @dataclass(frozen=True)
-class Arm:
+class ExitArm:
     """One way to end thoughts.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stage:
     """
 
     name: str
-    arms: Sequence[Arm]
+    arms: Sequence[ExitArm]
     problems: str = "main"
     engine: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -56,24 +56,26 @@ class Stage:
     needs_budget: bool = False
 
 
-def natural() -> Arm:
+def natural() -> ExitArm:
     """No thought is ended early."""
-    return Arm(NATURAL, NATURAL, {"extra_args": _OFF})
+    return ExitArm(NATURAL, NATURAL, {"extra_args": _OFF})
 
 
-def eat() -> Arm:
+def eat() -> ExitArm:
     """EAT, with the profile's thresholds."""
-    return Arm(EAT, EAT, {"extra_args": _ENFORCE})
+    return ExitArm(EAT, EAT, {"extra_args": _ENFORCE})
 
 
-def eat_rpdi(threshold: float) -> Arm:
+def eat_rpdi(threshold: float) -> ExitArm:
     """The same with RPDI beside EAT."""
-    return Arm(EAT_RPDI, EAT_RPDI, {"extra_args": _ENFORCE | {"meridian_rpdi_lambda": threshold}})
+    return ExitArm(
+        EAT_RPDI, EAT_RPDI, {"extra_args": _ENFORCE | {"meridian_rpdi_lambda": threshold}}
+    )
 
 
-def cap(tokens: int) -> Arm:
+def cap(tokens: int) -> ExitArm:
     """Our own fixed budget of think tokens."""
-    return Arm(
+    return ExitArm(
         f"{CAP} {tokens}",
         CAP,
         {"extra_args": _ENFORCE | {"meridian_max_think_tokens": tokens}},
@@ -81,9 +83,9 @@ def cap(tokens: int) -> Arm:
     )
 
 
-def budget(tokens: int) -> Arm:
+def budget(tokens: int) -> ExitArm:
     """The fixed budget that vLLM itself has."""
-    return Arm(
+    return ExitArm(
         f"{BUDGET} {tokens}", BUDGET, {"extra_args": _OFF, "thinking_token_budget": tokens}, tokens
     )
 

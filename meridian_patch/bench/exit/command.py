@@ -14,7 +14,7 @@ from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
     from meridian_patch.bench.exit.arms import Stage
-    from meridian_patch.bench.exit.run import ArmRun
+    from meridian_patch.bench.exit.run import ExitArmRun
 
 EXIT_BROKEN = 1
 BUDGETS = "64,128,192,256,320,384,448,512"
@@ -91,7 +91,7 @@ def run_exit(parsed: argparse.Namespace) -> int:
     )
     console.print(str(origin.machine), highlight=False)
     end_like_ctrl_c()
-    runs: list[ArmRun] = []
+    runs: list[ExitArmRun] = []
     code = 0
     try:
         _play(runs, [stage for stage in stages if stage.name in names], sets, profile, parsed.out)
@@ -113,7 +113,7 @@ def run_exit(parsed: argparse.Namespace) -> int:
 
 
 def _play(
-    runs: "list[ArmRun]",
+    runs: "list[ExitArmRun]",
     stages: "list[Stage]",
     sets: dict[str, dict[str, int]],
     profile: Path,

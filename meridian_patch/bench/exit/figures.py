@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meridian_patch.bench.exit.arms import NATURAL
-from meridian_patch.bench.exit.run import ArmRun, Result
+from meridian_patch.bench.exit.run import ExitArmRun, Result
 from meridian_patch.bench.statistics import bootstrap_quotient
 from meridian_patch.exit.statistics import clopper_pearson
 
@@ -55,7 +55,7 @@ class Figures(NamedTuple):
     seconds: float
 
 
-def figures_of(run: ArmRun, natural: ArmRun | None) -> Figures:
+def figures_of(run: ExitArmRun, natural: ExitArmRun | None) -> Figures:
     """Figures of one arm.
 
     Args:
@@ -101,7 +101,7 @@ def best_fixed(figures: Sequence[Figures], kind: str) -> Figures | None:
     return min(good, key=lambda each: each.think_tokens, default=None)
 
 
-def all_figures(runs: Sequence[ArmRun], problems_of: Mapping[str, str]) -> list[Figures]:
+def all_figures(runs: Sequence[ExitArmRun], problems_of: Mapping[str, str]) -> list[Figures]:
     """Figures of all arms.
 
     Args:

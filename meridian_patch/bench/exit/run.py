@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from meridian_patch import envs
 from meridian_patch.bench.child import EngineChild
-from meridian_patch.bench.exit.arms import Arm, Stage
+from meridian_patch.bench.exit.arms import ExitArm, Stage
 from meridian_patch.bench.exit.checks import ThinkTokens, Violation, find_violations
 from meridian_patch.demo.problems import Problem, grade
 from meridian_patch.demo.tokenizer import THINK_END, THINK_START
@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ArmRun:
+class ExitArmRun:
     """One arm on one engine.
 
     Attributes:
@@ -66,7 +66,7 @@ class ArmRun:
     """
 
     stage: str
-    arm: Arm
+    arm: ExitArm
     results: Sequence[Result]
     totals: Mapping[str, int]
     violations: Sequence[Violation]
@@ -93,7 +93,9 @@ class ExitBench:
             *self._tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
         )
 
-    def run(self, stage: Stage, problems: Sequence[Problem], seed: int, runs: list[ArmRun]) -> None:
+    def run(
+        self, stage: Stage, problems: Sequence[Problem], seed: int, runs: list[ExitArmRun]
+    ) -> None:
         """All arms of a stage.
 
         Args:
@@ -122,11 +124,11 @@ class ExitBench:
         self,
         engine: EngineChild,
         stage: Stage,
-        arm: Arm,
+        arm: ExitArm,
         problems: Sequence[Problem],
         prompts: Sequence[list[int]],
         seed: int,
-    ) -> ArmRun:
+    ) -> ExitArmRun:
         requests = [
             {
                 "key": str(number),
@@ -148,10 +150,10 @@ class ExitBench:
         seconds = time.monotonic() - started
         totals = engine.receive()["totals"]
         ordered = [results[number] for number in range(len(requests))]
-        return ArmRun(stage.name, arm, ordered, totals, violations, seconds)
+        return ExitArmRun(stage.name, arm, ordered, totals, violations, seconds)
 
     def _read(
-        self, stage: Stage, arm: Arm, problem: Problem, reply: Mapping[str, Any]
+        self, stage: Stage, arm: ExitArm, problem: Problem, reply: Mapping[str, Any]
     ) -> tuple[Result, list[Violation]]:
         ids, end = reply["ids"], self._markers.end
         think_tokens = ids.index(end) + 1 if end in ids else len(ids)
@@ -170,7 +172,7 @@ class ExitBench:
         is_right = answer is not None and grade(answer, problem.answer)
         return Result(think_tokens, is_right, reply["told"].get("exit_reason", "")), violations
 
-    def _params(self, stage: Stage, arm: Arm, seed: int) -> dict[str, Any]:
+    def _params(self, stage: Stage, arm: ExitArm, seed: int) -> dict[str, Any]:
         params = {"temperature": stage.temperature, "max_tokens": MAX_TOKENS, **arm.params}
         return params | ({"seed": seed} if stage.is_seeded else {})
 

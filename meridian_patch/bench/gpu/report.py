@@ -19,7 +19,7 @@ _ASK_S = 20
 
 
 @dataclass(frozen=True)
-class Origin:
+class SuiteOrigin:
     """Where the figures are from.
 
     Attributes:
@@ -45,7 +45,7 @@ class Origin:
     model: str
 
 
-def describe_origin(context: Context, machine: Machine, date: str, minutes: float) -> Origin:
+def describe_origin(context: Context, machine: Machine, date: str, minutes: float) -> SuiteOrigin:
     """Origin of what this machine measures."""
     commit = "unknown"
     if context.checkout is not None:
@@ -53,7 +53,7 @@ def describe_origin(context: Context, machine: Machine, date: str, minutes: floa
         commit = _output_of([*git, "rev-parse", "--short=12", "HEAD"]) or commit
         commit += "+changes" if _output_of([*git, "status", "--porcelain"]) else ""
     smi = _output_of(["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"])
-    return Origin(
+    return SuiteOrigin(
         REHEARSED if context.rehearse else machine.how,
         date,
         context.command,
@@ -66,7 +66,7 @@ def describe_origin(context: Context, machine: Machine, date: str, minutes: floa
     )
 
 
-def write_report(folder: Path, origin: Origin, records: Sequence[Record]) -> Path:
+def write_report(folder: Path, origin: SuiteOrigin, records: Sequence[Record]) -> Path:
     """Write both files.
 
     Returns:

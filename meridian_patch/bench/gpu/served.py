@@ -26,7 +26,7 @@ from meridian_patch.bench.served.metrics import read_counters
 from meridian_patch.bench.served.report import DATA_NAME
 from meridian_patch.bench.served.run import Comparison, describe_failures, run_comparison
 from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
-from meridian_patch.bench.served.workload import Mix, TraceRequest, make_trace
+from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
 from meridian_patch.errors import BenchError
 
 # Load-bearing: vLLM reads this variable, and says these words where it finds a synchronisation.
@@ -230,13 +230,13 @@ def _with_context(context: Context) -> ServerSettings:
     return replace(context.settings, extra=(*context.settings.extra, *options))
 
 
-def _problems(context: Context, number: int, max_tokens: int) -> list[TraceRequest]:
+def _problems(context: Context, number: int, max_tokens: int) -> list[ServedRequest]:
     """Hard problems at once, without earlier turns."""
     mix = Mix(number, 100.0, history_share=0.0, hard_share=1.0, max_tokens=max_tokens)
     return _thinking(context, make_trace(mix, _SEED))
 
 
-def _thinking(context: Context, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+def _thinking(context: Context, trace: Sequence[ServedRequest]) -> list[ServedRequest]:
     """Bound thoughts by vLLM's budget where random weights would never end them."""
     if not context.is_dummy:
         return list(trace)
@@ -255,7 +255,7 @@ def _extra(context: Context, cap: int) -> dict[str, Any]:
     return {"vllm_xargs": asked} | ({"ignore_eos": True} if context.is_dummy else {})
 
 
-def _with_runaways(context: Context, client: Client) -> list[TraceRequest]:
+def _with_runaways(context: Context, client: Client) -> list[ServedRequest]:
     """Problems, and thoughts that may not end before the context does."""
     number = 3 if context.rehearse else 16
     problems = _problems(context, number, 64 if context.rehearse else 1024)

@@ -115,7 +115,7 @@ def measure(
     # The second stock arm shows how far two equal arms differ.
     arms = [ReplayArm(STOCK), ReplayArm(AGAIN)]
     arms += [ReplayArm(name, True, values) for name, values in ARMS.items()]
-    with closing(PolicyMicro(arms, running, waiting, Load(running, seed).draw)) as micro:
+    with closing(PolicyMicro(arms, running, waiting, ChatLoad(running, seed).draw)) as micro:
         micro.settle()
         seen = take_rounds(micro.step, steps, on_step)
     if micro.preemptions:
@@ -142,7 +142,9 @@ def measure_operations(
         ``running``, ``waiting``, ``most_displaced``, ``slow`` (plans over the time budget), and
         ``operations``: by name the calls, and p50, p99 and maximum in microseconds.
     """
-    queue = DeepQueue(ReplayArm("latency", True, DEEP), running, waiting, Load(running, seed).draw)
+    queue = DeepQueue(
+        ReplayArm("latency", True, DEEP), running, waiting, ChatLoad(running, seed).draw
+    )
     for _ in range(DEEP_SETTLING):
         queue.step()
     queue.displace(DEEP_DISPLACED)
@@ -173,7 +175,7 @@ def measure_operations(
     }
 
 
-class Load:
+class ChatLoad:
     """Chats; the first ones begin somewhere in the middle of their output.
 
     Args:

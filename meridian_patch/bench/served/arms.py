@@ -13,7 +13,7 @@ _AMPLE_FACTOR = 20
 
 
 @dataclass(frozen=True)
-class Arm:
+class ServedArm:
     """The settings that one arm's server has for itself.
 
     Attributes:
@@ -33,28 +33,28 @@ class Arm:
         return replace(shared, kv_blocks=self.pool_factor * shared.kv_blocks)
 
 
-def _known_arms() -> dict[str, Arm]:
+def _known_arms() -> dict[str, ServedArm]:
     # An empty list of plugins: not even our entry point is loaded.
     off, on = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": ""}, {"MERIDIAN_PATCH": "1"}
     arms = [
-        Arm(STOCK, off),
+        ServedArm(STOCK, off),
         # Our scheduler, deciding as stock does: it counts in which phase a preempted request was.
-        Arm(NOOP, on | override({"policy.name": NOOP})),
+        ServedArm(NOOP, on | override({"policy.name": NOOP})),
         # As the environment configures it.
-        Arm(PATCHED, on),
+        ServedArm(PATCHED, on),
         # By how much servers differ that should not.
-        Arm(STOCK_AGAIN, off),
+        ServedArm(STOCK_AGAIN, off),
         # The upper bound of prefix hits.
-        Arm(AMPLE, off, _AMPLE_FACTOR),
-        *(Arm(name, on | override({"policy.name": name})) for name in POLICIES),
+        ServedArm(AMPLE, off, _AMPLE_FACTOR),
+        *(ServedArm(name, on | override({"policy.name": name})) for name in POLICIES),
     ]
     return {arm.name: arm for arm in arms}
 
 
-KNOWN_ARMS: Mapping[str, Arm] = _known_arms()
+KNOWN_ARMS: Mapping[str, ServedArm] = _known_arms()
 
 
-def read_arms(names: str, described: Sequence[str], base: Mapping[str, str]) -> list[Arm]:
+def read_arms(names: str, described: Sequence[str], base: Mapping[str, str]) -> list[ServedArm]:
     """Arms in the order given.
 
     Args:
@@ -72,7 +72,7 @@ def read_arms(names: str, described: Sequence[str], base: Mapping[str, str]) -> 
         arms.append(KNOWN_ARMS[name])
     for text in described:
         name, environment = parse_arm(text, {STOCK, STOCK_AGAIN, AMPLE})
-        arms.append(Arm(name, {"MERIDIAN_PATCH": "1", **environment}))
+        arms.append(ServedArm(name, {"MERIDIAN_PATCH": "1", **environment}))
     if not arms:
         raise BenchError("--arms is empty, expected at least one arm, such as stock,latency")
     taken = [arm.name for arm in arms]

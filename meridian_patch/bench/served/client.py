@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from meridian_patch.bench.served.workload import TraceRequest, conversations
+from meridian_patch.bench.served.workload import ServedRequest, conversations
 from meridian_patch.errors import BenchError
 
 # What of earlier thoughts stands in later prompts: nothing, all of it, or there is no thinking.
@@ -41,7 +41,7 @@ class RequestRecord:
         thought: text of the thought, where the server separates it from the answer.
     """
 
-    request: TraceRequest
+    request: ServedRequest
     submit_s: float
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Client:
 
     def play(
         self,
-        trace: Sequence[TraceRequest],
+        trace: Sequence[ServedRequest],
         records: list[RequestRecord],
         check_server: Callable[[], None] = lambda: None,
         on_end: Callable[[RequestRecord], None] = lambda _: None,
@@ -119,7 +119,7 @@ class Client:
 
     async def stream(
         self,
-        trace: Sequence[TraceRequest],
+        trace: Sequence[ServedRequest],
         records: list[RequestRecord],
         begin: float,
         check_server: Callable[[], None] = lambda: None,
@@ -139,7 +139,7 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-            async def converse(turns: Sequence[TraceRequest]) -> None:
+            async def converse(turns: Sequence[ServedRequest]) -> None:
                 messages: list[dict[str, str]] = []
                 due = begin
                 for request in turns:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from meridian_patch.bench.served.client import END_MARKER, Client, History, RequestRecord
-from meridian_patch.bench.served.workload import TraceRequest, conversations
+from meridian_patch.bench.served.workload import ServedRequest, conversations
 from meridian_patch.errors import BenchError
 
 PROCESS_MODULE = "meridian_patch.bench.served.load"
@@ -48,7 +48,7 @@ class Load:
     history: History = "stripped"
 
 
-def deal(trace: Sequence[TraceRequest], processes: int) -> list[Sequence[TraceRequest]]:
+def deal(trace: Sequence[ServedRequest], processes: int) -> list[Sequence[ServedRequest]]:
     """Split a trace into shares of whole conversations, at most one share per process."""
     found = conversations(trace)
     return [
@@ -59,7 +59,7 @@ def deal(trace: Sequence[TraceRequest], processes: int) -> list[Sequence[TraceRe
 
 def play_in_processes(
     client: Client,
-    trace: Sequence[TraceRequest],
+    trace: Sequence[ServedRequest],
     processes: int,
     records: list[RequestRecord],
     check_server: Callable[[], None],
@@ -98,7 +98,7 @@ def play_in_processes(
 
 async def _play(
     client: Client,
-    shares: Sequence[Sequence[TraceRequest]],
+    shares: Sequence[Sequence[ServedRequest]],
     limit_s: float,
     on_line: Callable[[bytes], None],
     check_server: Callable[[], None],
@@ -133,7 +133,7 @@ async def _play(
         await _stop(workers, readers)
 
 
-async def _start(client: Client, share: Sequence[TraceRequest]) -> asyncio.subprocess.Process:
+async def _start(client: Client, share: Sequence[ServedRequest]) -> asyncio.subprocess.Process:
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", PROCESS_MODULE),
         stdin=asyncio.subprocess.PIPE,
@@ -192,11 +192,11 @@ def main() -> None:
     start = sys.stdin.buffer.readline()
     if share and start:
         message = json.loads(share)
-        trace = [TraceRequest(**fields) for fields in message["trace"]]
+        trace = [ServedRequest(**fields) for fields in message["trace"]]
         asyncio.run(_play_share(Client(**message["client"]), trace, json.loads(start)["begin"]))
 
 
-async def _play_share(client: Client, trace: Sequence[TraceRequest], begin: float) -> None:
+async def _play_share(client: Client, trace: Sequence[ServedRequest], begin: float) -> None:
     records: list[RequestRecord] = []
     written: set[str] = set()
 

@@ -13,14 +13,14 @@ from rich.console import Console
 from meridian_patch import envs
 from meridian_patch.bench.arms import override
 from meridian_patch.bench.options import read_positive, read_seeds, read_whole
-from meridian_patch.bench.served.arms import Arm, read_arms
+from meridian_patch.bench.served.arms import ServedArm, read_arms
 from meridian_patch.bench.served.capacity import bearable_mix
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.run import Comparison, check_ports
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.workload import (
     Mix,
-    TraceRequest,
+    ServedRequest,
     Turns,
     make_conversations,
     make_trace,
@@ -70,7 +70,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
     requests = read_whole("--requests", parsed.requests or ("96" if is_turns else "160"))
     if parsed.trace is not None:
         trace = read_trace(parsed.trace)
-        traces: dict[int, Sequence[TraceRequest]] = dict.fromkeys(seeds, trace)
+        traces: dict[int, Sequence[ServedRequest]] = dict.fromkeys(seeds, trace)
         words = f"{len(trace)} requests from {parsed.trace}."
     elif is_turns:
         rate = read_positive("--rate", parsed.rate or "0.7")
@@ -161,7 +161,7 @@ def any_settings(
     )
 
 
-def _check_ample(arms: Sequence[Arm], settings: ServerSettings) -> None:
+def _check_ample(arms: Sequence[ServedArm], settings: ServerSettings) -> None:
     for arm in arms:
         if arm.pool_factor > 1 and settings.kv_blocks is None:
             raise BenchError(
@@ -171,8 +171,8 @@ def _check_ample(arms: Sequence[Arm], settings: ServerSettings) -> None:
 
 
 def _keeping_thoughts(
-    arms: Sequence[Arm], settings: ServerSettings
-) -> tuple[list[Arm], ServerSettings]:
+    arms: Sequence[ServedArm], settings: ServerSettings
+) -> tuple[list[ServedArm], ServerSettings]:
     """Arms and servers of the tiny reasoner whose prompts hold earlier thoughts.
 
     Its own template strips them, and its family file says so: it is served with its other template

@@ -21,14 +21,14 @@ from meridian_patch import envs
 from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.served.arms import Arm, arm_environment
+from meridian_patch.bench.served.arms import ServedArm, arm_environment
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.load import Load, play_in_processes
 from meridian_patch.bench.served.metrics import difference, read_counters
 from meridian_patch.bench.served.report import Origin, table_title, terminal_table, write_report
 from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
 from meridian_patch.bench.served.summary import ArmRun, SeedRun, summarise
-from meridian_patch.bench.served.workload import Mix, TraceRequest, make_trace, write_trace
+from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace, write_trace
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError
 
@@ -53,9 +53,9 @@ class Comparison:
         restarts: each seed has servers of its own, and logs.
     """
 
-    arms: Sequence[Arm]
+    arms: Sequence[ServedArm]
     settings: ServerSettings
-    traces: Mapping[int, Sequence[TraceRequest]]
+    traces: Mapping[int, Sequence[ServedRequest]]
     workload: str
     load: Load
     port: int
@@ -139,7 +139,7 @@ def rotated(items: Sequence[Item], pair: int) -> list[Item]:
 @contextmanager
 def start_arm(
     run: ArmRun,
-    arm: Arm,
+    arm: ServedArm,
     settings: ServerSettings,
     base_env: Mapping[str, str],
     load: Load,
@@ -184,7 +184,7 @@ def start_arm(
 def play_seed(
     arm: RunningArm,
     seed: int,
-    trace: Sequence[TraceRequest],
+    trace: Sequence[ServedRequest],
     processes: int,
     on_request: Callable[[], None],
 ) -> None:

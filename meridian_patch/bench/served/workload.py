@@ -31,7 +31,7 @@ _WORDS = (  # noqa: SIM905 - prose reads better than 30 quoted words
 
 
 @dataclass(frozen=True)
-class TraceRequest:
+class ServedRequest:
     """One chat request of a trace.
 
     Attributes:
@@ -120,7 +120,7 @@ class Turns:
         )
 
 
-def make_trace(mix: Mix, seed: int) -> list[TraceRequest]:
+def make_trace(mix: Mix, seed: int) -> list[ServedRequest]:
     """Draw a trace of single problems that depends on its arguments alone."""
     rng = random.Random(seed)
     trace = []
@@ -135,7 +135,7 @@ def make_trace(mix: Mix, seed: int) -> list[TraceRequest]:
         problem = make_problem(rng, MAX_STEPS if rng.random() < mix.hard_share else None)
         messages.append({"role": "user", "content": problem.question})
         trace.append(
-            TraceRequest(
+            ServedRequest(
                 id=f"{seed}-{number}",
                 arrival_s=round(arrival_s, 6),
                 messages=tuple(messages),
@@ -147,11 +147,11 @@ def make_trace(mix: Mix, seed: int) -> list[TraceRequest]:
     return trace
 
 
-def make_conversations(turns: Turns, seed: int) -> list[TraceRequest]:
+def make_conversations(turns: Turns, seed: int) -> list[ServedRequest]:
     """Draw a trace of conversations, one after the other, that depends on its arguments alone."""
     rng = random.Random(seed)
     systems = [_system_prompt(rng, turns.system_tokens) for _ in range(turns.system_prompts)]
-    trace: list[TraceRequest] = []
+    trace: list[ServedRequest] = []
     start_s = 0.0
     conversation = 0
     while len(trace) < turns.requests:
@@ -161,7 +161,7 @@ def make_conversations(turns: Turns, seed: int) -> list[TraceRequest]:
         for turn in range(rng.randint(*turns.turns)):
             problem = make_problem(rng, MAX_STEPS if rng.random() < turns.hard_share else None)
             pause_s = rng.expovariate(1 / turns.pause_mean_s)
-            request = TraceRequest(
+            request = ServedRequest(
                 id=f"{seed}-{conversation}-{turn}",
                 arrival_s=round(pause_s if turn else start_s, 6),
                 messages=(*opening, {"role": "user", "content": problem.question}),
@@ -175,14 +175,14 @@ def make_conversations(turns: Turns, seed: int) -> list[TraceRequest]:
     return trace[: turns.requests]
 
 
-def conversations(trace: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+def conversations(trace: Iterable[ServedRequest]) -> list[list[ServedRequest]]:
     """The requests of each conversation in order, conversations as they first appear.
 
     Raises:
         KeyError: a request follows one that does not stand before it, or that another follows.
     """
-    found: list[list[TraceRequest]] = []
-    by_last: dict[str, list[TraceRequest]] = {}
+    found: list[list[ServedRequest]] = []
+    by_last: dict[str, list[ServedRequest]] = {}
     for request in trace:
         if request.follows:
             turns = by_last.pop(request.follows)
@@ -201,12 +201,12 @@ def _system_prompt(rng: random.Random, num_tokens: int) -> str:
     return text[:num_tokens].strip().capitalize() + "."
 
 
-def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+def write_trace(path: Path, trace: Iterable[ServedRequest]) -> None:
     """Write one JSON object per line."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in trace))
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
+def read_trace(path: Path) -> list[ServedRequest]:
     """Read a trace file.
 
     Raises:
@@ -216,7 +216,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"cannot read the trace {path}: {error}; give a JSON lines file") from None
-    trace: list[TraceRequest] = []
+    trace: list[ServedRequest] = []
     seen: set[str] = set()
     followed: set[str] = set()
     for number, line in enumerate(lines, start=1):
@@ -238,14 +238,14 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return trace
 
 
-def _parse_line(line: str, where: str) -> TraceRequest:
+def _parse_line(line: str, where: str) -> ServedRequest:
     try:
         fields = json.loads(line)
     except ValueError as error:
         raise BenchError(f"{where} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BenchError(f"{where} is not a JSON object, expected {{...}}")
-    wanted = TraceRequest.__annotations__
+    wanted = ServedRequest.__annotations__
     for name in fields:
         if name not in wanted:
             raise BenchError(f"{where}: unknown field {name}; known: {', '.join(wanted)}")
@@ -267,7 +267,7 @@ def _parse_line(line: str, where: str) -> TraceRequest:
     extra = fields.get("extra", {})
     is_extra = isinstance(extra, dict) and not set(extra) & set(_RESERVED)
     _check(where, "extra", extra, is_extra, "an object without " + ", ".join(_RESERVED))
-    return TraceRequest(**(fields | {"messages": tuple(messages)}))
+    return ServedRequest(**(fields | {"messages": tuple(messages)}))
 
 
 def _are_messages(messages: Any) -> bool:

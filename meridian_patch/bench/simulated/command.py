@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meridian_patch.bench.interrupts import EXIT_INTERRUPTED, end_like_ctrl_c
+from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED, end_like_ctrl_c
 from meridian_patch.bench.options import read_positive, read_seeds, read_whole
 from meridian_patch.errors import BenchError
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 # Width of tables that go to a file, so that no cell is broken.
 _FILE_WIDTH = 180
-EXIT_FAILED = 1
+
 DEFAULT_ARMS = "stock,noop,latency"
 REPLAY_LOAD, SWEEP_LOADS = "0.9", "0.7,0.9,1.1"
 REPLAY_CAP, SWEEP_CAPS = "0.25", "1,0.5,0.25"

@@ -38,7 +38,7 @@ FIGURES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Load:
+class ValidationLoad:
     """What is played: drawn problems of the tiny reasoner, with greedy sampling."""
 
     seeds: Sequence[int]
@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplayComparison:
     """One trace on one arm.
 
     Attributes:
@@ -86,7 +86,7 @@ def pace(run: TimedRun, name: str, cost: CostModel) -> float:
 
 def compare(
     run: TimedRun, names: Mapping[int, str], arm: ReplayArm, cost: CostModel, number: int = 0
-) -> list[Comparison]:
+) -> list[ReplayComparison]:
     """Replay what an engine played, and compare.
 
     All traces of an engine are replayed on one scheduler and in their order, because a policy
@@ -118,7 +118,7 @@ def compare(
         if not place:
             continue
         comparisons.append(
-            Comparison(
+            ReplayComparison(
                 arm.name,
                 seed,
                 number,
@@ -155,7 +155,9 @@ def figures(records: Sequence[ReplayRecord], preemptions: int) -> dict[str, floa
     }
 
 
-def mean_figures(comparisons: Sequence[Comparison]) -> tuple[dict[str, float], dict[str, float]]:
+def mean_figures(
+    comparisons: Sequence[ReplayComparison],
+) -> tuple[dict[str, float], dict[str, float]]:
     """Median over rounds, then mean over seeds; of the engine and of the replay."""
     return (
         _mean_of([(c.seed, c.engine) for c in comparisons]),
@@ -163,13 +165,13 @@ def mean_figures(comparisons: Sequence[Comparison]) -> tuple[dict[str, float], d
     )
 
 
-def mean_errors(comparisons: Sequence[Comparison]) -> dict[str, float]:
+def mean_errors(comparisons: Sequence[ReplayComparison]) -> dict[str, float]:
     """The replay's error by figure, from ``mean_figures``."""
     engine, replay = mean_figures(comparisons)
     return {name: _error(name, engine[name], replay[name]) for name in FIGURES}
 
 
-def repeat_spread(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
+def repeat_spread(comparisons: Sequence[ReplayComparison]) -> dict[str, float] | None:
     """How far the engine's own repeats of a trace are apart; None if there is one round.
 
     It is (largest - smallest) / median, mean over seeds; of preemptions the difference.
@@ -186,12 +188,12 @@ def repeat_spread(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
     return {name: float(np.mean(values)) for name, values in spreads.items()}
 
 
-def _by_arm(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+def _by_arm(comparisons: Sequence[ReplayComparison]) -> dict[str, list[ReplayComparison]]:
     names = dict.fromkeys(comparison.arm for comparison in comparisons)
     return {name: [c for c in comparisons if c.arm == name] for name in names}
 
 
-def validation_table(comparisons: Sequence[Comparison]) -> Table:
+def validation_table(comparisons: Sequence[ReplayComparison]) -> Table:
     """A row per arm and figure."""
     table = Table("arm", "figure", "engine", "replay", "error", "engine's repeats apart")
     for name, of_arm in _by_arm(comparisons).items():
@@ -206,7 +208,7 @@ def validation_table(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
-def ratio_table(comparisons: Sequence[Comparison], base: str) -> Table | None:
+def ratio_table(comparisons: Sequence[ReplayComparison], base: str) -> Table | None:
     """Each arm over ``base``, on the engine and in replay; None if there is nothing to compare."""
     means = {name: mean_figures(of_arm) for name, of_arm in _by_arm(comparisons).items()}
     of_base = means.pop(base, None)
@@ -223,7 +225,10 @@ def ratio_table(comparisons: Sequence[Comparison], base: str) -> Table | None:
 
 
 def validation_report(
-    comparisons: Sequence[Comparison], cost: CostModel, load: Load, arguments: dict[str, Any]
+    comparisons: Sequence[ReplayComparison],
+    cost: CostModel,
+    load: ValidationLoad,
+    arguments: dict[str, Any],
 ) -> dict[str, Any]:
     """The results of a validation as plain data.
 

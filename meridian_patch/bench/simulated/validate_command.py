@@ -23,7 +23,7 @@ from meridian_patch.errors import BenchError
 if TYPE_CHECKING:
     from meridian_patch.bench.simulated.cost import CostModel
     from meridian_patch.bench.simulated.timed import TimedRun
-    from meridian_patch.bench.simulated.validate import Comparison, Load
+    from meridian_patch.bench.simulated.validate import ReplayComparison, ValidationLoad
     from meridian_patch.replay.types import ReplayArm
 
 # Seeds of the bursts that the cost model is fitted to; no trace is drawn from them.
@@ -72,13 +72,13 @@ def run_validate(parsed: argparse.Namespace) -> int:
     from meridian_patch.bench.simulated.cost import load_cost
     from meridian_patch.bench.simulated.timed import run_timed_engine
     from meridian_patch.bench.simulated.validate import (
-        Load,
+        ValidationLoad,
         ratio_table,
         validation_report,
         validation_table,
     )
 
-    load = Load(
+    load = ValidationLoad(
         read_seeds(parsed.seeds),
         read_whole("--requests", parsed.requests),
         read_positive("--rate", parsed.rate),
@@ -152,7 +152,7 @@ def _arms(names: str) -> "list[ReplayArm]":
 
 
 def _plays(
-    load: "Load", arguments: dict[str, Any], arm: "ReplayArm", rounds: int
+    load: "ValidationLoad", arguments: dict[str, Any], arm: "ReplayArm", rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     """A trace to warm up, then all others; on stock also bursts, to which the cost model is fitted.
 
@@ -191,7 +191,7 @@ def _trace_name(seed: int) -> str:
 
 def _compare(
     runs: "Sequence[tuple[int, ReplayArm, TimedRun]]", seeds: Sequence[int], cost: "CostModel"
-) -> "list[Comparison]":
+) -> "list[ReplayComparison]":
     from meridian_patch.bench.simulated.validate import compare
 
     names = {seed: _trace_name(seed) for seed in (_WARM_UP_SEED, *seeds)}
