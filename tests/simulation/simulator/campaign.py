@@ -46,10 +46,6 @@ class Campaign:
             self.failed.sort(key=lambda pair: pair[0].case.seed)
 
     @property
-    def unmet_values(self) -> list[tuple[str, Any]]:
-        return [each for each in all_values() if not self.values[each]]
-
-    @property
     def unmet_pairs(self) -> list[tuple[tuple[str, Any], tuple[str, Any]]]:
         """Pairs that vLLM takes together, and that no case had."""
         return [pair for pair in possible_pairs() if not self.pairs[pair]]

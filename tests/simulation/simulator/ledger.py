@@ -25,20 +25,16 @@ class Record:
         request: vLLM's.
         finish: how it ended; None while it has not.
         closes: output indices at which a close of ours began, of the present chunk.
-        delivered_tick: of its last tokens.
     """
 
     ask: Ask
     request: Any
     speaker: Speaker
     prompt: list[int]
-    arrived_tick: int
     may_close: bool
     floor_tokens: int
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
-    delivered_tick: int = -1
-    num_chunks: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -73,7 +69,7 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         return Speaker(record.ask.script, self.boundaries, thinks=thinks)
 
-    def add(self, ask: Ask, request: Any, tick: int) -> None:
+    def add(self, ask: Ask, request: Any) -> None:
         thinks = starts_thinking(ask.prompt, self.boundaries)
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
@@ -87,19 +83,18 @@ class Ledger:
             request,
             speaker,
             list(ask.prompt),
-            tick,
             may_close=mode == "enforce" and not self._is_stock,
             floor_tokens=min([floor, *known]) - len(self._close),
         )
 
-    def take(self, outputs: dict[int, Any], tick: int) -> None:
+    def take(self, outputs: dict[int, Any]) -> None:
         """What a step's ``update_from_output`` returned."""
         for client in outputs.values():
             for item in client.outputs:
                 record = self.records.get(item.request_id)
                 if record is None:
                     raise Failure("tokens", f"output of {item.request_id}, which no user sent")
-                self._take_one(record, item, tick)
+                self._take_one(record, item)
 
     def take_ended(self) -> list[Record]:
         ended, self._ended = self._ended, []
@@ -124,16 +119,14 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
         record.closes.clear()
-        record.num_chunks += 1
 
-    def _take_one(self, record: Record, item: Any, tick: int) -> None:
+    def _take_one(self, record: Record, item: Any) -> None:
         name = item.request_id
         if record.is_over:
             raise Failure("place", f"{name} ended by {record.finish} and has an output after that")
         for token in item.new_token_ids:
             self._hear(record, token)
         if item.new_token_ids:
-            record.delivered_tick = tick
             self.num_tokens += len(item.new_token_ids)
         if len(record.prompt) + len(record.speaker.said) > self._case.length:
             raise Failure("tokens", f"{name} is longer than {self._case.length}")

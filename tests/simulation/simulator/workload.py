@@ -42,7 +42,6 @@ class Ask:
     stops: tuple[int, ...] = ()
     grammar_delay: int = 0
     seed: int | None = None
-    think_budget: int | None = None
 
 
 class Workload:

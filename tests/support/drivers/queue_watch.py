@@ -23,14 +23,6 @@ def walk_tiers(queue: Any) -> list[list[int]]:
     return tiers
 
 
-def tier_of(queue: Any, block_id: int) -> Tier | None:
-    """Tier of a free block; None when it is blank or not free."""
-    for number, members in enumerate(walk_tiers(queue)):
-        if block_id in members:
-            return Tier(number - 1) if number else None
-    return None
-
-
 def link_faults(queue: Any) -> Iterator[str]:
     """Links that disagree, and counts that are wrong."""
     node, length = queue.front, 0
