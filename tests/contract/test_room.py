@@ -221,19 +221,6 @@ def test_room_for_a_load_leaves_what_prompts_under_way_will_take(demo_model, res
     assert displaced(driver) == is_loading
 
 
-@SYNC_AND_ASYNC
-def test_no_session_makes_room_while_a_token_is_on_the_way(demo_model, is_async):
-    """Might the token end its turn: upstream loses a session whose turn ends while preempted."""
-    driver = full_pool(demo_model, is_async=is_async)
-    scheduler = driver.scheduler
-    scheduler.requests["other"].num_preemptions = 1000
-    scheduler.requests["long"].resumable = True
-    driver.add(newcomer(BLOCKS - 22))
-    for _ in range(20):
-        driver.step()
-    assert displaced(driver) == (not is_async)
-
-
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
     """All thinkers together hold too little: they go on, and the newcomer waits as in stock."""
     driver = full_pool(demo_model)

@@ -280,8 +280,6 @@ class Admission:
                 and state.phase is Phase.THINK
                 and request.priority >= newcomer.priority
                 and not request.is_prefill_chunk
-                # Load-bearing: upstream loses a session whose turn ends while it is preempted.
-                and not (request.resumable and request.num_in_flight_tokens)
                 # Load-bearing: False while a step in flight still writes the blocks.
                 and scheduler._request_blocks_can_be_freed(request)
             ):

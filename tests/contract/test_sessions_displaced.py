@@ -1,0 +1,122 @@
+"""Time-sharing displaces streaming sessions as it does other requests, and loses none."""
+
+import random
+
+import pytest
+from scheduler_driver import BLOCK_SIZE, TURN_END, Job, make_prompt
+from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request, RequestStatus
+
+from meridian_patch.phase.tracker import Phase
+
+BLOCKS = 40
+PAUSED = RequestStatus.WAITING_FOR_STREAMING_REQ
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch):
+    """Time-sharing that may displace any thought of 200 tokens, and nothing else decides."""
+    for name, value in {
+        "time_budget_us": "10000000",
+        "admission": "false",
+        "step_cut": "false",
+        "sharing_min_tokens": "200",
+        "sharing_overhead": "1.0",
+    }.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
+
+
+def job(name, seed, *, prompt=60, think=50, answer=20, **more):
+    tokens = make_prompt(random.Random(seed), prompt, thinks=True, shared=1000 + seed)
+    return Job(name, tuple(tokens), think, answer, **more)
+
+
+def send(driver, one):
+    """A chunk of a session; the first one opens it."""
+    driver.jobs[one.request_id] = one
+    driver.deliveries.setdefault(one.request_id, [])
+    parameters = SamplingParams(temperature=0, max_tokens=one.max_tokens)
+    parameters.update_from_generation_config({}, TURN_END)
+    request = Request(
+        request_id=one.request_id,
+        prompt_token_ids=list(one.prompt),
+        sampling_params=parameters,
+        pooling_params=None,
+        resumable=True,
+        block_hasher=get_request_block_hasher(driver.hash_block_size, sha256),
+    )
+    driver.scheduler.add_request(request)
+    return driver.scheduler.requests[one.request_id]
+
+
+def full_pool(demo_model, session, *, is_async):
+    """A session and another thinker hold most of the pool; what tokens cost is known."""
+    driver = driver_for(demo_model, blocks=BLOCKS, max_num_batched_tokens=512, is_async=is_async)
+    for number in range(12):
+        driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
+        driver.drain()
+    opened = send(driver, session)
+    driver.add(job("other", 51, think=500, answer=5))
+    driver.scheduler.requests["other"].num_preemptions = 1000
+    return driver, opened
+
+
+def steps_until(driver, condition):
+    for _ in range(2000):
+        if condition():
+            return
+        driver.step()
+    raise AssertionError("it never came to that")
+
+
+def displaced(driver):
+    return driver.scheduler.phase_counters.totals.get("preemption:think", 0)
+
+
+def newcomer():
+    return job("new", 52, prompt=BLOCK_SIZE * (BLOCKS - 22), think=2, answer=3)
+
+
+@SYNC_AND_ASYNC
+def test_a_session_makes_room(demo_model, is_async):
+    """Under asynchronous scheduling a token of a running request is always on the way."""
+    driver, session = full_pool(
+        demo_model, job("s", 50, think=700, answer=5, max_tokens=800), is_async=is_async
+    )
+    step_until(driver, "s", Phase.THINK, 290)
+    driver.add(newcomer())
+    steps_until(driver, lambda: driver.deliveries["new"])
+    assert displaced(driver) == 1
+    assert session.num_preemptions == 1
+    steps_until(driver, lambda: session.status == PAUSED)
+    assert len(driver.deliveries["s"]) == 700 + 1 + 5 + 1
+
+
+@pytest.mark.parametrize("is_queued", [False, True], ids=["later", "queued"])
+def test_a_session_whose_last_token_is_on_the_way_makes_room(demo_model, is_queued):
+    """Its turn ends while it is displaced; its next turn knows all that was said."""
+    said, first = 300, job("s", 50, think=700, answer=5, max_tokens=300)
+    driver, session = full_pool(demo_model, first, is_async=True)
+    chunk = job("s", 53, prompt=40, think=20, answer=5)
+    if is_queued:
+        send(driver, chunk)
+        driver.jobs["s"] = first
+    last = len(first.prompt) + said - 1
+    steps_until(driver, lambda: session.num_computed_tokens == last)
+    assert session.num_in_flight_tokens
+    driver.add(newcomer())
+    driver.step()
+    assert (displaced(driver), session.num_preemptions) == (1, 1)
+    driver.jobs["s"] = chunk
+    if not is_queued:
+        assert session.status == PAUSED
+        for _ in range(5):
+            driver.step()
+        send(driver, chunk)
+    assert session.num_prompt_tokens == len(first.prompt) + said - 1 + len(chunk.prompt)
+    steps_until(driver, lambda: session.status == PAUSED)
+    assert len(driver.deliveries["s"]) == said + 20 + 1 + 5 + 1
+    assert not driver.scheduler.phase_counters.totals.get("fallback:exception")
