@@ -92,6 +92,8 @@ class PhaseTracker:
         self._entered: dict[Phase, int] = {}
         # Number of tracked requests with is_reasoning.
         self.num_reasoning = 0
+        # Number of tracked requests whose first token will begin a thought.
+        self._num_to_think = 0
         # Whether any request ever opened a thought that its prompt had not opened.
         self.has_opened = False
 
@@ -99,6 +101,11 @@ class PhaseTracker:
     def has_boundaries(self) -> bool:
         """Whether the served model has think boundaries."""
         return self._boundaries is not None
+
+    @property
+    def num_thinking(self) -> int:
+        """Number of tracked requests that think, or will with their first token."""
+        return self.counts[_THINK] + self._num_to_think
 
     def __len__(self) -> int:
         return len(self._states)
@@ -131,6 +138,7 @@ class PhaseTracker:
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
+            self._num_to_think += 1
             self._mark_reasoning(state)
 
     def remove(self, request_id: str) -> None:
@@ -139,6 +147,7 @@ class PhaseTracker:
         state = self._states.pop(request_id, None)
         if state is not None:
             self.counts[state.phase] -= 1
+            self._num_to_think -= _is_to_think(state)
             self.num_reasoning -= state.is_reasoning
 
     def clear(self) -> None:
@@ -267,6 +276,7 @@ class PhaseTracker:
 
     def _enter(self, state: RequestPhase, phase: Phase, known: int) -> None:
         """Begin a phase after the first ``known`` tokens."""
+        self._num_to_think -= _is_to_think(state)
         self.counts[state.phase] -= 1
         self.counts[phase] += 1
         self._entered[phase] = self._entered.get(phase, 0) + 1
@@ -274,3 +284,7 @@ class PhaseTracker:
             state.think_tokens_before += known - state.tokens_before
         state.tokens_before = known
         state.phase = phase
+
+
+def _is_to_think(state: RequestPhase) -> bool:
+    return state.phase is Phase.PREFILL and state.first_phase is _THINK

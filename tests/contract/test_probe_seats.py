@@ -1,6 +1,6 @@
 """Probes and users' requests for the same seats, on vLLM's real scheduler."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
@@ -82,6 +82,20 @@ def test_no_seat_is_kept_while_no_request_thinks(monkeypatch, demo_model):
     for _ in range(3):
         driver.step()
     assert not driver.scheduler.phase_tracker.num_reasoning
+    assert len(driver.scheduler.running) == SEATS
+
+
+def test_no_seat_is_kept_while_those_that_have_thought_answer(monkeypatch, demo_model):
+    """Requests that wait for a seat and never think are measured, too."""
+    driver = exit_driver(monkeypatch, demo_model, blocks=900, EXIT__MODE="enforce")
+    driver.add(thinker("reader", 5))
+    driver.jobs["reader"] = replace(driver.jobs["reader"], answer_tokens=1000)
+    while driver.scheduler.phase_tracker.get("reader").phase is not Phase.ANSWER:
+        driver.step()
+    for number in range(SEATS + 4):
+        driver.add(Job(f"plain{number}", (WORD,) * 20, None, 300))
+    for _ in range(5):
+        driver.step()
     assert len(driver.scheduler.running) == SEATS
 
 

@@ -194,9 +194,9 @@ class EarlyExit:
     def _keeps_seats(self) -> bool:
         config = self._config
         tracker = self._tracker
-        # Requests are measured from their first step, and where no prompt and no model opens a
-        # thought, none of them ever thinks.
-        may_think = tracker.num_reasoning > 0 or tracker.has_opened
+        # Requests are measured from their arrival to their answer, and where no prompt and no model
+        # opens a thought, none of them ever thinks.
+        may_think = tracker.num_thinking > 0 or tracker.has_opened
         return config.mode == "enforce" and config.eat and bool(self._measured) and may_think
 
     def scheduled(self, output: Any) -> None:
