@@ -120,3 +120,20 @@ def test_a_session_whose_last_token_is_on_the_way_makes_room(demo_model, is_queu
     steps_until(driver, lambda: session.status == PAUSED)
     assert len(driver.deliveries["s"]) == said + 20 + 1 + 5 + 1
     assert not driver.scheduler.phase_counters.totals.get("fallback:exception")
+
+
+def test_a_session_that_goes_on_stays_ahead_of_later_requests(demo_model):
+    """It was displaced to the back of the queue, ended its turn there, and waits in front now."""
+    first = job("s", 50, think=700, answer=5, max_tokens=300)
+    driver, session = full_pool(demo_model, first, is_async=True)
+    last = len(first.prompt) + first.max_tokens - 1
+    steps_until(driver, lambda: session.num_computed_tokens == last)
+    driver.add(newcomer())
+    driver.step()
+    assert session.status == PAUSED
+    driver.scheduler.max_num_active_reqs = 0
+    send(driver, job("s", 53, prompt=40, think=20, answer=5))
+    for number in range(3):
+        driver.add(job(f"later{number}", 60 + number))
+    waiting = [each.request_id for each in driver.scheduler.waiting]
+    assert waiting == ["s", "later0", "later1", "later2"]

@@ -64,7 +64,7 @@ def test_the_order_is_that_of_a_plain_sort(seed):
                 order.left(one)
                 continue
             queue.prepend_request(one)
-            order.preempted(one)
+            order.moved_to_front(one)
             if rng.random() < 0.5:
                 order.put_behind(one, queue)
                 behind.append(one)
@@ -116,7 +116,7 @@ def deep_queue(waiting, num_displaced=40):
     displaced = [Waiter(f"d{number}") for number in range(num_displaced)]
     for one in displaced:
         queue.prepend_request(one)
-        order.preempted(one)
+        order.moved_to_front(one)
         order.put_behind(one, queue)
     return order, queue, displaced
 
@@ -142,7 +142,7 @@ def test_making_room_and_coming_back_cost_the_same_however_many_wait():
         order, queue, _ = given
         one = Waiter("one")
         queue.prepend_request(one)
-        order.preempted(one)
+        order.moved_to_front(one)
         order.put_behind(one, queue)
 
     assert least_seconds(lambda: deep_queue(5000), displace) < MOST_S

@@ -59,6 +59,9 @@ class PolicyPart(SchedulerPart):
     def on_added(self, request: Any, options: RequestOptions) -> None:
         self.limiter.arrived(request, self._scheduler.waiting)
 
+    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+        self.limiter.goes_on(session)
+
     def on_turn_ended(self, session: Any) -> None:
         self.limiter.pauses(session)
         self.order.forget(session)

@@ -160,6 +160,10 @@ class StepLimiter:
         self._answer_pacing.left(request.request_id)
         self._options.pop(request.request_id, None)
         self._chunks.left(request)
+    def goes_on(self, session: Any) -> None:
+        """Note a session with its next chunk: without KV blocks it waits at the front."""
+        self.waiting_order.moved_to_front(session)
+
         self._stops_prefilling(request)
         self.waiting_order.left(request)
         if self._admission:
@@ -173,7 +177,7 @@ class StepLimiter:
         self._stops_prefilling(request)
         if is_answer:
             return
-        self.waiting_order.preempted(request)
+        self.waiting_order.moved_to_front(request)
         if self._admission:
             self._admission.preempted(request, self.clock())
 

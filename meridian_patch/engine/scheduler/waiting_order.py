@@ -68,8 +68,8 @@ class WaitingOrder:
         self._displaced.pop(request, None)
         self._with_priority.discard(request)
 
-    def preempted(self, request: Any) -> None:
-        """Note a preempted request, which upstream puts at the front."""
+    def moved_to_front(self, request: Any) -> None:
+        """Note a request that stands at the front now, as one that upstream preempted."""
         self._places[request] = _FRONT
         self._displaced.pop(request, None)
 
@@ -96,7 +96,7 @@ class WaitingOrder:
             found |= _take(behind, reach, waiting.pop, waiting.extend, len(waiting))
         waiting.extendleft(request for request in reversed([*requests]) if request in found)
         for request in found:
-            self.preempted(request)
+            self.moved_to_front(request)
 
     def _place(self, request: Any) -> float:
         return self._places.get(request, _FRONT)
