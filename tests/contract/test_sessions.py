@@ -26,7 +26,7 @@ def driver(request, monkeypatch, demo_model):
     return exit_driver(monkeypatch, demo_model, is_async=request.param, **OBSERVED)
 
 
-def send(driver, job, max_tokens, extra_args=None):
+def send(driver, job, max_tokens, extra_args=None, priority=0):
     """One chunk of a session; the first one opens it. All turns say what the newest job says."""
     driver.jobs[job.request_id] = job
     driver.deliveries.setdefault(job.request_id, [])
@@ -38,6 +38,7 @@ def send(driver, job, max_tokens, extra_args=None):
             prompt_token_ids=list(job.prompt),
             sampling_params=parameters,
             pooling_params=None,
+            priority=priority,
             resumable=True,
             block_hasher=get_request_block_hasher(driver.hash_block_size, sha256),
         )
@@ -175,6 +176,22 @@ def test_a_chunk_does_not_ask_for_what_the_one_before_asked_for(driver):
     send(driver, Job("s", PROMPT, 5, 5), 50)
     assert session.priority == 0
     assert not forecasts._limits
+
+
+def test_under_vllms_priority_policy_a_wish_ends_with_its_chunk(monkeypatch, demo_model):
+    """The session has the priority again that its client opened it with."""
+    driver = exit_driver(monkeypatch, demo_model, engine_args={"scheduling_policy": "priority"})
+    scheduler = driver.scheduler
+    send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_priority": -3}, priority=7)
+    session, seen = scheduler.requests["s"], []
+    for wish in (-2, None, None):
+        seen.append(session.priority)
+        step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+        send(driver, Job("s", PROMPT, 5, 5), 50, wish and {"meridian_priority": wish}, priority=7)
+    assert [*seen, session.priority] == [-3, -2, 7, 7]
+    scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
+    driver.drain()
+    assert is_empty(driver)
 
 
 @pytest.mark.parametrize("is_queued", [False, True], ids=["paused", "queued"])

@@ -142,6 +142,10 @@ class SchedulerPart:
     def on_switched_off(self) -> None:
         """The circuit breaker switched this part off; no hook is called from now on."""
 
+    def stand_in(self) -> "SchedulerPart | None":
+        """The part that takes the place of this one, which is about to be switched off."""
+        return None
+
 
 _HOOKS = [name for name in vars(SchedulerPart) if name.startswith(("on_", "before_", "after_"))]
 
@@ -179,7 +183,12 @@ class Parts:
         stopped = [part for part in self._parts if part.name in names]
         if stopped and stopped[0] is self._parts[0]:
             stopped = list(self._parts)
-        self._parts = tuple(part for part in self._parts if part not in stopped)
+        left = [part for part in self._parts if part not in stopped]
+        for part in stopped:
+            with self._guard.protect(part.name):
+                stand_in = part.stand_in()
+                left += [] if stand_in is None else [stand_in]
+        self._parts = tuple(left)
         self._find_hooks()
         for part in stopped:
             self.off.append(part.name)

@@ -81,12 +81,14 @@ class PhaseScheduling(UpstreamScheduler):
         self._end_turn(session)
         with known_as_computed(session):
             super()._update_request_as_session(session, update)
+        # Before it is put into a queue that may be ordered by priority.
+        options = self._accept(session)
         if not session.num_computed_tokens and session in self.kv_holding_waiting:
             # It was paused without KV blocks, and waits for some now, ahead of others.
             self.kv_holding_waiting.remove_request(session)
             self.waiting.prepend_request(session)
         name = session.request_id
-        self._parts.call("on_session_continued", session, self._accept(session), request_id=name)
+        self._parts.call("on_session_continued", session, options, request_id=name)
 
     def _accept(self, request: Any) -> RequestOptions:
         """Parse a request's options; if one is wrong, all of them are ignored."""

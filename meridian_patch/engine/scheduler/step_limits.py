@@ -90,6 +90,8 @@ class StepLimiter:
         self._answer_pacing = AnswerPacing(tracker, itl_s)
         # Options of live requests that set any.
         self._options: dict[str, RequestOptions] = {}
+        # Priorities that `meridian_priority` replaced, of live requests.
+        self._own_priority: dict[str, int] = {}
         self._sharing = None
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
@@ -122,14 +124,17 @@ class StepLimiter:
         """
         # Load-bearing: upstream reads priorities only under its priority policy. Otherwise only
         # `meridian_priority` counts, which operators may allow or not.
-        if self._rules.order and queue != SchedulingPolicy.PRIORITY:
-            request.priority = 0
+        if self._rules.order:
+            own = request.priority if queue == SchedulingPolicy.PRIORITY else 0
+            # A session's next chunk does not inherit the `meridian_priority` of the one before.
+            request.priority = self._own_priority.pop(request.request_id, own)
         sampling = request.sampling_params
         self._chunks.waits(request)
         self._options.pop(request.request_id, None)  # of a session's earlier chunk
         if options is not NO_OPTIONS:
             self._options[request.request_id] = options
         if options.meridian_priority and self._rules.order:
+            self._own_priority[request.request_id] = request.priority
             request.priority = options.meridian_priority
         bounds = (
             options.meridian_max_think_tokens,
@@ -155,15 +160,16 @@ class StepLimiter:
         """Stop pacing a session that waits for its next chunk."""
         self._answer_pacing.left(session.request_id)
 
-    def left(self, request: Any) -> None:
-        """Forget a request that finished or was aborted."""
-        self._answer_pacing.left(request.request_id)
-        self._options.pop(request.request_id, None)
-        self._chunks.left(request)
     def goes_on(self, session: Any) -> None:
         """Note a session with its next chunk: without KV blocks it waits at the front."""
         self.waiting_order.moved_to_front(session)
 
+    def left(self, request: Any) -> None:
+        """Forget a request that finished or was aborted."""
+        self._answer_pacing.left(request.request_id)
+        self._options.pop(request.request_id, None)
+        self._own_priority.pop(request.request_id, None)
+        self._chunks.left(request)
         self._stops_prefilling(request)
         self.waiting_order.left(request)
         if self._admission:
