@@ -231,6 +231,33 @@ def test_each_turn_of_a_session_has_its_own():
 
 
 @pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "not told"])
+def test_two_turns_that_are_read_at_once_say_how_the_last_one_ended(is_told):
+    """vLLM merges them, and the reason of the end is the last turn's, too."""
+    frontend = Frontend(is_session=True)
+    frontend.take(output(finished=True, outcome=EAT))
+    frontend.send_chunk()
+    natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3) if is_told else None
+    frontend.take(output(finished=True, outcome=natural))
+    both = frontend.seen().outputs[0]
+    assert list(both.token_ids) == [5, 5]
+    assert both.meridian == ({"exit_reason": "natural", "think_tokens": 3} if is_told else {})
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_turn_that_is_read_late_keeps_what_was_said_of_it(kind):
+    """The next turn is under way, and has no output of its own yet where only ends are told."""
+    frontend = Frontend(kind, is_session=True)
+    frontend.take(output(finished=True, outcome=EAT))
+    frontend.send_chunk()
+    first = frontend.seen() if kind != RequestOutputKind.FINAL_ONLY else None
+    frontend.take(output())
+    first = first or frontend.seen()
+    assert first.outputs[0].meridian == SUMMARY
+
+
+@pytest.mark.usefixtures("patched")
 def test_what_a_connector_says_stays_as_it_is():
     """A prefill node's parameters reach its proxy without a word of ours."""
     frontend = Frontend(RequestOutputKind.FINAL_ONLY)

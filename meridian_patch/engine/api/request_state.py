@@ -14,6 +14,10 @@ def build_request_state(original: type) -> type:
             # Empty until a thought has ended. All outputs of a turn share this object, because vLLM
             # merges outputs that were not read yet into the first one, without this attribute.
             self.thinking: dict[str, Any] = {}
+            # Whether the next output begins another turn of a streaming session, and the object of
+            # the turn before until that turn's first output.
+            self.is_turn_over = False
+            self.thinking_before: dict[str, Any] | None = None
 
         def make_request_output(
             self,
@@ -25,6 +29,9 @@ def build_request_state(original: type) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            if self.is_turn_over:
+                self.is_turn_over = False
+                self.thinking_before, self.thinking = self.thinking, {}
             kv_transfer_params, summary = detach(kv_transfer_params)
             if summary is not None:
                 self.thinking.clear()
@@ -39,13 +46,27 @@ def build_request_state(original: type) -> type:
                 **kwargs,
             )
             # Load-bearing: True if the client may send further chunks of a streaming session.
-            if finish_reason is not None and self.streaming_input:
-                self.thinking = {}
+            self.is_turn_over = finish_reason is not None and self.streaming_input
             return output
 
         def _new_completion_output(self, *args: Any, **kwargs: Any) -> Any:
             output = super()._new_completion_output(*args, **kwargs)
+            before, self.thinking_before = self.thinking_before, None
+            if before is not None and self._is_merged_into(before):
+                # The merged output tells how the last turn ended, as its other fields do.
+                before.clear()
+                before.update(self.thinking)
+                self.thinking = before
             setattr(output, KEY, self.thinking)
             return output
+
+        def _is_merged_into(self, thinking: dict[str, Any]) -> bool:
+            """Whether vLLM merges the next output into one with this summary."""
+            # Load-bearing: the output that was not read yet; it is replaced unless it aggregates.
+            queue = self.queue
+            if queue is None or not queue.aggregate:
+                return False
+            completions = getattr(queue.output, "outputs", ())
+            return any(getattr(each, KEY, None) is thinking for each in completions)
 
     return SummaryRequestState
