@@ -7,13 +7,14 @@ from typing import Final
 class Obstacle(StrEnum):
     """One reason; callers and metrics see its value.
 
-    The first eight apply to the whole engine and disable strategies. The next eight apply to a
+    The first nine apply to the whole engine and disable strategies. The next eight apply to a
     close, which something applied after the plug-in's masks would undo. The last three apply to
     one thought.
     """
 
     NO_BOUNDARY = "no_boundary"
     EXTERNAL_LAUNCHER = "external_launcher"
+    STOPPED = "stopped"
     NO_SIGNALS = "no_signals"
     PROBE_TEXT = "probe_text"
     NO_PREFIX_CACHE = "no_prefix_cache"

@@ -104,6 +104,7 @@ def test_a_part_that_fails_while_it_is_switched_off_with_the_tracker(monkeypatch
     monkeypatch.setattr(scheduler.early_exit.probes, "cancel_all", Failing())
     driver.drain()
     totals = scheduler.phase_counters.totals
+    assert sorted(scheduler._parts.off) == sorted({*scheduler._parts.off})
     assert totals["part_off:the phase tracker"] == totals["part_off:early exit"] == 1
     assert all(len(steps) > 120 for steps in driver.deliveries.values())
 

@@ -8,7 +8,7 @@ from scheduler_driver import THINK_END, WORD, Driver, Job, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from meridian_patch.engine.early_exit import close_checks, unavailable
-from meridian_patch.engine.scheduler import assembly
+from meridian_patch.engine.scheduler import assembly, guard
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import Reason
@@ -259,6 +259,32 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     assert told == {"asks": off, "ends at once": off | {"hard_cap": "no_boundary"}}
     assert sum(len(news) for news in said) == 2
     assert not driver.scheduler._parts._parts[-1]._unavailable._news
+
+
+def test_early_exit_that_was_switched_off(driver_for, monkeypatch):
+    """The circuit breaker stopped it: requests under way and new ones are told."""
+    monkeypatch.setattr(guard.logger, "error", lambda *_args, **_: None)
+    said = []
+    monkeypatch.setattr(
+        unavailable, "attach_all", lambda _, told: said.append(told) if told else None
+    )
+    driver = driver_for()
+    driver.add(thinker("runs", 150), CAP | {"meridian_max_think_tokens": 100})
+    driver.add(thinker("answers", 2), CAP)
+    driver.add(thinker("observed", 150))
+    for _ in range(10):
+        driver.step()
+    monkeypatch.setattr(driver.scheduler.early_exit, "arrange", None)
+    for _ in range(guard.MOST_FAILED_STEPS + 2):
+        driver.step()
+    assert driver.scheduler.early_exit is None
+    driver.add(thinker("late", 100), CAP)
+    driver.add(thinker("did not ask", 100))
+    driver.drain()
+    assert not driver.forced
+    off = {"eat": "stopped", "rpdi": "stopped", "hard_cap": "stopped"}
+    told = {name: each.not_enforced for news in said for name, each in news.items()}
+    assert told == {"runs": off, "late": off}
 
 
 def test_what_did_not_ask_is_not_told(driver_for):

@@ -18,6 +18,7 @@ from meridian_patch.engine.early_exit.signal_health import SignalHealth
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
 from meridian_patch.engine.early_exit.trace import ExitTrace
+from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
 from meridian_patch.engine.early_exit.watched_request import WatchedRequest
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles, Outcome
@@ -296,6 +297,14 @@ class EarlyExit:
         self._unable = {**obstacles, **self._unable}
         for watched in self._watched.values():
             self._cannot(watched, self._unable_of(watched.config))
+
+    def stopped(self) -> UnavailableEarlyExit:
+        """What tells requests from now on that no thought is closed, those under way included."""
+        unavailable = UnavailableEarlyExit(self._config, Obstacle.STOPPED, tells_all=True)
+        for name in self._measured:
+            one = self._watched[name]
+            unavailable.lost(name, one.config, one.controller.outcome, one.think_tokens)
+        return unavailable
 
     def take_ended(self) -> set[str]:
         """Ids of probes that ended since the last call; they must not appear in outputs."""

@@ -109,6 +109,9 @@ class EarlyExitPart(SchedulerPart):
         if self._early_exit.probes:
             self._early_exit.probes.recall()
 
+    def stand_in(self) -> SchedulerPart:
+        return UnavailablePart(self._early_exit.stopped())
+
     def on_switched_off(self) -> None:
         scheduler, probes = self._scheduler, self._early_exit.probes
         scheduler.early_exit = None

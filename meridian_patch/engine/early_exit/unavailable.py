@@ -1,11 +1,11 @@
-"""Answers requests that ask for early exit in an engine that has none."""
+"""Answers requests that ask for early exit in an engine that has none, or none any more."""
 
 from typing import Any
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.api.exit_summary import attach_all
-from meridian_patch.exit.actions import ExitReport
+from meridian_patch.exit.actions import ExitReport, Outcome
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import Reason
 
@@ -14,13 +14,15 @@ class UnavailableEarlyExit:
     """Tells each such request once, with its first tokens, that its thoughts cannot be closed.
 
     Args:
-        config: early exit settings of the configuration, without those of a family.
+        config: early exit settings of the configuration, of a family only where one is known.
         obstacle: why the engine has no early exit.
+        tells_all: requests without options of their own are told, too, in mode ``enforce``.
     """
 
-    def __init__(self, config: ExitConfig, obstacle: Obstacle) -> None:
+    def __init__(self, config: ExitConfig, obstacle: Obstacle, *, tells_all: bool = False) -> None:
         self._config = config
         self._obstacle = obstacle
+        self._tells_all = tells_all
         # Reports to send, by request id.
         self._news: dict[str, ExitReport] = {}
         # Requests among them that ended; their last outputs may be in the current step.
@@ -28,14 +30,26 @@ class UnavailableEarlyExit:
 
     def added(self, request: Any, options: RequestOptions) -> None:
         """Prepare the report of a new request, if its options ask for early exit."""
-        config = options.exit_config(self._config)
-        if options.has_exit_options and config.mode == "enforce":
+        if options.has_exit_options or self._tells_all:
+            self.lost(request.request_id, options.exit_config(self._config))
+
+    def lost(
+        self, name: str, config: ExitConfig, outcome: Outcome | None = None, think_tokens: int = 0
+    ) -> None:
+        """Prepare the report of a request that may be under way.
+
+        Args:
+            name: the request's unique id.
+            config: the settings that hold for the request.
+            outcome: how its last thought ended; None: none has ended.
+            think_tokens: of its thoughts that have ended.
+        """
+        if config.mode == "enforce":
             asked = [each for each in Reason if getattr(config, each, False)]
             if config.max_think_tokens is not None:
                 asked.append(Reason.HARD_CAP)
-            self._news[request.request_id] = ExitReport(
-                None, 0, dict.fromkeys(asked, self._obstacle)
-            )
+            obstacles = dict.fromkeys(asked, self._obstacle)
+            self._news[name] = ExitReport(outcome, think_tokens, obstacles)
 
     def freed(self, request: Any) -> None:
         """Note a request that ended."""

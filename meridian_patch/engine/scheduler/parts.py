@@ -180,9 +180,10 @@ class Parts:
 
     def switch_off(self, names: Sequence[str]) -> None:
         """Stop calling these parts; if the first (the phase tracker) is among them, stop all."""
-        stopped = [part for part in self._parts if part.name in names]
+        running = [part for part in self._parts if part.name not in self.off]
+        stopped = [part for part in running if part.name in names]
         if stopped and stopped[0] is self._parts[0]:
-            stopped = list(self._parts)
+            stopped = running
         left = [part for part in self._parts if part not in stopped]
         for part in stopped:
             with self._guard.protect(part.name):
