@@ -103,8 +103,7 @@ def _run_ours(
             **{f"fault_{name}": number for name, number in faults.met.items()},
         }
     checker.at_end()
-    if not faults.num_raised:
-        check_drained(ours)
+    check_drained(ours, knows_all=not faults.num_raised)
     extras = [each.ask.extra for each in ours.ledger.records.values()]
     is_noop = case.profile == "noop" and case.rule == "profile" and case.exit == "off"
     # A request may ask for early exit where the engine's own is off; a probe is in steps then.
