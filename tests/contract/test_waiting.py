@@ -11,7 +11,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder
-from meridian_patch.engine.scheduler.waiting_order import MOST_STEPS, WaitingOrder, first
+from meridian_patch.engine.scheduler.waiting_order import MOST_STEPS, REACH, WaitingOrder, first
 from meridian_patch.phase.tracker import Phase
 
 AGING_S = 30.0
@@ -250,3 +250,23 @@ def test_preempting_leaves_nothing_behind(demo_model, sharing):
     driver.drain()
     order = driver.scheduler.step_limiter.waiting_order
     assert not (order._places or order._displaced or order._with_priority)
+
+
+def test_an_answer_that_was_displaced_before_stays_first(demo_model, sharing):
+    """Upstream preempts it, and puts it first; more requests wait than are searched at the end."""
+    driver = driver_for(demo_model, max_num_seqs=2)
+    scheduler, order = driver.scheduler, driver.scheduler.step_limiter.waiting_order
+    driver.add(job("reader", 1, think=30))
+    driver.add(job("thinks", 2))
+    step_until(driver, "reader", Phase.THINK, 20)
+    reader = scheduler.requests["reader"]
+    preempt(driver, "reader")
+    order.put_behind(reader, scheduler.waiting)
+    step_until(driver, "reader", Phase.ANSWER, 3)
+    for number in range(REACH + 20):
+        driver.add(job(f"new{number}", 10 + number))
+    preempt(driver, "reader")
+    driver.add(job("urgent", 3), extra_args={"meridian_priority": -4})
+    scheduler.max_num_active_reqs = 0
+    driver.step()
+    assert names(scheduler.waiting)[:2] == ["reader", "urgent"]

@@ -181,9 +181,9 @@ class StepLimiter:
         """Register a preempted request, which waits now."""
         self._chunks.waits(request)
         self._stops_prefilling(request)
+        self.waiting_order.moved_to_front(request)
         if is_answer:
             return
-        self.waiting_order.moved_to_front(request)
         if self._admission:
             self._admission.preempted(request, self.clock())
 
