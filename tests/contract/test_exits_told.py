@@ -125,6 +125,25 @@ def test_a_close_that_a_grammar_rejects_is_tried_again(driver_for):
     assert is_empty(driver)
 
 
+def test_a_close_that_is_refused_again_and_again_costs_few_steps(driver_for):
+    """A grammar accepts it at the start of a line alone, and another token is on the way then."""
+    driver = driver_for(is_async=True, blocks=400)
+    closes, skipped = driver.scheduler.early_exit.forced_closes, 0
+
+    def accepts(request, token_ids):
+        return request.all_token_ids[-1] == NEWLINE
+
+    driver.scheduler.early_exit._checks.accepts = closes.accepts = accepts
+    driver.add(lines("r", 400), CAP)
+    while driver.scheduler.has_unfinished_requests():
+        skipped += "r" not in driver.step().num_scheduled_tokens
+    driver.drain()
+    assert not driver.forced
+    assert skipped < 10
+    assert driver.scheduler.phase_counters.totals["exit_given_up:grammar"] == 1
+    assert is_empty(driver)
+
+
 FINE = {
     "allowed": {"allowed_token_ids": [WORD, THINK_END]},
     "bad words": {"_bad_words_token_ids": [[THINK_END, WORD]]},

@@ -389,11 +389,12 @@ class EarlyExit:
         if state.phase is not _THINK:
             self._end_thought(watched.request.request_id)
             watched.due = watched.given_up = None
+            watched.num_refused = watched.lines_left = 0
         if state.phase is _ANSWER:
             self._measured.pop(watched.request.request_id, None)
         else:
             self._measured[watched.request.request_id] = None
-        if watched.given_up is not None and state.known[-1] in self._breaks.line:
+        if watched.retries_close(at_line=state.known[-1] in self._breaks.line):
             action = Action(close=watched.given_up)
         self._act(watched, action)
         self._tell(watched)
@@ -443,6 +444,7 @@ class EarlyExit:
         """Give up a close that had begun, because structured output would reject it."""
         watched = self._watched.get(name)
         if watched is not None:
+            watched.was_refused()
             self._give_up(watched, Obstacle.GRAMMAR)
 
     def _give_up(self, watched: WatchedRequest, obstacle: Obstacle) -> None:

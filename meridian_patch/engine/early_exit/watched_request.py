@@ -34,8 +34,28 @@ class WatchedRequest:
     due_by: int = 0
     # A close given up for a reason that may pass: it is tried again at each end of a line.
     given_up: Close | None = None
+    # How often structured output refused a close that had begun, each after a skipped step, and at
+    # how many ends of lines it is not tried again.
+    num_refused: int = 0
+    lines_left: int = 0
     # Sum over all thoughts that have ended.
     think_tokens: int = 0
     # Strategies that cannot close its thoughts, and whether its caller was told.
     not_enforced: Obstacles = field(default_factory=dict)
     is_told: bool = True
+
+    def was_refused(self) -> None:
+        """Note a close that had begun and that structured output refused."""
+        self.num_refused += 1
+        self.lines_left = 2**self.num_refused - 1
+
+    def retries_close(self, *, at_line: bool) -> bool:
+        """Whether to try a close again that was given up.
+
+        Args:
+            at_line: the last token ends a line.
+        """
+        if self.given_up is None or not at_line:
+            return False
+        self.lines_left -= 1
+        return self.lines_left < 0
