@@ -115,6 +115,9 @@ class Ledger:
         # What was sampled last is computed by no step, and drafts behind an end are none.
         if common < len(record.prompt):
             raise Failure("tokens", f"{record.ask.name} lost prompt tokens between two chunks")
+        # Stock forgets what a session said whose turn ends while it is preempted.
+        if not self._is_stock and prompt[: len(known) - 1] != known[:-1]:
+            raise Failure("tokens", f"{record.ask.name} forgot what it said between two chunks")
         record.prompt = prompt
         thinks = starts_thinking(prompt, self.boundaries)
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
