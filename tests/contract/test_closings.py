@@ -6,7 +6,7 @@ import exit_driver as exits_of
 import numpy as np
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
-from scheduler_driver import BLOCK_SIZE, WORD, engine_config
+from scheduler_driver import BLOCK_SIZE, THINK_END, THINK_START, WORD, engine_config
 from tier_driver import preempt
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import GrammarOutput
@@ -22,6 +22,14 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 def long_end(use_family):
     """Thoughts end with a marker of seven tokens."""
     use_family(end="</done>", probe=None, documented_ids=UNDOCUMENTED)
+
+
+def add_drafts(monkeypatch):
+    """Let engines of the driver have a drafter."""
+    build = engine_config.__wrapped__
+    monkeypatch.setattr(
+        exits_of, "engine_config", lambda *a, **k: build(*a, **k, speculative_config=DRAFTS)
+    )
 
 
 def only_token(row):
@@ -67,10 +75,7 @@ def has_end(request, end):
 
 def test_drafts_of_a_request_that_comes_back_are_no_tokens(monkeypatch, demo_model, long_end):
     """vLLM gives it some that stand for none where one token is left to compute."""
-    build = engine_config.__wrapped__
-    monkeypatch.setattr(
-        exits_of, "engine_config", lambda *a, **k: build(*a, **k, speculative_config=DRAFTS)
-    )
+    add_drafts(monkeypatch)
     driver = exit_driver(monkeypatch, demo_model, is_async=True, **CAPPED)
     force_first_rows(driver)
     end = driver.scheduler.early_exit.forced_closes.sequence
@@ -87,6 +92,29 @@ def test_drafts_of_a_request_that_comes_back_are_no_tokens(monkeypatch, demo_mod
         # Only what the preemption took back was forced twice.
         assert len([token for who, token in driver.forced if who == name]) == len(end) + 1
     assert padded == 1
+    assert is_empty(driver)
+
+
+def test_a_close_is_for_one_thought(monkeypatch, demo_model):
+    """Drafts on the way may end the thought that is to be closed, and begin the next one."""
+    add_drafts(monkeypatch)
+    driver = exit_driver(monkeypatch, demo_model, is_async=True, **CAPPED)
+    force_first_rows(driver)
+    closes = driver.scheduler.early_exit.forced_closes
+    driver.add(thinker("r", 400, max_tokens=200))
+    while "r" not in closes:
+        driver.step()
+    request = driver.scheduler.requests["r"]
+    [(output, result)] = driver._in_flight
+    assert output.scheduled_spec_decode_tokens["r"]
+    result.sampled_token_ids[result.req_id_to_index["r"]] = [THINK_END, THINK_START]
+    driver.step()
+    assert request.output_token_ids[-2:] == [THINK_END, THINK_START]
+    assert "r" not in closes
+    second = request.num_output_tokens
+    driver.drain()
+    # Its own floor and cap hold for the second thought.
+    assert request._output_token_ids.index(THINK_END, second) - second >= 40
     assert is_empty(driver)
 
 

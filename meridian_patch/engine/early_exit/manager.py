@@ -386,7 +386,8 @@ class EarlyExit:
                 self._trace.ended(watched.request.request_id, outcome, watched.controller)
         if self._trace is not None:
             self._trace.looked(watched.request.request_id, watched.controller)
-        if state.phase is not _THINK:
+        # With draft tokens, a thought may end and the next one begin within a step.
+        if state.phase is not _THINK or outcome is not before:
             self._end_thought(watched.request.request_id)
             watched.due = watched.given_up = None
             watched.num_refused = watched.lines_left = 0
