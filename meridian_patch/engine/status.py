@@ -48,8 +48,8 @@ def publish(**facts: Any) -> None:
         _report.update(role="launcher", command=" ".join(sys.argv)[:200])
         atexit.register(_remove, os.getpid())
     _report.update(facts)
-    told = {name: value for name, value in _report.items() if name != "unpublished"}
-    text = json.dumps(told, indent=1, default=str)
+    published = {name: value for name, value in _report.items() if name != "unpublished"}
+    text = json.dumps(published, indent=1, default=str)
     reasons = []
     try:
         for directory in envs.status_directories(envs.environment()):

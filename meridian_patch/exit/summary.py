@@ -18,22 +18,22 @@ Summary = dict[str, Any]
 """
 
 
-def summarize(told: ExitReport) -> Summary:
+def summarize(report: ExitReport) -> Summary:
     """The summary of one request's report."""
     summary: Summary = {}
-    last = told.outcome
+    last = report.outcome
     if last is not None:
-        summary |= {"exit_reason": str(last.reason), "think_tokens": told.think_tokens}
+        summary |= {"exit_reason": str(last.reason), "think_tokens": report.think_tokens}
         due = last.verdict
         if due is not None and due.reason != last.reason:
             summary["would_exit"] = {
                 "exit_reason": str(due.reason),
-                "think_tokens": told.think_tokens - last.think_tokens + due.close_at,
+                "think_tokens": report.think_tokens - last.think_tokens + due.close_at,
             }
         if not last.is_measured:
             summary["measured"] = False
-    if told.not_enforced:
+    if report.not_enforced:
         summary["not_enforced"] = {
-            str(strategy): str(why) for strategy, why in told.not_enforced.items()
+            str(strategy): str(why) for strategy, why in report.not_enforced.items()
         }
     return summary

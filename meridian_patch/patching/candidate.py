@@ -43,7 +43,7 @@ class Candidate:
         """Each site with its module."""
         return zip(self.patch.sites, self.modules, strict=True)
 
-    def displaced(self) -> str | None:
+    def overwritten(self) -> str | None:
         """What stands at a site instead of the replacement once applied, or None."""
         for site, module in self.bindings():
             found = vars(module).get(site.attribute)

@@ -24,9 +24,9 @@ def check_live(candidate: Candidate, record: Candidate) -> None:
     if candidate.patch != record.patch:
         candidate.failed("live", f"another patch named {candidate.patch.name!r} is live")
         return
-    displaced = record.displaced()
-    if displaced:
-        candidate.failed("live", displaced)
+    overwritten = record.overwritten()
+    if overwritten:
+        candidate.failed("live", overwritten)
     else:
         candidate.outcome = Outcome.ALREADY_APPLIED
 

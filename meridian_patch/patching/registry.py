@@ -9,8 +9,7 @@ built: a class that derives from another patched class must be built while both 
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from meridian_patch.errors import PatchRefused
@@ -101,11 +100,11 @@ class Registry:
         """
         undone = list(reversed(self._live.values()))
         for record in undone:
-            displaced = record.displaced()
-            if displaced:
+            overwritten = record.overwritten()
+            if overwritten:
                 raise PatchRefused(
-                    f"cannot undo patch {record.patch.name!r}: {displaced}; undo what replaced it "
-                    "first"
+                    f"cannot undo patch {record.patch.name!r}: {overwritten}; undo what "
+                    "replaced it first"
                 )
         for record in undone:
             for site, module in reversed(list(record.bindings())):
@@ -134,17 +133,6 @@ class Registry:
         self._reports[name] = report
         _log(report)
         return report
-
-
-@contextmanager
-def applied(patches: Sequence[Patch], upstream: Upstream) -> Iterator[Reports]:
-    """Apply patches for the length of a ``with`` block; for tests."""
-    registry = Registry()
-    reports = registry.apply(patches, upstream)
-    try:
-        yield reports
-    finally:
-        registry.undo()
 
 
 def _check_and_build(candidates: Sequence[Candidate], upstream: Upstream) -> None:

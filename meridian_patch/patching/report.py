@@ -77,11 +77,6 @@ class PatchReport:
     process: str = field(default_factory=_process_name)
     pid: int = field(default_factory=os.getpid)
 
-    @property
-    def is_live(self) -> bool:
-        """True when the replacement is bound at the patch's sites."""
-        return self.outcome in {Outcome.APPLIED, Outcome.ALREADY_APPLIED}
-
     def stamped(self) -> "PatchReport":
         """The same report as of this process, which may be a fork of the one that applied it."""
         return replace(self, process=_process_name(), pid=os.getpid())

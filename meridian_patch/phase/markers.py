@@ -36,7 +36,7 @@ class Marker:
 
 
 @dataclass(frozen=True)
-class Markers:
+class ModelMarkers:
     """All markers of one model, still as text.
 
     Attributes:
@@ -59,7 +59,9 @@ class Markers:
     notes: tuple[str, ...] = ()
 
 
-def choose_markers(model: str, match: FamilyMatch | None, server: ServerStrings) -> Markers | None:
+def choose_markers(
+    model: str, match: FamilyMatch | None, server: ServerStrings
+) -> ModelMarkers | None:
     """Combine a family file with the server's strings.
 
     1. If the operator forced a family whose markers differ from the server's, only the family's
@@ -92,7 +94,7 @@ def choose_markers(model: str, match: FamilyMatch | None, server: ServerStrings)
     )
 
 
-def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ...]) -> Markers:
+def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ...]) -> ModelMarkers:
     family = match.family
     origin = f"file {match.files}"
     names = ["", *(f"alternatives.{index}." for index in range(len(family.alternatives)))]
@@ -112,10 +114,10 @@ def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ..
     if server.end:
         close = Marker("reasoning_end_str", server.end, "--reasoning-config")
     probe = Marker("probe" if family.probe else "end", family.probe_text, origin)
-    return Markers(match.label, tuple(start), tuple(end), close, probe, match, notes)
+    return ModelMarkers(match.label, tuple(start), tuple(end), close, probe, match, notes)
 
 
-def _from_server(server: ServerStrings) -> Markers | None:
+def _from_server(server: ServerStrings) -> ModelMarkers | None:
     """Markers from the server's strings, combined as in vLLM: configured before the parser's."""
     if not (server.start or server.parser_start) or not (server.end or server.parser_end):
         return None
@@ -134,7 +136,7 @@ def _from_server(server: ServerStrings) -> Markers | None:
         natural = Marker("reasoning_end_str", server.parser_end, parser)
     label = f"<parser {server.parser}>" if server.parser else "<reasoning config>"
     probe = Marker(natural.field, probe_around(natural.text), natural.origin)
-    return Markers(label, (start,), (natural,), forced, probe, None)
+    return ModelMarkers(label, (start,), (natural,), forced, probe, None)
 
 
 def _find_clash(match: FamilyMatch, server: ServerStrings) -> str | None:

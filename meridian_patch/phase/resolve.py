@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
-from meridian_patch.phase.markers import Marker, Markers
+from meridian_patch.phase.markers import Marker, ModelMarkers
 from meridian_patch.phase.sequences import MarkerSequences, Vocabulary, find_sequences
 
 REMEDY = (
@@ -26,12 +26,12 @@ class Resolution:
     """
 
     boundaries: Boundaries
-    markers: Markers
+    markers: ModelMarkers
     sequences: dict[str, tuple[TokenIds, ...]]
     notes: tuple[str, ...]
 
 
-def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
+def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolution:
     """Token sequences for all markers, checked against the family file's documented ids.
 
     Args:
@@ -84,7 +84,7 @@ def resolve(model: str, markers: Markers, vocabulary: Vocabulary) -> Resolution:
 
 
 def _find_tool_calls(
-    model: str, markers: Markers, vocabulary: Vocabulary, notes: list[str]
+    model: str, markers: ModelMarkers, vocabulary: Vocabulary, notes: list[str]
 ) -> tuple[TokenIds, ...]:
     """Sequences that open a tool call; a marker that cannot be encoded is noted and left out."""
     if markers.match is None:
@@ -108,7 +108,7 @@ def _joined(
 
 
 def _resolve_close(
-    model: str, markers: Markers, vocabulary: Vocabulary, end: tuple[TokenIds, ...]
+    model: str, markers: ModelMarkers, vocabulary: Vocabulary, end: tuple[TokenIds, ...]
 ) -> TokenIds:
     if markers.close.text == markers.end[0].text:
         return end[0]
@@ -125,7 +125,7 @@ def _resolve_close(
 
 def _resolve_probe(
     model: str,
-    markers: Markers,
+    markers: ModelMarkers,
     vocabulary: Vocabulary,
     end: tuple[TokenIds, ...],
     notes: list[str],
@@ -163,7 +163,7 @@ def _unresolvable(model: str, marker: Marker, found: MarkerSequences) -> Boundar
 
 
 def _note_plain_text(
-    model: str, markers: Markers, sequences: dict[str, tuple[TokenIds, ...]]
+    model: str, markers: ModelMarkers, sequences: dict[str, tuple[TokenIds, ...]]
 ) -> list[str]:
     """Notes on markers of several tokens that are not documented to be several."""
     documented = markers.match.family.documented_ids if markers.match else None
@@ -182,7 +182,7 @@ def _note_plain_text(
 
 def _compare_ids(
     model: str,
-    markers: Markers,
+    markers: ModelMarkers,
     match: FamilyMatch,
     sequences: dict[str, tuple[TokenIds, ...]],
     close: TokenIds,

@@ -23,7 +23,7 @@ from vllm.v1.outputs import (
 
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
-from meridian_patch.engine.worker.logits_measurement import Measured, Spans
+from meridian_patch.engine.worker.logits_measurement import Measured, RowSelection
 from meridian_patch.engine.worker.worker import answers_scheduler, build_tapped_worker, put_tap
 from meridian_patch.kernels.row_signals import row_signals_ref
 
@@ -412,8 +412,8 @@ def test_a_closed_tap_tells_the_scheduler(is_later):
 
 def test_what_is_sent_owns_its_memory():
     """Rows are kept for long: a view would keep a pinned buffer."""
-    spans = Spans(MeasurePlan(("a",), BOUNDARY), ["a"], None)
-    signals = Measured(spans, torch.ones(1, 4)).read()
+    selection = RowSelection(MeasurePlan(("a",), BOUNDARY), ["a"], None)
+    signals = Measured(selection, torch.ones(1, 4)).read()
     assert signals.values.tolist() == [[1.0] * 4]
     assert signals.values.flags.owndata
 

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import DEVICE, random_logits
 
 from meridian_patch.engine.early_exit.signals import MeasurePlan
-from meridian_patch.engine.worker.logits_measurement import Meter, Spans
+from meridian_patch.engine.worker.logits_measurement import Meter, RowSelection
 from meridian_patch.kernels._launch import rows_that_fill
 from meridian_patch.kernels.row_signals import (
     _merge_parts_kernel,
@@ -18,7 +18,7 @@ from meridian_patch.kernels.row_signals import (
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 
 VOCAB, PADDED = 151669, 151680
-SPANS = Spans(MeasurePlan(("b", "c"), 7), ["a", "b", "c"], [0, 1, 3, 4])
+SELECTION = RowSelection(MeasurePlan(("b", "c"), 7), ["a", "b", "c"], [0, 1, 3, 4])
 
 
 def compiled() -> int:
@@ -36,12 +36,12 @@ def test_a_step_is_measured_without_waiting(dtype: torch.dtype, width: int) -> N
     want = row_signals_ref(logits[:, :VOCAB].clone(), torch.tensor([1, 2, 3], device=DEVICE), 7)
     n_compiled = compiled()
     many = rows_that_fill(DEVICE) + 1
-    whole_rows = Spans(MeasurePlan(("b",), 7), ["b"], [0, many])
+    whole_rows = RowSelection(MeasurePlan(("b",), 7), ["b"], [0, many])
     torch.cuda.set_sync_debug_mode("error")
     try:
         # So many rows are not split, and so another kernel reads them.
         meter.measure(logits, whole_rows, 7)
-        measured = meter.measure(logits, SPANS, 7)
+        measured = meter.measure(logits, SELECTION, 7)
         logits.zero_()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -58,7 +58,7 @@ def test_numbers_of_many_steps_do_not_mix() -> None:
     steps = [random_logits(4, PADDED, torch.bfloat16, seed=seed) for seed in range(8)]
     rows = torch.tensor([1, 2, 3], device=DEVICE)
     wanted = [row_signals_ref(each[:, :VOCAB].clone(), rows, 7)[:, 0].tolist() for each in steps]
-    measured = [meter.measure(each, SPANS, 7) for each in steps]
+    measured = [meter.measure(each, SELECTION, 7) for each in steps]
     for step, want in reversed(list(zip(measured, wanted, strict=True))):
         got = step.read().by_request()
         assert [row[0] for row in (*got["b"], *got["c"])] == pytest.approx(want, rel=1e-4)

@@ -33,13 +33,13 @@ class Model:
         self.upstream = toy.upstream
         self.registry = Registry()
         self.originals = bindings()
-        # Site number -> (their class, what it displaced).
+        # Site number -> (their class, what it replaced).
         self.theirs: dict[int, tuple[type, type]] = {}
 
     def run(self, kind: str, index: int) -> None:
         if kind == REBIND and index not in self.theirs:
-            displaced = bound(SITES[index])
-            self.theirs[index] = (type("Foreign", (displaced,), {}), displaced)
+            overwritten = bound(SITES[index])
+            self.theirs[index] = (type("Foreign", (overwritten,), {}), overwritten)
             self._bind(index, self.theirs[index][0])
         elif kind == RELEASE and index in self.theirs:
             self._bind(index, self.theirs.pop(index)[1])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meridian_patch.engine.early_exit.signals import MeasurePlan
-from meridian_patch.engine.worker.logits_measurement import Meter, Spans
+from meridian_patch.engine.worker.logits_measurement import Meter, RowSelection
 from meridian_patch.engine.worker.row_signals_cpu import row_signals_cpu
 from meridian_patch.kernels.row_signals import row_signals_ref, usable_backend
 
@@ -18,21 +18,21 @@ def on_host(logits, rows, boundary_id):
 
 def test_spans_keep_the_order_of_the_batch():
     """Rows of a request are contiguous; who is not in the batch is passed over."""
-    spans = Spans(MeasurePlan(("c", "gone", "a"), 0), ["a", "b", "c"], [0, 2, 3, 6])
-    assert spans.names == ["a", "c"]
-    assert spans.counts == [2, 3]
-    assert spans.rows.tolist() == [0, 1, 3, 4, 5]
+    selection = RowSelection(MeasurePlan(("c", "gone", "a"), 0), ["a", "b", "c"], [0, 2, 3, 6])
+    assert selection.names == ["a", "c"]
+    assert selection.counts == [2, 3]
+    assert selection.rows.tolist() == [0, 1, 3, 4, 5]
 
 
 def test_spans_know_when_the_batch_has_changed():
     """The runner goes on with the same list; a new plan for the same requests is the same."""
     batch, plan = ["a", "b"], MeasurePlan(("a",), 0)
-    spans = Spans(plan, batch, None)
-    assert spans.are_of(MeasurePlan(("a",), 1), batch, None)
-    assert not spans.are_of(plan, batch, [0, 1, 2])
-    assert not spans.are_of(MeasurePlan(("b",), 0), batch, None)
+    selection = RowSelection(plan, batch, None)
+    assert selection.are_of(MeasurePlan(("a",), 1), batch, None)
+    assert not selection.are_of(plan, batch, [0, 1, 2])
+    assert not selection.are_of(MeasurePlan(("b",), 0), batch, None)
     batch.reverse()
-    assert not spans.are_of(plan, batch, None)
+    assert not selection.are_of(plan, batch, None)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -81,8 +81,8 @@ def test_meter_cuts_the_padding_off():
     """Columns beyond the vocabulary take no part; numbers come back by request."""
     logits = torch.zeros(2, 16)
     logits[:, 10:] = 50.0
-    spans = Spans(MeasurePlan(("b",), 0), ["a", "b"], None)
-    [[entropy, lse, top, end]] = Meter(10).measure(logits, spans, 3).read().by_request()["b"]
+    selection = RowSelection(MeasurePlan(("b",), 0), ["a", "b"], None)
+    [[entropy, lse, top, end]] = Meter(10).measure(logits, selection, 3).read().by_request()["b"]
     assert entropy == pytest.approx(lse) == pytest.approx(2.302585)
     assert top == pytest.approx(end) == pytest.approx(0.1)
 
@@ -110,10 +110,10 @@ def test_a_nearly_certain_row_keeps_its_digits():
 def test_a_warm_meter_measures_the_same_on_a_cpu(monkeypatch):
     """From then on the compiled function does it: torch's way is not taken any more."""
     assert usable_backend(torch.device("cpu")) == "torch"
-    spans, logits = Spans(MeasurePlan(("a",), 0), ["a"], None), torch.randn(1, 10)
+    selection, logits = RowSelection(MeasurePlan(("a",), 0), ["a"], None), torch.randn(1, 10)
     meter = Meter(10)
-    cold = meter.measure(logits, spans, 3).read().by_request()["a"].tolist()
+    cold = meter.measure(logits, selection, 3).read().by_request()["a"].tolist()
     meter.warm_up(torch.device("cpu"), {torch.float32})
     monkeypatch.delattr("meridian_patch.engine.worker.logits_measurement.row_signals")
-    warm = meter.measure(logits, spans, 3).read().by_request()["a"].tolist()
+    warm = meter.measure(logits, selection, 3).read().by_request()["a"].tolist()
     assert warm == [pytest.approx(cold[0])]

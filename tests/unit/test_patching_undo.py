@@ -5,10 +5,10 @@ from types import ModuleType
 
 import pytest
 import toy_package
-from toy_package import ENGINE, ENGINE_SITES, PATCHES, SITES, Toy, bindings, bound
+from toy_package import ENGINE, ENGINE_SITES, PATCHES, SITES, Toy, applied, bindings, bound
 
 from meridian_patch.errors import PatchRefused
-from meridian_patch.patching.registry import Registry, applied
+from meridian_patch.patching.registry import Registry
 from meridian_patch.patching.report import Outcome
 
 
@@ -92,7 +92,7 @@ def test_undo_refuses_to_drop_a_class_of_others(toy: Toy, monkeypatch: pytest.Mo
 def test_second_apply_refuses_over_a_class_of_others(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once displaced, a live patch is not silently reported as live."""
+    """Once overwritten, a live patch is not silently reported as live."""
     registry = Registry()
     registry.apply(PATCHES, toy.upstream)
     monkeypatch.setattr("toy.core.Engine", dict)

@@ -12,7 +12,7 @@ from meridian_patch.kernels.row_signals import row_signals, rows_that_fill, usab
 VOCAB_PADDING = 64
 
 
-class Spans:
+class RowSelection:
     """Which rows of a step's logits belong to which request.
 
     Attributes:
@@ -38,9 +38,9 @@ class Spans:
         self.names = [req_ids[index] for index in picked]
         rows = picked
         if starts is not None:
-            spans = [(starts[index], starts[index + 1]) for index in picked]
-            self.counts = [end - start for start, end in spans]
-            rows = [row for start, end in spans for row in range(start, end)]
+            ranges = [(starts[index], starts[index + 1]) for index in picked]
+            self.counts = [end - start for start, end in ranges]
+            rows = [row for start, end in ranges for row in range(start, end)]
         self.rows = np.array(rows, np.int64)
 
     def are_of(
@@ -55,7 +55,7 @@ class Measured:
 
     def __init__(
         self,
-        spans: Spans,
+        selection: RowSelection,
         values: torch.Tensor | np.ndarray,
         copied: torch.cuda.Event | None = None,
         source: torch.Tensor | None = None,
@@ -63,12 +63,12 @@ class Measured:
         """Hold a step's values.
 
         Args:
-            spans: the rows that were measured.
+            selection: the rows that were measured.
             values: [n_rows, 4], readable once the event ``copied`` has occurred.
             copied: None if the values are readable already.
             source: source of the copy; kept alive because another stream reads it.
         """
-        self._spans = spans
+        self._selection = selection
         self._values = values
         self._copied = copied
         self._source = source
@@ -77,12 +77,12 @@ class Measured:
         """Wait for the values and return them; blocks only this thread."""
         if self._copied is not None:
             self._copied.synchronize()
-        values, spans = self._values, self._spans
+        values, selection = self._values, self._selection
         if isinstance(values, torch.Tensor):
             # Copied, because the scheduler keeps rows for long, and a view would keep the pinned
             # memory alive.
             values = values.numpy().copy()
-        return Signals(spans.names, spans.counts, values)
+        return Signals(selection.names, selection.counts, values)
 
 
 class Meter:
@@ -98,32 +98,32 @@ class Meter:
         # Replaces ``row_signals`` on a CPU without Triton.
         self._on_host: Callable[[torch.Tensor, np.ndarray, int, int], np.ndarray] | None = None
 
-    def measure(self, logits: torch.Tensor, spans: Spans, boundary_id: int) -> Measured:
+    def measure(self, logits: torch.Tensor, selection: RowSelection, boundary_id: int) -> Measured:
         """Start measuring.
 
         Args:
             logits: [n_rows, at least vocab_size], as the sampler gets them. Not modified.
-            spans: the rows to measure.
+            selection: the rows to measure.
             boundary_id: the token whose probability is measured.
 
         Raises:
             ValueError: ``boundary_id`` is outside of the vocabulary, or raised by row_signals.
         """
         if self._on_host is not None:
-            values = self._on_host(logits, spans.rows, boundary_id, self._vocab_size)
-            return Measured(spans, values)
+            values = self._on_host(logits, selection.rows, boundary_id, self._vocab_size)
+            return Measured(selection, values)
         device = logits.device
         logits = logits[:, : self._vocab_size]
-        rows = self._on_device(spans.rows, device)
+        rows = self._on_device(selection.rows, device)
         values = row_signals(logits, rows, boundary_id, backend=usable_backend(device))
         if device.type != "cuda":
-            return Measured(spans, values)
+            return Measured(selection, values)
         stream, copied = self._stream(device), torch.cuda.Event(blocking=True)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             host = values.to("cpu", non_blocking=True)
             copied.record(stream)
-        return Measured(spans, host, copied, source=values)
+        return Measured(selection, host, copied, source=values)
 
     def warm_up(self, device: torch.device, dtypes: set[torch.dtype]) -> None:
         """Compile the kernels of :meth:`measure`, for logits of these types, padded or not."""
@@ -143,8 +143,8 @@ class Meter:
                 # A few rows are split and many are not, with different kernels. Row indices beyond
                 # the logits are not read.
                 for n_rows in (1, rows_that_fill(device)):
-                    spans = Spans(MeasurePlan(("",), 0), [""], [0, n_rows])
-                    self.measure(logits, spans, 0).read()
+                    selection = RowSelection(MeasurePlan(("",), 0), [""], [0, n_rows])
+                    self.measure(logits, selection, 0).read()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._copy_stream is None:

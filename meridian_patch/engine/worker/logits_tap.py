@@ -26,7 +26,7 @@ from vllm.v1.outputs import (
 )
 
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
-from meridian_patch.engine.worker.logits_measurement import Measured, Meter, Spans
+from meridian_patch.engine.worker.logits_measurement import Measured, Meter, RowSelection
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -65,8 +65,8 @@ class Tap:
         self._meter = Meter(vocab_size)
         self._plan: MeasurePlan | None = None
         self._measured: Measured | None = None
-        # Spans of the last step, reused because they rarely change.
-        self._spans: Spans | None = None
+        # Rows of the last step, reused because they rarely change.
+        self._selection: RowSelection | None = None
         self._is_fitted = False
         # Why signals cannot be measured; never reset.
         self._refusal: str | None = None
@@ -100,7 +100,7 @@ class Tap:
     def see(
         self, logits: torch.Tensor, req_ids: Sequence[str], starts: Sequence[int] | None
     ) -> None:
-        """Measure the logits that a sampler receives; see ``Spans`` for the layout."""
+        """Measure the logits that a sampler receives; see ``RowSelection`` for the layout."""
         plan = self._plan
         if plan is None or self._refusal is not None:
             return
@@ -108,10 +108,10 @@ class Tap:
         if expected != len(logits):
             self._close(f"its samplers get {len(logits)} rows, expected {expected}")
             return
-        if self._spans is None or not self._spans.are_of(plan, req_ids, starts):
-            self._spans = Spans(plan, req_ids, starts)
-        if self._spans.names:
-            self._measured = self._meter.measure(logits, self._spans, plan.boundary_id)
+        if self._selection is None or not self._selection.are_of(plan, req_ids, starts):
+            self._selection = RowSelection(plan, req_ids, starts)
+        if self._selection.names:
+            self._measured = self._meter.measure(logits, self._selection, plan.boundary_id)
 
     @_guarded("fitting it to the model runner")
     def _fit(self) -> None:

@@ -2,13 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 from meridian_patch.patching.lock import Lock, Upstream, compute_entry
+from meridian_patch.patching.registry import Registry, Reports
 from meridian_patch.patching.source import SourceTree
 from meridian_patch.patching.spec import Contract, Patch, Site
 
@@ -147,3 +148,14 @@ def toy_package(folder: Path) -> Iterator[Toy]:
             each for each in sys.modules if each.partition(".")[0] in {"toy", "toy_build"}
         ]:
             del sys.modules[name]
+
+
+@contextmanager
+def applied(patches: Sequence[Patch], upstream: Upstream) -> Iterator[Reports]:
+    """Apply patches for the length of a ``with`` block."""
+    registry = Registry()
+    reports = registry.apply(patches, upstream)
+    try:
+        yield reports
+    finally:
+        registry.undo()
