@@ -6,9 +6,8 @@ from typing import Any
 from vllm import LLM
 
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
-from meridian_patch.engine.in_process import core_of
-from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.engine.worker.worker import answers_scheduler, put_tap
+from meridian_patch.replay.in_process import caller_id, core_of
 
 # The probability of the boundary is not used here.
 _ANY_TOKEN = 0

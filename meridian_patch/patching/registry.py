@@ -9,19 +9,22 @@ built: a class that derives from another patched class must be built while both 
 """
 
 import logging
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 from meridian_patch.errors import PatchRefused
 from meridian_patch.patching import checks
-from meridian_patch.patching.audit import stale_bindings
 from meridian_patch.patching.candidate import Candidate
 from meridian_patch.patching.lock import Upstream
 from meridian_patch.patching.report import Outcome, PatchReport, StaleBinding
 from meridian_patch.patching.source import SourceTree
-from meridian_patch.patching.spec import Patch
+from meridian_patch.patching.spec import Patch, Site
 
 logger = logging.getLogger(__name__)
+
+_OWN_PACKAGE = __name__.partition(".")[0]
 
 Reports = tuple[PatchReport, ...]
 
@@ -122,7 +125,7 @@ class Registry:
             return replace(self._reports[name].stamped(), outcome=Outcome.ALREADY_APPLIED)
         stale: tuple[StaleBinding, ...] = ()
         if candidate.outcome is Outcome.APPLIED:
-            stale = stale_bindings(candidate.original, candidate.patch.sites)
+            stale = _stale_bindings(candidate.original, candidate.patch.sites)
         report = PatchReport(
             patch=name,
             outcome=candidate.outcome,
@@ -133,6 +136,21 @@ class Registry:
         self._reports[name] = report
         _log(report)
         return report
+
+
+def _stale_bindings(original: type, sites: Iterable[Site]) -> tuple[StaleBinding, ...]:
+    """Globals of loaded modules, outside the sites and this package, that hold the original."""
+    subclasses: list[type] = original.__subclasses__()
+    deriving = {cls.__module__ for cls in subclasses}
+    declared = {(site.module, site.attribute) for site in sites}
+    found = []
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0] == _OWN_PACKAGE:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is original and (name, attribute) not in declared:
+                found.append(StaleBinding(name, attribute, is_base=name in deriving))
+    return tuple(found)
 
 
 def _check_and_build(candidates: Sequence[Candidate], upstream: Upstream) -> None:

@@ -27,8 +27,8 @@ from vllm.v1.request import Request
 
 from meridian_patch import envs
 from meridian_patch.engine.device import accelerator_name
-from meridian_patch.engine.in_process import core_of
 from meridian_patch.replay.cpu_affinity import keep_to_the_engines_core
+from meridian_patch.replay.in_process import core_of
 from meridian_patch.replay.step_log import StepLog
 
 

@@ -12,9 +12,8 @@ from vllm.config import ReasoningConfig
 from vllm.sampling_params import RequestOutputKind
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.in_process import core_of
-from meridian_patch.engine.request_ids import caller_id
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.in_process import caller_id, core_of
 
 if TYPE_CHECKING:
     import queue
