@@ -1,5 +1,6 @@
-"""Bootstrap intervals over seeds, problems and other items that are alike."""
+"""Bootstrap intervals over seeds, problems and other items that are alike; bounds of shares."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 Item = TypeVar("Item")
 _RESAMPLES = 2000
 _COVERAGE = 0.95
+# Bisection steps of [0, 1] down to the last bit of a double.
+_HALVINGS = 60
 
 
 def bootstrap_interval(
@@ -22,8 +25,9 @@ def bootstrap_interval(
     """
     if len(items) < 2:  # noqa: PLR2004 - one item has no spread
         return None
-    values = [statistic([items[index] for index in pick]) for pick in _picks(len(items))]
-    return _interval([value for value in values if value is not None])
+    values = [statistic([items[index] for index in pick]) for pick in bootstrap_picks(len(items))]
+    known = [value for value in values if value is not None]
+    return percentile_interval(known) if known else None
 
 
 def bootstrap_quotient(
@@ -35,18 +39,67 @@ def bootstrap_quotient(
     """
     if len(above) < 2:  # noqa: PLR2004 - one item has no spread
         return None
-    picks = _picks(len(above))
+    picks = bootstrap_picks(len(above))
     totals = below[picks].sum(axis=1)
-    return _interval((above[picks].sum(axis=1)[totals != 0] / totals[totals != 0]).tolist())
+    quotients = above[picks].sum(axis=1)[totals != 0] / totals[totals != 0]
+    return percentile_interval(quotients) if quotients.size else None
 
 
-def _picks(items: int) -> NDArray[np.int64]:
+def bootstrap_picks(items: int) -> NDArray[np.int64]:
+    """Indices of the resampled items, [resamples, items]; the same in every call."""
     return np.random.default_rng(0).integers(0, items, (_RESAMPLES, items))
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    if not values:
-        return None
+def percentile_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    """Low and high of a statistic over the resamples."""
     tail = (1 - _COVERAGE) / 2
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def clopper_pearson(hits: int, trials: int, risk: float) -> float:
+    """Least upper bound that holds with confidence 1 - ``risk`` (Clopper and Pearson, 1934).
+
+    The p at which a binomial count of at most ``hits`` has probability ``risk``. Exact, so never
+    above ``hoeffding``.
+
+    Returns:
+        A share, from 0 to 1.
+    """
+    if hits >= trials:
+        return 1.0
+    counts = np.arange(hits + 1, dtype=np.float64)
+    steps = np.log((trials - counts[:-1]) / (counts[:-1] + 1))
+    log_choices = np.concatenate(([0.0], np.cumsum(steps)))
+    low, high = hits / trials, 1.0
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        if share in {low, high}:
+            break
+        terms = log_choices + counts * math.log(share) + (trials - counts) * math.log1p(-share)
+        is_likelier = float(np.logaddexp.reduce(terms)) > math.log(risk)
+        low, high = (share, high) if is_likelier else (low, share)
+    return high
+
+
+def hoeffding(hits: int, trials: int, risk: float) -> float:
+    """The simpler bound of the code of arXiv:2602.03814 (its "UCB"): mean + sqrt(ln(1/risk)/2n).
+
+    Returns:
+        A share; may be above 1.
+    """
+    return hits / trials + math.sqrt(math.log(1 / risk) / (2 * trials))
+
+
+def conformal_risk(hits: int, trials: int) -> float:
+    """What conformal risk control compares with the tolerance, (hits + 1) / (trials + 1).
+
+    It bounds the loss on the average over calibration sets, with no confidence (Angelopoulos et
+    al., arXiv:2208.02814; "CRC" in the code of arXiv:2602.03814).
+    """
+    return (hits + 1) / (trials + 1)
+
+
+def trials_needed(tolerance: float, risk: float) -> int:
+    """Fewest trials with which zero hits bound the share by ``tolerance``."""
+    return math.ceil(math.log(risk) / math.log1p(-tolerance))

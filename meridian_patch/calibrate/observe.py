@@ -20,6 +20,7 @@ from meridian_patch.calibrate.engine_process import Engine, EngineRequest, Reply
 from meridian_patch.calibrate.graders import Grader
 from meridian_patch.calibrate.journal import Journal
 from meridian_patch.calibrate.problems import Problem
+from meridian_patch.calibrate.records import Record, Stop
 from meridian_patch.calibrate.stops import (
     ClosePoint,
     eat_close_points,
@@ -31,7 +32,6 @@ from meridian_patch.calibrate.thresholds import EAT, RPDI, StrategyKind
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.lag import Lag
-from meridian_patch.exit.records import Record, Stop
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
 

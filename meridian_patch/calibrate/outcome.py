@@ -3,12 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from meridian_patch.bench.statistics import trials_needed
+from meridian_patch.calibrate.calibration import (
+    Bands,
+    Calibration,
+    Point,
+    bootstrap_bands,
+    calibrate,
+)
 from meridian_patch.calibrate.observe import EarlyAnswer, Natural
+from meridian_patch.calibrate.records import Record, endings
 from meridian_patch.calibrate.thresholds import StrategyKind
 from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.calibration import Calibration, Point, calibrate
-from meridian_patch.exit.records import Record, endings
-from meridian_patch.exit.statistics import Bands, bootstrap_bands, trials_needed
 
 
 class Goal(NamedTuple):

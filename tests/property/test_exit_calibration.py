@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_patch.exit.calibration import calibrate
-from meridian_patch.exit.records import Record, Stop
-from meridian_patch.exit.statistics import clopper_pearson, hoeffding, trials_needed
+from meridian_patch.bench.statistics import clopper_pearson, hoeffding, trials_needed
+from meridian_patch.calibrate.calibration import calibrate
+from meridian_patch.calibrate.records import Record, Stop
 
 TOLERANCE, RISK = 0.05, 0.1
 REPETITIONS = 600

@@ -4,16 +4,15 @@ import math
 
 import pytest
 
-from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.calibration import calibrate
-from meridian_patch.exit.records import Record, Stop, ending
-from meridian_patch.exit.statistics import (
-    bootstrap_bands,
+from meridian_patch.bench.statistics import (
     clopper_pearson,
     conformal_risk,
     hoeffding,
     trials_needed,
 )
+from meridian_patch.calibrate.calibration import bootstrap_bands, calibrate
+from meridian_patch.calibrate.records import Record, Stop, ending
+from meridian_patch.errors import CalibrationError
 
 
 def record(name, *stops, right=True, tokens=1000):

@@ -8,8 +8,7 @@ import numpy as np
 
 from meridian_patch.bench.exit.arms import NATURAL
 from meridian_patch.bench.exit.run import ExitArmRun, Result
-from meridian_patch.bench.statistics import bootstrap_quotient
-from meridian_patch.exit.statistics import clopper_pearson
+from meridian_patch.bench.statistics import bootstrap_quotient, clopper_pearson
 
 # Largest loss of accuracy at which a fixed budget counts as good, in percentage points.
 TOLERANCE_PP = 0.5

@@ -5,9 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meridian_patch.bench.statistics import (
+    bootstrap_picks,
+    clopper_pearson,
+    conformal_risk,
+    hoeffding,
+    percentile_interval,
+    trials_needed,
+)
+from meridian_patch.calibrate.records import Record, endings
 from meridian_patch.errors import CalibrationError
-from meridian_patch.exit.records import Record, endings
-from meridian_patch.exit.statistics import clopper_pearson, conformal_risk, hoeffding, trials_needed
 
 
 class Point(NamedTuple):
@@ -146,3 +153,41 @@ def _labelled(
             "model can solve, check that its answers are read correctly, or allow a smaller loss"
         )
     return labelled
+
+
+class Bands(NamedTuple):
+    """Intervals (low, high) of two figures.
+
+    Attributes:
+        saving_ratio: share of all think tokens that early exit saves.
+        accuracy_loss: share of right answers without early exit minus that with it.
+    """
+
+    saving_ratio: tuple[float, float]
+    accuracy_loss: tuple[float, float]
+
+
+def bootstrap_bands(records: Sequence[Record], threshold: float, *, fires_below: bool) -> Bands:
+    """Percentile intervals over resampled labelled problems; deterministic.
+
+    They show the spread; the bound of ``calibrate`` does not depend on them.
+
+    Args:
+        records: one per problem; unlabelled ones are left out.
+        threshold: the strategy's threshold.
+        fires_below: as in ``calibrate``.
+
+    Raises:
+        CalibrationError: no problem is labelled.
+    """
+    labelled = [record for record in records if record.is_correct is not None]
+    if not labelled:
+        raise CalibrationError(
+            f"none of {len(records)} problems has a reference answer, expected a labelled set"
+        )
+    tokens, correct = endings(labelled, [threshold], fires_below=fires_below)
+    natural = np.array([record.think_tokens for record in labelled], np.float64)
+    loss = np.array([bool(record.is_correct) for record in labelled], np.float64) - correct[0]
+    picks = bootstrap_picks(len(labelled))
+    saving = 1 - tokens[0][picks].sum(axis=1) / natural[picks].sum(axis=1)
+    return Bands(percentile_interval(saving), percentile_interval(loss[picks].mean(axis=1)))
