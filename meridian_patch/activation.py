@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import entry_points
 
 from meridian_patch import envs
-from meridian_patch.errors import PatchRefused
+from meridian_patch.errors import ConfigError, PatchRefused
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 
@@ -26,15 +26,23 @@ def is_active() -> bool:
 def activate_on_import() -> None:
     """Activate this process and its children when the user imported the package.
 
-    vLLM imports the package too, to load its entry point, and that alone must change nothing.
+    vLLM imports the package too, to load its entry point, and that alone must change nothing. A
+    wrong value of ``MERIDIAN_PATCH`` is refused where vLLM loads the plug-in, not here.
 
     Raises:
         PatchRefused: vLLM would not find the plug-in, and the user would be served stock.
     """
-    if _is_vllm_loading_plugins() or envs.activation(envs.environment()) is False:
+    if _is_vllm_loading_plugins():
         return
-    check_entry_point()
-    envs.activate_children()
+    try:
+        asked = envs.activation(envs.environment())
+    except ConfigError:
+        # Commands that find such errors import the package too. vLLM's processes refuse to start.
+        envs.load_in_children()
+        return
+    if asked is not False:
+        check_entry_point()
+        envs.activate_children()
 
 
 def check_entry_point() -> None:

@@ -1,7 +1,6 @@
 """The ``meridian`` command."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from meridian_patch.bench.commands import add_bench
 from meridian_patch.calibrate.command import add_calibrate
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
+from meridian_patch.operate.doctor.command import add_doctor
 
 # Packages that some commands need and may lack: those of the engine, and of the extra `bench`.
 _OPTIONAL = frozenset(
@@ -62,8 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=lambda _: _serve([]))
 
     status = commands.add_parser("status", help="what is live in which process")
-    status.add_argument("--json", action="store_true", dest="as_json")
+    status.add_argument("--json", action="store_true", dest="as_json", help="all, for programs")
+    status.add_argument("--verbose", action="store_true", help="each patch and what was checked")
     status.set_defaults(run=_status)
+
+    add_doctor(commands)
 
     boundaries = commands.add_parser(
         "boundaries", help="which think boundaries a model would be served with, and why"
@@ -115,40 +118,9 @@ def _shown(value: Any) -> str:
 
 
 def _status(parsed: argparse.Namespace) -> int:
-    from meridian_patch.engine.status import read_all
+    from meridian_patch.operate.status_command import run
 
-    reports = read_all()
-    if parsed.as_json:
-        print(json.dumps(reports, indent=1))
-    else:
-        _print_status(reports)
-    outcomes = [patch["outcome"] for report in reports for patch in report.get("patches", [])]
-    return 0 if reports and all("applied" in outcome for outcome in outcomes) else 1
-
-
-def _print_status(reports: list[dict[str, Any]]) -> None:
-    if not reports:
-        print("no patched vLLM process of this user is running")
-        return
-    table = Table("pid", "role", "vLLM", "patches", "scheduler", "policy", "family")
-    for report in reports:
-        patches = ", ".join(f"{p['patch']}: {p['outcome']}" for p in report.get("patches", []))
-        table.add_row(
-            str(report["pid"]),
-            report["role"],
-            report.get("vllm_version", "-"),
-            patches or "-",
-            report.get("scheduler", "-"),
-            report.get("policy", "-"),
-            str(report.get("family", "-")),
-        )
-    Console().print(table)
-    for report in reports:
-        if report.get("limited_by"):
-            print(f"process {report['pid']}: {report['limited_by']}")
-        if report.get("parts_off"):
-            off = ", ".join(report["parts_off"])
-            print(f"process {report['pid']}: off since they failed too often: {off}; see the log")
+    return run(as_json=parsed.as_json, verbose=parsed.verbose)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ KNOWN = (
 
 logger = logging.getLogger("vllm.meridian_patch")
 
+# What `activate_children` replaced, by name; None: the variable was unset.
+_replaced: dict[str, str | None] = {}
+
 # Kubernetes sets these in every container for each service of its namespace, here for one whose
 # name begins with `meridian-patch`; the value has a shape of its own too.
 # Load-bearing: kubernetes/pkg/kubelet/envvars/envvars.go, "service links".
@@ -58,6 +61,16 @@ _SERVICE_LINKS = tuple(
 def environment() -> Mapping[str, str]:
     """The process environment, read only."""
     return os.environ  # noqa: TID251
+
+
+def given_environment() -> dict[str, str]:
+    """The environment as the user gave it, without what `activate_children` changed."""
+    env = dict(environment())
+    for name, value in _replaced.items():
+        env.pop(name, None)
+        if value is not None:
+            env[name] = value
+    return env
 
 
 def check_names(env: Mapping[str, str]) -> None:
@@ -162,7 +175,17 @@ def _is_own(directory: Path) -> bool:
 
 def activate_children() -> None:
     """Make this process and its children active, whatever ``VLLM_PLUGINS`` lists."""
-    os.environ["MERIDIAN_PATCH"] = "1"  # noqa: TID251
-    names = plugin_names(os.environ)  # noqa: TID251
+    _set("MERIDIAN_PATCH", "1")
+    load_in_children()
+
+
+def load_in_children() -> None:
+    """Let vLLM load the plug-in in this process and its children, if it leaves plug-ins out."""
+    names = plugin_names(environment())
     if names is not None and PLUGIN_NAME not in names:
-        os.environ["VLLM_PLUGINS"] = ",".join([*names, PLUGIN_NAME])  # noqa: TID251
+        _set("VLLM_PLUGINS", ",".join([*names, PLUGIN_NAME]))
+
+
+def _set(name: str, value: str) -> None:
+    _replaced.setdefault(name, os.environ.get(name))  # noqa: TID251
+    os.environ[name] = value  # noqa: TID251

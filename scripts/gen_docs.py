@@ -74,6 +74,7 @@ ROLES = {
         "meridian_patch/telemetry",
         "meridian_patch/patching",
     ),
+    "For operators": ("meridian_patch/operate",),
     "Replay, calibration, benches and the demo": (
         "meridian_patch/replay",
         "meridian_patch/calibrate",

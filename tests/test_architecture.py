@@ -42,8 +42,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "bench": (*PLUGIN, "replay", "demo"),
     "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
     "serve": PLUGIN,
+    "operate": PLUGIN,
     "calibrate": (*PLUGIN, "replay", "bench"),
-    "cli": (*PLUGIN, "demo", "bench", "serve", "calibrate"),
+    "cli": (*PLUGIN, "demo", "bench", "serve", "operate", "calibrate"),
 }
 # Of an engine's processes, and of what plays on one.
 USES_VLLM = {"engine", "replay", "demo", "bench", "calibrate"}

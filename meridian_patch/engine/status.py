@@ -90,6 +90,17 @@ def read_all() -> list[dict[str, Any]]:
     return sorted(reports, key=lambda report: (report["role"] != "launcher", report["pid"]))
 
 
+def problem_of(directory: Path) -> str | None:
+    """Why processes would not use an existing directory for their reports; None: they would."""
+    try:
+        with _opened(directory):
+            if os.access(directory, os.W_OK | os.X_OK):
+                return None
+            return f"{directory} is not used: it cannot be written by this user"
+    except OSError as error:
+        return _describe(directory, error)
+
+
 def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
     reports = []
     for name in sorted(os.listdir(folder)):

@@ -14,6 +14,8 @@ import meridian_patch
 import meridian_patch.configs
 import meridian_patch.kernels
 from meridian_patch import patches
+from meridian_patch.operate.doctor.server import check_server
+from meridian_patch.operate.http_client import ServerClient
 
 pytestmark = pytest.mark.engine
 
@@ -74,6 +76,8 @@ def test_an_installed_package_changes_nothing(demo_model, tmp_path):
         assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
         assert server.status() == []
         metrics = server.get("/metrics")
+        findings = {each.check: each for each in check_server(ServerClient(server.url), [])}
+    assert "it runs stock" in findings["metrics"].found
     assert "vllm:num_requests_running" in metrics
     assert "TYPE meridian_" not in metrics
     assert "meridian_patch live" not in server.log.read_text()

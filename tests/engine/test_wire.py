@@ -9,6 +9,11 @@ from run_engine import PATCHED, clean_environment, log_tail
 from run_server import Server
 from workloads import THINK_END, engine_arguments
 
+from meridian_patch.engine.status import read_all
+from meridian_patch.operate.doctor.finding import State
+from meridian_patch.operate.doctor.server import check_server
+from meridian_patch.operate.http_client import ServerClient
+
 pytestmark = pytest.mark.engine
 
 QUESTION = "p=7, q=p+5, r=q*3. r?"
@@ -175,6 +180,20 @@ def test_responses_tell_it(server):
     last = events(server, RESPONSES)[-1]
     assert last["type"] in ("response.completed", "response.incomplete")
     assert last["response"]["meridian"] == response["meridian"]
+
+
+def test_the_doctor_finds_nothing_to_mend(server, monkeypatch):
+    """`meridian doctor --url` sees metrics and processes, closes a thought, hits the cache."""
+    monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(server.status_directory))
+    findings = {each.check: each for each in check_server(ServerClient(server.url), read_all())}
+    states = {check: each.state for check, each in findings.items()}
+    # This server has no reasoning parser, and counts no reasoning tokens.
+    assert states.pop("reasoning_tokens", None) is State.SKIP, findings
+    # A decision may be slow on a busy machine.
+    states.pop("steps")
+    assert set(states.values()) == {State.OK}, findings
+    assert findings["forced close"].found.startswith("exit_reason hard_cap after ")
+    assert {"metrics", "processes", "prefix cache"} <= set(states)
 
 
 def chat_prompt(server) -> list[int]:

@@ -55,6 +55,29 @@ def test_import_without_installation_is_refused():
     assert run(uninstalled, MERIDIAN_PATCH="0") == ""
 
 
+def test_a_wrong_switch_is_refused_by_vllms_processes_and_not_by_the_import():
+    """`meridian doctor` must start to name it; vLLM loads the plug-in, and that refuses."""
+    register = (
+        "import meridian_patch, os\n"
+        "from meridian_patch.plugin import register\n"
+        "try:\n register()\n"
+        "except Exception as e: print(type(e).__name__, os.environ['VLLM_PLUGINS'])"
+    )
+    shown = run(register, MERIDIAN_PATCH="yes", VLLM_PLUGINS="other")
+    assert shown == "ConfigError other,meridian_patch"
+
+
+def test_the_given_environment_is_without_the_activation():
+    """What an import sets for its children is not what the user set."""
+    show = (
+        "import meridian_patch; from meridian_patch import envs; given = envs.given_environment(); "
+        "print(given.get('MERIDIAN_PATCH'), given.get('VLLM_PLUGINS'))"
+    )
+    assert run(show) == "None None"
+    assert run(show, VLLM_PLUGINS="other") == "None other"
+    assert run(show, MERIDIAN_PATCH="1", VLLM_PLUGINS="meridian_patch") == "1 meridian_patch"
+
+
 def test_loading_by_vllm_alone_activates_nothing():
     """vLLM imports the package to load its entry point; installing must change nothing."""
     as_vllm = (

@@ -59,6 +59,15 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def status_directory(self) -> Path:
+        """Where its processes write what is live in them."""
+        return self._folder / "status"
+
     def run_to_its_end(self) -> tuple[int, bool]:
         """Wait for a server that should refuse to start.
 
@@ -78,7 +87,7 @@ class Server:
             self._stop()
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as reply:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:
             return reply.read().decode()
 
     def chat(self, question: str, **body) -> dict:
@@ -93,7 +102,7 @@ class Server:
     def post(self, path: str, body: dict) -> tuple[int, str]:
         """Status and text of any reply, a stream's whole text included."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
+            f"{self.url}{path}",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -105,7 +114,7 @@ class Server:
 
     def status(self) -> list[dict]:
         """What the product says is live, by process."""
-        files = sorted((self._folder / "status").glob("*.json"))
+        files = sorted(self.status_directory.glob("*.json"))
         return [json.loads(file.read_text()) for file in files]
 
     def _launch(self) -> None:

@@ -1,0 +1,1 @@
+"""Commands for operators: what is live, and what is wrong."""

@@ -1,0 +1,1 @@
+"""``meridian doctor``: checks environment, configuration, model and a running server."""

@@ -1,0 +1,116 @@
+"""``meridian doctor``: what is wrong with an installation or a running server, and the fix."""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from meridian_patch import __version__, envs
+from meridian_patch.errors import ConfigError
+from meridian_patch.operate.doctor.finding import Finding, State
+from meridian_patch.operate.doctor.run import Plan, find_all
+
+_STYLES = {
+    State.OK: "green",
+    State.WARN: "yellow",
+    State.FAIL: "bold red",
+    State.SKIP: "dim",
+}
+
+
+def add_doctor(commands: Any) -> None:
+    """Add ``doctor`` to the subcommands of the ``meridian`` command."""
+    doctor = commands.add_parser("doctor", help="what is wrong, and what to do about it")
+    doctor.add_argument("model", nargs="?", help="model directory, or a cached name")
+    doctor.add_argument("--reasoning-parser", help="as given to vLLM")
+    doctor.add_argument("--url", help="also ask a running server: http://host:port")
+    doctor.add_argument("--api-key-file", type=Path, help="file with the server's API key")
+    doctor.add_argument(
+        "--limit-s", type=float, default=120.0, help="most seconds of one reply (120)"
+    )
+    doctor.add_argument(
+        "--quick", action="store_true", help="do not bind the patches in a process of its own"
+    )
+    doctor.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    doctor.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    plan = Plan(
+        model=parsed.model,
+        reasoning_parser=parsed.reasoning_parser,
+        url=parsed.url,
+        api_key=_read_key(parsed.api_key_file),
+        limit_s=parsed.limit_s,
+        is_quick=parsed.quick,
+    )
+    return diagnose(plan, as_json=parsed.as_json)
+
+
+def diagnose(plan: Plan, *, as_json: bool) -> int:
+    """Print all findings.
+
+    Returns:
+        Exit status: 1 if any finding is a failure.
+    """
+    findings = find_all(plan, envs.given_environment())
+    if as_json:
+        told = list(findings)
+        print(json.dumps(as_object(told), indent=1))
+    else:
+        told = print_findings(Console(highlight=False), findings)
+    return 1 if worst(told) is State.FAIL else 0
+
+
+def as_object(findings: Iterable[Finding]) -> dict[str, Any]:
+    """All findings as one JSON object."""
+    told = list(findings)
+    return {
+        "meridian_patch": __version__,
+        "state": str(worst(told)),
+        "findings": [finding.as_dict() for finding in told],
+    }
+
+
+def worst(findings: Iterable[Finding]) -> State:
+    """The worst state of all findings."""
+    states = {finding.state for finding in findings}
+    return next((each for each in (State.FAIL, State.WARN) if each in states), State.OK)
+
+
+def print_findings(console: Console, findings: Iterable[Finding]) -> list[Finding]:
+    """Print findings as they come, by area, and a line that sums them up."""
+    told: list[Finding] = []
+    for finding in findings:
+        if not told or told[-1].area != finding.area:
+            console.print(Text(finding.area, style="bold"))
+        told.append(finding)
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        rows.add_column(width=4)
+        rows.add_column(overflow="fold")
+        text = Text(f"{finding.check}: ").append(finding.found)
+        rows.add_row(Text(finding.state, style=_STYLES[finding.state]), text)
+        for name, value in (("expected", finding.expected), ("fix", finding.fix)):
+            if value:
+                rows.add_row("", Text(f"{name}: ", style="bold").append(value, style="not bold"))
+        console.print(Padding(rows, (0, 0, 0, 2)))
+    count = Counter(finding.state for finding in told)
+    parts = [f"{count[state]} {state}" for state in State if count[state]]
+    console.print(Text(", ".join(parts), style=_STYLES[worst(told)]))
+    return told
+
+
+def _read_key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error

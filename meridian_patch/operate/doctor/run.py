@@ -1,0 +1,117 @@
+"""Runs all checks; one that fails itself is a finding too."""
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from meridian_patch import envs
+from meridian_patch.engine.status import read_all
+from meridian_patch.operate.doctor.configuration import check_configuration
+from meridian_patch.operate.doctor.environment import check_environment, check_gpu
+from meridian_patch.operate.doctor.finding import Area, Finding
+from meridian_patch.operate.doctor.gpus import find_gpus
+from meridian_patch.operate.doctor.installed import Installed, read_installed
+from meridian_patch.operate.doctor.model import check_model
+from meridian_patch.operate.doctor.patches import check_binding, check_contracts
+from meridian_patch.operate.doctor.server import check_server
+from meridian_patch.operate.http_client import ServerClient, ServerError
+from meridian_patch.patches import load_lock
+
+Checks = Callable[[], Iterable[Finding]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to look at.
+
+    Attributes:
+        model: directory or cached name; None: no model.
+        reasoning_parser: as given to the server.
+        url: address of a running server; None: no server.
+        api_key: sent to that server; None: none is sent.
+        limit_s: most seconds that one of its replies may take.
+        is_quick: leave out the process that binds the patches.
+    """
+
+    model: str | None
+    reasoning_parser: str | None
+    url: str | None
+    api_key: str | None
+    limit_s: float
+    is_quick: bool
+
+
+def find_all(plan: Plan, env: Mapping[str, str]) -> Iterator[Finding]:
+    """All findings, in order; raises nothing.
+
+    Args:
+        plan: what to look at.
+        env: the environment as the user gave it.
+    """
+    installed = read_installed()
+    yield from _guarded("environment", lambda: check_environment(installed, env))
+    yield from _guarded("environment", lambda: [check_gpu(find_gpus(), installed)])
+    yield from _guarded("environment", lambda: _check_patches(installed, env, plan))
+    yield from _guarded("configuration", lambda: check_configuration(env))
+    model, url = plan.model, plan.url
+    if model is not None:
+        yield from _guarded("model", lambda: _quietly(check_model(model, plan.reasoning_parser)))
+    if url is not None:
+        yield from _guarded("server", lambda: _check_url(plan, url))
+
+
+def _check_patches(installed: Installed, env: Mapping[str, str], plan: Plan) -> Iterator[Finding]:
+    folder = installed.vllm_folder
+    version = envs.assumed_vllm_version(env) or installed.vllm_version or ""
+    try:
+        entry = load_lock().get(Version(version).public)
+    except InvalidVersion:
+        entry = None
+    area = Area("environment")
+    if folder is None or entry is None:
+        yield area.skip("contracts of the patches", "no vLLM of a checked release")
+        return
+    yield check_contracts(folder, entry)
+    if plan.is_quick:
+        yield area.skip("binding of the patches", "left out by --quick")
+    else:
+        yield check_binding(env)
+
+
+def _check_url(plan: Plan, url: str) -> Iterator[Finding]:
+    try:
+        client = ServerClient(url, plan.api_key, plan.limit_s)
+    except ServerError as error:
+        yield Area("server").fail(
+            "reachable", str(error), expected="http://host:port", fix="correct --url"
+        )
+        return
+    yield from check_server(client, read_all() if client.is_local else [])
+
+
+def _quietly(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, without what vLLM and transformers print on their way."""
+    sink = io.StringIO()
+    with redirect_stdout(sink), redirect_stderr(sink):
+        return list(findings)
+
+
+def _guarded(area: str, checks: Checks) -> Iterator[Finding]:
+    """The findings of checks; an exception of theirs is a finding."""
+    try:
+        yield from checks()
+    except Exception as error:
+        yield Area(area).fail(
+            "the check itself",
+            _in_one_line(error),
+            expected="a check that ends",
+            fix="mend what the message names; if it is no fault of this machine, please report it",
+        )
+
+
+def _in_one_line(error: Any) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

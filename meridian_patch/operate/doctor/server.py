@@ -1,0 +1,196 @@
+"""Judges a running server by what it tells: reachable, release, metrics, counters, processes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from meridian_patch.operate.doctor.behaviour import check_behaviour
+from meridian_patch.operate.doctor.finding import Area, Finding
+from meridian_patch.operate.http_client import ServerClient, ServerError, read_object
+from meridian_patch.operate.scrape import Scrape, ScrapeError, parse
+from meridian_patch.patches import LOCKED_VERSIONS
+from meridian_patch.telemetry.metrics import METRICS
+
+AREA = Area("server")
+_PATCHED = "start it with VLLM_PLUGINS=meridian_patch vllm serve ..., or meridian serve ..."
+# Share of steps above which slow decisions are worth a look.
+_MANY_SLOW = 0.01
+
+Reports = Sequence[Mapping[str, Any]]
+
+
+def check_server(client: ServerClient, reports: Reports) -> Iterator[Finding]:
+    """What a server tells about itself, then how it behaves.
+
+    Args:
+        client: for the server's address.
+        reports: of this user's patched processes on this machine.
+    """
+    try:
+        health = client.get("/health")
+    except ServerError as error:
+        yield AREA.fail(
+            "reachable",
+            str(error),
+            expected="a server that answers",
+            fix="start it, or correct host and port; it listens only after the model is loaded",
+        )
+        return
+    if not health.is_ok:
+        yield AREA.fail(
+            "reachable",
+            f"{client.url}/health replies {health.begin}",
+            expected="HTTP 200",
+            fix="look at the server's log: its engine has ended, or another program listens there",
+        )
+        return
+    yield AREA.ok("reachable", client.url)
+    yield check_release(client)
+    scrape = _scrape(client)
+    if isinstance(scrape, Finding):
+        yield scrape
+        return
+    patched = check_metrics(scrape)
+    yield patched
+    if not scrape.has("meridian_requests"):
+        return
+    yield from check_counters(scrape)
+    yield check_processes(client.is_local, reports)
+    yield from check_behaviour(client, scrape)
+
+
+def check_release(client: ServerClient) -> Finding:
+    """The server runs a release that the patches were checked against."""
+    check, expected = "release", f"one of {', '.join(LOCKED_VERSIONS)}"
+    try:
+        told = str(read_object(client.get("/version").text).get("version", ""))
+        release = Version(told).public
+    except (ServerError, InvalidVersion):
+        return AREA.skip(check, "the server does not say which vLLM it runs")
+    if release in LOCKED_VERSIONS:
+        return AREA.ok(check, f"vLLM {told}")
+    return AREA.fail(
+        check,
+        f"vLLM {told}",
+        expected=expected,
+        fix=f"pip install 'vllm=={LOCKED_VERSIONS[-1]}' where the server runs",
+    )
+
+
+def _scrape(client: ServerClient) -> Scrape | Finding:
+    try:
+        return parse(client.metrics(), 0.0)
+    except (ServerError, ScrapeError) as error:
+        return AREA.fail(
+            "metrics",
+            str(error),
+            expected="vLLM's metrics",
+            fix="start the server without --disable-log-stats, and ask it directly, not a proxy",
+        )
+
+
+def check_metrics(scrape: Scrape) -> Finding:
+    """All our metrics are on ``/metrics``."""
+    missing = [each.exported_name for each in METRICS if not scrape.has(each.exported_name)]
+    if not missing:
+        return AREA.ok("metrics", f"all {len(METRICS)} of ours are there")
+    if len(missing) < len(METRICS):
+        return AREA.warn(
+            "metrics",
+            f"missing: {', '.join(missing)}",
+            expected=f"the {len(METRICS)} metrics of this release",
+            fix="the server runs another release of meridian_patch: install the same, restart it",
+        )
+    is_vllm = any(name.startswith("vllm:") for name in scrape.samples)
+    found = "vLLM's metrics, and none of ours: it runs stock" if is_vllm else "no metrics of vLLM"
+    return AREA.fail(
+        "metrics",
+        found,
+        expected="a patched server",
+        fix=_PATCHED if is_vllm else "give the address of vLLM's own server",
+    )
+
+
+def check_counters(scrape: Scrape) -> Iterator[Finding]:
+    """Counters that stand for trouble."""
+    off = _above_zero(scrape.by("meridian_parts_off_total", "part"))
+    if off:
+        yield AREA.fail(
+            "parts",
+            f"switched off after failures: {off}",
+            expected="none is off",
+            fix="read the first traceback in the server's log and report it, then restart",
+        )
+    else:
+        yield AREA.ok("parts", "none was switched off")
+    fallbacks = scrape.by("meridian_policy_fallbacks_total", "reason")
+    slow, ran = fallbacks.pop("slow", 0.0), scrape.total("meridian_steps_total", kind="ran") or 0.0
+    failed = _above_zero(fallbacks)
+    if failed:
+        yield AREA.fail(
+            "steps",
+            f"steps that ran as stock: {failed}",
+            expected="0",
+            fix="read the first traceback in the server's log and report it",
+        )
+    elif slow > _MANY_SLOW * ran and slow > 1:
+        yield AREA.warn(
+            "steps",
+            f"{slow:.0f} of about {ran:.0f} steps ran as stock: their decision was too slow",
+            expected=f"less than {_MANY_SLOW:.0%}",
+            fix="raise MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US, or give EngineCore a core",
+        )
+    else:
+        yield AREA.ok("steps", f"none failed, {slow:.0f} slow decisions")
+    lost = _above_zero(
+        {
+            "lost probes": scrape.total("meridian_probes_total", result="lost") or 0.0,
+            "invalid probes": scrape.total("meridian_probes_total", result="invalid") or 0.0,
+            "invalid signals": scrape.total("meridian_invalid_signals_total") or 0.0,
+        }
+    )
+    if lost:
+        yield AREA.warn(
+            "signals",
+            lost,
+            expected="none",
+            fix="check with meridian status that every worker is patched; look for NaN in its log",
+        )
+    else:
+        yield AREA.ok("signals", "none lost, none invalid")
+
+
+def check_processes(is_local: bool, reports: Reports) -> Finding:
+    """The server's processes live and have all patches."""
+    check = "processes"
+    if not is_local:
+        return AREA.skip(check, "the server is on another machine: run meridian status there")
+    cores = [report for report in reports if report.get("role") == "engine_core"]
+    if not cores:
+        return AREA.warn(
+            check,
+            "no patched engine process of this user is seen",
+            expected="the server's engine process",
+            fix="run this as the server's user, in its container, with its "
+            "MERIDIAN_PATCH_STATUS_DIR",
+        )
+    unpatched = [
+        f"{report['pid']} ({patch['patch']})"
+        for report in reports
+        for patch in report.get("patches", ())
+        if "applied" not in patch["outcome"]
+    ]
+    if unpatched:
+        return AREA.fail(
+            check,
+            f"patches are not in force in process {', '.join(unpatched)}",
+            expected="all patches in all processes",
+            fix="meridian status --verbose says what differs",
+        )
+    pids = ", ".join(str(report["pid"]) for report in cores)
+    return AREA.ok(check, f"{len(reports)} patched, engine in {pids}")
+
+
+def _above_zero(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count > 0)

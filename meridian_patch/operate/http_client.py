@@ -1,0 +1,120 @@
+"""Asks a running server over HTTP; every failure is one sentence."""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from meridian_patch.errors import MeridianError
+
+_LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
+_MOST_SHOWN = 200
+
+
+class ServerError(MeridianError):
+    """A server cannot be reached, or its reply cannot be used."""
+
+
+class Reply(NamedTuple):
+    """Status and body of a reply."""
+
+    status: int
+    text: str
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the server did what it was asked for."""
+        return self.status == HTTPStatus.OK
+
+    @property
+    def begin(self) -> str:
+        """Status and the body's beginning, in one line."""
+        return f"HTTP {self.status}: {' '.join(self.text.split())[:_MOST_SHOWN]}".rstrip(": ")
+
+
+class ServerClient:
+    """A server at an address.
+
+    Args:
+        url: ``http://host:port``, with or without a path before vLLM's own paths.
+        api_key: sent as a bearer token; None: none is sent.
+        limit_s: most seconds that a reply may take.
+
+    Raises:
+        ServerError: the address is no HTTP address.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, limit_s: float = 30.0) -> None:
+        self.url = url.rstrip("/").removesuffix("/metrics")
+        try:
+            parts = urlsplit(self.url)
+            is_usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+        except ValueError:
+            is_usable = None
+        if not is_usable:
+            raise ServerError(f"address {url!r} is no http://host:port")
+        self.host = parts.hostname or ""
+        self._api_key = api_key
+        self._limit_s = limit_s
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the address is this machine's own."""
+        return self.host in _LOCAL
+
+    def get(self, path: str) -> Reply:
+        """The reply to a GET.
+
+        Raises:
+            ServerError: there is no reply, or it is cut off.
+        """
+        return self._ask(path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """The reply to a POST of a JSON object.
+
+        Raises:
+            ServerError: there is no reply, or it is cut off.
+        """
+        return self._ask(path, json.dumps(body).encode())
+
+    def metrics(self) -> str:
+        """The text of ``/metrics``.
+
+        Raises:
+            ServerError: there is none.
+        """
+        reply = self.get("/metrics")
+        if not reply.is_ok:
+            raise ServerError(f"{self.url}/metrics replies {reply.begin}, expected HTTP 200")
+        return reply.text
+
+    def _ask(self, path: str, data: bytes | None) -> Reply:
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)  # noqa: S310 - checked
+        try:
+            with urllib.request.urlopen(request, timeout=self._limit_s) as reply:  # noqa: S310
+                return Reply(reply.status, reply.read().decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, error.read().decode(errors="replace"))
+        except urllib.error.URLError as error:
+            raise ServerError(f"{self.url} cannot be reached: {error.reason}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why = str(error) or type(error).__name__
+            raise ServerError(f"{self.url}{path} gave no whole reply: {why}") from error
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """A reply's JSON object; an empty one for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,141 @@
+"""Shows the reports of patched processes: one short block per process, 80 columns wide."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from meridian_patch.policy.profiles import Rules
+
+Report = Mapping[str, Any]
+
+_STYLES = {"off": "yellow", "limits": "yellow", "REFUSED": "bold red"}
+_RULES = tuple(field.name for field in fields(Rules))
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+
+def is_live(report: Report) -> bool:
+    """Whether each patch that a process reports is in force; also if it reports none."""
+    return all("applied" in patch["outcome"] for patch in report.get("patches", ()))
+
+
+def print_blocks(
+    console: Console, reports: Sequence[Report], ages_s: Mapping[int, float], *, verbose: bool
+) -> None:
+    """Print one block per process.
+
+    Args:
+        console: where to; it decides about colours and width.
+        reports: as ``engine.status.read_all`` returns them.
+        ages_s: seconds since a process started, by pid; a pid without one shows no age.
+        verbose: each patch with what was checked, and the command line.
+    """
+    for report in reports:
+        console.print(_headline(report, ages_s.get(report["pid"])))
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        rows.add_column(min_width=9)
+        rows.add_column(overflow="fold")
+        lines = [*_facts(report), *(_details(report) if verbose else ())]
+        for name, value in lines:
+            rows.add_row(Text(name, style=_STYLES.get(name, "dim")), Text(value))
+        console.print(Padding(rows, (0, 0, 0, 2)))
+
+
+def _headline(report: Report, age_s: float | None) -> Text:
+    age = None if age_s is None else f"up {duration(age_s)}"
+    version = report.get("vllm_version")
+    rest = (
+        f"pid {report['pid']}",
+        f"vLLM {version}" if version else None,
+        report.get("mode"),
+        age,
+    )
+    title = Text(str(report["role"]), style="bold")
+    return title.append("  " + "  ".join(filter(None, rest)), style="not bold")
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    """What a block says, as name and value."""
+    yield from _patches(report)
+    if "scheduler" in report:
+        base = report.get("scheduler_base")
+        yield "scheduler", report["scheduler"] + (f" on vLLM's {base}" if base else "")
+        yield "policy", _policy(report)
+        family = report.get("family")
+        yield "model", f"family {family}" if family else "single-phase"
+        modes = f"early exit {report.get('exit', '?')}, KV tiers {report.get('kv_tiers', '?')}"
+        yield "modes", modes
+    for why in _off(report):
+        yield "off", why
+    if report.get("limited_by"):
+        yield "limits", str(report["limited_by"])
+
+
+def _patches(report: Report) -> Iterator[tuple[str, str]]:
+    patches = report.get("patches")
+    if patches is None:
+        yield "patches", "none are rebound in this process"
+        return
+    live = sum("applied" in patch["outcome"] for patch in patches)
+    yield "patches", f"{live} of {len(patches)} live"
+    for patch in patches:
+        if "applied" in patch["outcome"]:
+            continue
+        broken = [check["detail"] for check in patch.get("checks", ()) if not check["ok"]]
+        outcome = str(patch["outcome"]).replace("_", " ")
+        yield "REFUSED", f"{patch['patch']}: {outcome}" + "".join(f"; {each}" for each in broken)
+
+
+def _policy(report: Report) -> str:
+    name, rules = str(report.get("policy", "?")), report.get("rules")
+    if rules is None:
+        return name
+    off = [rule for rule in _RULES if rule not in rules]
+    shown = f"{name}: {', '.join(rules) or 'no rule on'}"
+    return f"{shown} (not on: {', '.join(off)})" if off and rules else shown
+
+
+def _off(report: Report) -> Iterator[str]:
+    """What does not work in a process, and why."""
+    if report.get("parts_off"):
+        parts = ", ".join(report["parts_off"])
+        yield f"{parts}: failed in 10 of 100 steps, off until the next start; see the log"
+    if "scheduler" in report and not report.get("family"):
+        yield "phases: the model's think boundaries are unknown; run meridian doctor MODEL"
+    for name, what in (("exit_signals", "early exit's signals"), ("probes", "probes")):
+        if report.get(name):
+            yield f"{what}: {str(report[name]).partition(': ')[2] or report[name]}"
+    if report.get("unpublished"):
+        yield f"status: {report['unpublished']}"
+
+
+def _details(report: Report) -> Iterator[tuple[str, str]]:
+    for patch in report.get("patches", ()):
+        checks = patch.get("checks", ())
+        seen = "".join(
+            f"\n{'ok' if check['ok'] else 'NOT OK'}  {check['name']}: {check['detail']}"
+            for check in checks
+        )
+        yield "patch", f"{patch['patch']}: {patch['outcome']}{seen}"
+        stale = [each for each in patch.get("stale", ()) if not each.get("is_base")]
+        for each in stale:
+            yield "stale", f"{each['module']}.{each['attribute']} still holds vLLM's own class"
+    for key in ("boundaries", "config_digest", "parent_pid", "command"):
+        if report.get(key) is not None:
+            yield key.replace("_", " "), str(report[key])
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units, for example ``2 h 5 min``."""
+    whole = int(seconds)
+    if whole < _MINUTE_S:
+        return f"{whole} s"
+    if whole < _HOUR_S:
+        return f"{whole // _MINUTE_S} min"
+    if whole < _DAY_S:
+        return f"{whole // _HOUR_S} h {whole % _HOUR_S // _MINUTE_S} min"
+    return f"{whole // _DAY_S} d {whole % _DAY_S // _HOUR_S} h"

@@ -1,0 +1,244 @@
+"""Broken servers: each finding names its cause and its fix. The servers here are not vLLM's."""
+
+import json
+
+import pytest
+from fake_server import closed_reply, serving
+
+from meridian_patch import cli
+from meridian_patch.engine import status
+from meridian_patch.operate.doctor import behaviour
+from meridian_patch.operate.doctor.finding import State
+from meridian_patch.operate.doctor.server import check_processes, check_server
+from meridian_patch.operate.http_client import ServerClient
+
+CORE = {"pid": 5, "role": "engine_core", "patches": [{"patch": "worker", "outcome": "applied"}]}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def server():
+    with serving() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Counters of these servers do not lag behind."""
+    monkeypatch.setattr(behaviour, "_COUNTED_WITHIN_S", 0.0)
+
+
+def findings_of(server, reports=(CORE,)):
+    """Findings by what was looked at; all that are not in order say what to do."""
+    findings = list(check_server(ServerClient(server.url, limit_s=10), reports))
+    for each in findings:
+        assert each.state in (State.OK, State.SKIP) or (each.fix and each.expected)
+    return {each.check: each for each in findings}
+
+
+def test_a_healthy_server_has_nothing_to_fix(server):
+    """No false alarm, and the requests are what they should be."""
+    findings = findings_of(server)
+    assert {each.state for each in findings.values()} == {State.OK}
+    assert "hard_cap after 9 tokens" in findings["forced close"].found
+    assert "96 of 100 prompt tokens hit" in findings["prefix cache"].found
+    (close, first, second) = server.asked
+    assert close[1]["vllm_xargs"]["meridian_exit"] == "enforce"
+    assert close[1]["vllm_xargs"]["meridian_max_think_tokens"] == behaviour.CAP_TOKENS
+    assert first == second
+
+
+def test_an_unreachable_address(server):
+    """Nothing listens there."""
+    server.url = "http://127.0.0.1:1"
+    finding = findings_of(server)["reachable"]
+    assert finding.state is State.FAIL
+    assert "127.0.0.1:1 cannot be reached" in finding.found
+    assert "correct host and port" in finding.fix
+
+
+def test_a_server_whose_engine_has_ended(server):
+    server.replies["/health"] = (503, "")
+    finding = findings_of(server)["reachable"]
+    assert finding.state is State.FAIL
+    assert "HTTP 503" in finding.found
+
+
+def test_an_unpatched_server(server):
+    """It has vLLM's metrics, none of ours, and is asked for nothing."""
+    server.page.is_patched = False
+    finding = findings_of(server)["metrics"]
+    assert finding.state is State.FAIL
+    assert "it runs stock" in finding.found
+    assert "VLLM_PLUGINS=meridian_patch" in finding.fix
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    (
+        ("<html>hello</html>\n", "no page of metrics"),
+        ("", "empty"),
+        ('vllm:prefix_cache_hits_total{engine="0"} 3', "cut off"),
+    ),
+)
+def test_a_page_that_is_none_of_vllms(server, text, found):
+    """A proxy's page, an empty one, half of one."""
+    server.replies["/metrics"] = (200, text)
+    finding = findings_of(server)["metrics"]
+    assert finding.state is State.FAIL
+    assert found in finding.found
+
+
+def test_another_programs_metrics(server):
+    server.replies["/metrics"] = (200, "# TYPE go_threads gauge\ngo_threads 8\n")
+    finding = findings_of(server)["metrics"]
+    assert "no metrics of vLLM" in finding.found
+    assert "vLLM's own server" in finding.fix
+
+
+def test_a_release_that_was_not_checked(server):
+    server.replies["/version"] = (200, {"version": "0.31.0"})
+    finding = findings_of(server)["release"]
+    assert finding.state is State.FAIL
+    assert "0.31.0" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "state"),
+    (
+        (("meridian_parts_off_total", "the policy"), "parts", State.FAIL),
+        (("meridian_policy_fallbacks_total", "exception"), "steps", State.FAIL),
+        (("meridian_policy_fallbacks_total", "slow"), "steps", State.WARN),
+        (("meridian_probes_total", "lost"), "signals", State.WARN),
+    ),
+)
+def test_counters_that_stand_for_trouble(server, change, check, state):
+    server.page.changes[change] = 7
+    finding = findings_of(server)[check]
+    assert finding.state is state
+    assert "7" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("reply", "state", "found"),
+    (
+        (closed_reply("natural"), State.WARN, "exit_reason natural"),
+        (closed_reply(None), State.FAIL, "says nothing of a thought"),
+        ({"choices": []}, State.FAIL, "says nothing of a thought"),
+        (
+            {"choices": [{"meridian": {"not_enforced": {"hard_cap": "logits_processors"}}}]},
+            State.FAIL,
+            "could not close the thought: logits_processors",
+        ),
+    ),
+)
+def test_a_close_that_does_not_come(server, reply, state, found):
+    server.replies[CHAT] = (200, reply)
+    finding = findings_of(server)["forced close"]
+    assert finding.state is state
+    assert found in finding.found
+
+
+def test_a_request_that_is_refused(server):
+    """By the operator's own setting it is no fault; otherwise the message is shown."""
+    message = "requests.allowed_fields does not name meridian_exit"
+    server.replies[CHAT] = (400, {"error": {"message": message}})
+    assert findings_of(server)["forced close"].state is State.SKIP
+    server.replies[CHAT] = (500, {"error": {"message": "engine dead"}})
+    assert "engine dead" in findings_of(server)["forced close"].found
+
+
+def test_reasoning_tokens(server):
+    """0 beside a thought of 9 tokens is a finding; without a parser nothing is counted."""
+    server.replies[CHAT] = (200, closed_reply(reasoning_tokens=0))
+    finding = findings_of(server)["reasoning_tokens"]
+    assert finding.state is State.WARN
+    assert finding.found == "usage says 0, the thought had 9 tokens"
+    server.replies[CHAT] = (200, closed_reply(reasoning_tokens=None))
+    assert findings_of(server)["reasoning_tokens"].state is State.SKIP
+
+
+@pytest.mark.parametrize(
+    ("hits", "tokens", "state"),
+    ((0, 100, State.FAIL), (96, 100, State.OK), (0, 16, State.SKIP)),
+)
+def test_prefix_hits(hits, tokens, state):
+    assert behaviour.judge_hits(hits, tokens, 16).state is state
+
+
+def test_a_prefix_cache_that_is_off(server):
+    text = server.page.text().replace(
+        'enable_prefix_caching="True"', 'enable_prefix_caching="False"'
+    )
+    server.replies["/metrics"] = (200, text)
+    finding = findings_of(server)["prefix cache"]
+    assert finding.state is State.WARN
+    assert "--enable-prefix-caching" in finding.fix
+
+
+def test_processes():
+    """Seen, of another user, with a refused patch, on another machine."""
+    assert check_processes(True, [CORE]).state is State.OK
+    assert check_processes(True, []).state is State.WARN
+    assert check_processes(False, []).state is State.SKIP
+    refused = CORE | {"patches": [{"patch": "worker", "outcome": "contract_broken"}]}
+    finding = check_processes(True, [refused])
+    assert finding.state is State.FAIL
+    assert "process 5 (worker)" in finding.found
+
+
+def run(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--quick", *arguments])
+    return ended.value.code, capsys.readouterr()
+
+
+@pytest.fixture
+def no_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(tmp_path / "status"))
+    monkeypatch.setattr(status, "_report", {})
+
+
+def test_the_command_fails_with_a_broken_server(no_processes, server, capsys):
+    """Exit code 1, each finding whole in JSON, and in 80 columns for people."""
+    server.page.is_patched = False
+    code, printed = run(["--json", "--url", server.url], capsys)
+    assert code == 1
+    told = json.loads(printed.out)
+    assert told["state"] == "fail"
+    (metrics,) = [each for each in told["findings"] if each["check"] == "metrics"]
+    assert set(metrics) == {"area", "check", "state", "found", "expected", "fix"}
+    code, printed = run(["--url", server.url], capsys)
+    assert code == 1
+    assert max(map(len, printed.out.splitlines())) <= 80
+    assert "it runs stock" in printed.out
+    assert "fix: start it with VLLM_PLUGINS=meridian_patch" in " ".join(printed.out.split())
+
+
+@pytest.mark.parametrize("url", ("localhost:8000", "http://", "http://[", "ftp://host", "nonsense"))
+def test_a_wrong_address_is_a_finding(no_processes, url, capsys):
+    """No traceback, whatever is written there."""
+    code, printed = run(["--url", url], capsys)
+    assert code == 1
+    assert "is no http://host:port" in " ".join(printed.out.split())
+    assert "Traceback" not in printed.err
+
+
+def test_a_check_that_fails_itself_is_a_finding(no_processes, monkeypatch, capsys):
+    """The others still run."""
+
+    def broken(*_):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr("meridian_patch.operate.doctor.run.check_environment", broken)
+    code, printed = run([], capsys)
+    assert code == 1
+    assert "RuntimeError: no such luck" in printed.out
+    assert "configuration" in printed.out
+
+
+def test_a_key_file_that_cannot_be_read(capsys):
+    code, printed = run(["--api-key-file", "/nowhere"], capsys)
+    assert code == 1
+    assert printed.err.startswith("meridian: --api-key-file /nowhere cannot be read")

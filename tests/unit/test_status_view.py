@@ -1,0 +1,123 @@
+"""The blocks that `meridian status` prints."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from meridian_patch.operate.status_view import duration, is_live, print_blocks
+
+WIDTH = 80
+CHECKS = [
+    {"name": "version", "ok": True, "is_hard": True, "detail": "0.32.0 is in >=0.32,<0.34"},
+    {"name": "build", "ok": True, "is_hard": True, "detail": "meridian_patch.a." + "long" * 30},
+]
+NAMES = ("scheduler", "async_scheduler", "kv_cache_manager", "scheduler_stats", "worker")
+PATCHES = [{"patch": name, "outcome": "applied", "checks": CHECKS} for name in NAMES]
+CORE = {
+    "pid": 9055,
+    "parent_pid": 8769,
+    "role": "engine_core",
+    "command": "/usr/bin/vllm serve " + "/models/Qwen3-8B " * 12,
+    "vllm_version": "0.32.0",
+    "mode": "strict",
+    "patches": PATCHES,
+    "scheduler": "AsyncPhaseScheduler",
+    "scheduler_base": "AsyncScheduler",
+    "policy": "latency",
+    "rules": ["order", "step_cut", "time_sharing"],
+    "family": "qwen3",
+    "kv_tiers": "strip",
+    "exit": "observe",
+    "limited_by": None,
+}
+LAUNCHER = {"pid": 8769, "role": "launcher", "vllm_version": "0.32.0", "patches": PATCHES}
+
+
+def shown(*reports, verbose=False, is_terminal=False):
+    stream = io.StringIO()
+    console = Console(
+        file=stream,
+        width=WIDTH,
+        highlight=False,
+        force_terminal=is_terminal,
+        color_system="standard" if is_terminal else None,
+    )
+    print_blocks(console, list(reports), {9055: 7500.0}, verbose=verbose)
+    return stream.getvalue()
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_a_process_is_a_short_block_of_80_columns():
+    """Process, version, policy, model and modes: seven lines, not a page of "applied"."""
+    text = shown(CORE, LAUNCHER)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= 9
+    assert "engine_core  pid 9055  vLLM 0.32.0  strict  up 2 h 5 min" in text
+    assert "latency: order, step_cut, time_sharing (not on: victims, pacing, admission)" in words(
+        text
+    )
+    for part in ("5 of 5 live", "family qwen3", "early exit observe, KV tiers strip"):
+        assert part in text
+    assert "applied" not in text
+
+
+def test_verbose_shows_every_patch_within_80_columns():
+    """Each patch with its checks, and the command line."""
+    text = shown(CORE, verbose=True)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for name in NAMES:
+        assert f"{name}: applied" in text
+    assert "0.32.0 is in >=0.32,<0.34" in text
+    assert "/usr/bin/vllm serve" in text
+
+
+@pytest.mark.parametrize(
+    ("fact", "expected"),
+    (
+        ({"parts_off": ["the policy"]}, "off the policy: failed in 10 of 100 steps"),
+        ({"probes": "off: several KV groups"}, "off probes: several KV groups"),
+        ({"exit_signals": "none: a worker is not patched"}, "signals: a worker is not patched"),
+        ({"limited_by": "the external launcher"}, "limits the external launcher"),
+        ({"family": None}, "off phases: the model's think boundaries are unknown"),
+    ),
+)
+def test_what_is_off_is_named_with_its_reason(fact, expected):
+    """An operator need not read the log to see what does not work."""
+    assert expected in words(shown(CORE | fact))
+    assert expected not in words(shown(CORE))
+
+
+def test_a_refused_patch_is_named_with_what_differs():
+    """The count alone would not say which, or why."""
+    broken = {"name": "parameters", "ok": False, "is_hard": True, "detail": "schedule takes (x)"}
+    patches = [*PATCHES[1:], PATCHES[0] | {"outcome": "contract_broken", "checks": [broken]}]
+    report = CORE | {"patches": patches}
+    text = words(shown(report))
+    assert "4 of 5 live" in text
+    assert "REFUSED scheduler: contract broken; schedule takes (x)" in text
+    assert not is_live(report)
+    assert is_live(CORE)
+
+
+def test_colours_are_for_terminals():
+    """A pipe gets plain text."""
+    assert "\x1b[" in shown(CORE, is_terminal=True)
+    assert "\x1b[" not in shown(CORE)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    ((5.9, "5 s"), (600, "10 min"), (7500, "2 h 5 min"), (90000, "1 d 1 h")),
+)
+def test_durations_have_two_units(seconds, expected):
+    assert duration(seconds) == expected
+
+
+def test_a_report_of_an_older_process_is_shown():
+    """A process that has published nothing but itself has a block too."""
+    assert "pid 7" in shown({"pid": 7, "role": "launcher"})
