@@ -14,6 +14,7 @@ from meridian_patch.calibrate.command import add_calibrate
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.doctor.command import add_doctor
+from meridian_patch.operate.top.command import add_top
 
 # Packages that some commands need and may lack: those of the engine, and of the extra `bench`.
 _OPTIONAL = frozenset(
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
 
     add_doctor(commands)
+    add_top(commands)
 
     boundaries = commands.add_parser(
         "boundaries", help="which think boundaries a model would be served with, and why"

@@ -6,10 +6,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from meridian_patch.errors import MeridianError
+from meridian_patch.errors import ConfigError, MeridianError
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
 _MOST_SHOWN = 200
@@ -118,3 +119,17 @@ def read_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_key(path: Path | None) -> str | None:
+    """The API key that a file holds; None for no file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meridian_patch import __version__, envs
-from meridian_patch.errors import ConfigError
 from meridian_patch.operate.doctor.finding import Finding, State
 from meridian_patch.operate.doctor.run import Plan, find_all
+from meridian_patch.operate.http_client import read_key
 
 _STYLES = {
     State.OK: "green",
@@ -47,7 +47,7 @@ def _run(parsed: argparse.Namespace) -> int:
         model=parsed.model,
         reasoning_parser=parsed.reasoning_parser,
         url=parsed.url,
-        api_key=_read_key(parsed.api_key_file),
+        api_key=read_key(parsed.api_key_file),
         limit_s=parsed.limit_s,
         is_quick=parsed.quick,
     )
@@ -105,12 +105,3 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> list[Findin
     parts = [f"{count[state]} {state}" for state in State if count[state]]
     console.print(Text(", ".join(parts), style=_STYLES[worst(told)]))
     return told
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error

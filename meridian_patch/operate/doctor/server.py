@@ -10,7 +10,7 @@ from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import ServerClient, ServerError, read_object
 from meridian_patch.operate.scrape import Scrape, ScrapeError, parse
 from meridian_patch.patches import LOCKED_VERSIONS
-from meridian_patch.telemetry.metrics import METRICS
+from meridian_patch.telemetry.metrics import METRICS, Kind
 
 AREA = Area("server")
 _PATCHED = "start it with VLLM_PLUGINS=meridian_patch vllm serve ..., or meridian serve ..."
@@ -51,9 +51,8 @@ def check_server(client: ServerClient, reports: Reports) -> Iterator[Finding]:
     if isinstance(scrape, Finding):
         yield scrape
         return
-    patched = check_metrics(scrape)
-    yield patched
-    if not scrape.has("meridian_requests"):
+    yield check_metrics(scrape)
+    if not any(name.startswith("meridian_") for name in scrape.samples):
         return
     yield from check_counters(scrape)
     yield check_processes(client.is_local, reports)
@@ -92,14 +91,16 @@ def _scrape(client: ServerClient) -> Scrape | Finding:
 
 def check_metrics(scrape: Scrape) -> Finding:
     """All our metrics are on ``/metrics``."""
-    missing = [each.exported_name for each in METRICS if not scrape.has(each.exported_name)]
+    # A gauge has no samples before the first step.
+    names = [each.exported_name for each in METRICS if each.kind is Kind.COUNTER]
+    missing = [name for name in names if not scrape.has(name)]
     if not missing:
-        return AREA.ok("metrics", f"all {len(METRICS)} of ours are there")
-    if len(missing) < len(METRICS):
+        return AREA.ok("metrics", f"all {len(names)} counters of ours are there")
+    if len(missing) < len(names):
         return AREA.warn(
             "metrics",
             f"missing: {', '.join(missing)}",
-            expected=f"the {len(METRICS)} metrics of this release",
+            expected=f"the {len(names)} counters of this release",
             fix="the server runs another release of meridian_patch: install the same, restart it",
         )
     is_vllm = any(name.startswith("vllm:") for name in scrape.samples)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from meridian_patch.telemetry.metrics import METRICS
+from meridian_patch.telemetry.metrics import METRICS, Kind
 
 
 class Page:
@@ -31,7 +31,9 @@ class Page:
             "# TYPE vllm:cache_config_info gauge",
             'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0',
         ]
-        for metric in METRICS if self.is_patched else ():
+        # A gauge has no samples before the first step.
+        counters = [metric for metric in METRICS if metric.kind is Kind.COUNTER]
+        for metric in counters if self.is_patched else ():
             lines.append(f"# TYPE {metric.name} {metric.kind}")
             for value in metric.values:
                 number = self.changes.get((metric.exported_name, value), 0.0)
@@ -48,11 +50,13 @@ class FakeServer:
         page: its metrics.
         replies: status, and JSON or text, by path.
         asked: path and body of each POST.
+        num_asked: requests of any kind.
     """
 
     def __init__(self) -> None:
         self.page = Page()
         self.url = ""
+        self.num_asked = 0
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
         self.replies: dict[str, Any] = {
             "/health": (200, ""),
@@ -63,6 +67,7 @@ class FakeServer:
         }
 
     def reply_to(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
+        self.num_asked += 1
         if body is not None:
             self.asked.append((path, body))
             if path == "/v1/completions":

@@ -1,0 +1,1 @@
+"""``meridian top``: what a running server does, live from its ``/metrics``."""

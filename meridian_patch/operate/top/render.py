@@ -1,0 +1,121 @@
+"""Draws a view at 80 columns."""
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from meridian_patch.operate.top.verdict import FULL
+from meridian_patch.operate.top.view import View
+from meridian_patch.operate.top.window import Latency, Quantile
+
+WIDTH = 80
+_BAR = 20
+_PHASES = ("prefill", "think", "answer")
+_CALM = frozenset(("none", "unknown"))
+
+
+def render(shown: View, source: str) -> Group:
+    """The whole screen.
+
+    Args:
+        shown: what to draw.
+        source: the address or file that it is from.
+    """
+    return Group(_head(shown, source), _facts(shown), _latencies(shown.latencies), _verdict(shown))
+
+
+def _head(shown: View, source: str) -> Text:
+    parts = [source, f"model {shown.model}" if shown.model else "", f"last {shown.window_s:.1f} s"]
+    text = Text("meridian top  ", style="bold", no_wrap=True, overflow="ellipsis")
+    return text.append("  ".join(filter(None, parts)), style="not bold")
+
+
+def _facts(shown: View) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=9, style="dim")
+    table.add_column()
+    for name, value in _rows(shown):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(shown: View) -> Iterator[tuple[str, Text]]:
+    load = shown.load
+    if shown.is_reset:
+        yield "note", Text("counters began anew: the server was restarted", style="yellow")
+    if load.is_patched:
+        yield "requests", Text(_counts({name: load.requests.get(name, 0) for name in _PHASES}))
+    else:
+        yield "requests", Text("by phase unknown: this server runs stock vLLM", style="yellow")
+    yield "batch", Text(f"running {_number(load.running)}   waiting {_number(load.waiting)}")
+    yield "KV cache", _bar(load.kv_usage).append(f"   prefix hits {_share(shown.hit_share)}")
+    rates = f"generated {_number(shown.generated_per_s)}   prompt {_number(shown.prompt_per_s)}"
+    yield "tokens/s", Text(rates)
+    if load.is_patched:
+        preempted = Text(_counts(load.preemptions))
+        if load.preemptions.get("answer"):
+            preempted.stylize("bold red")
+        yield "preempted", preempted
+        yield "thoughts", Text("ended " + (_counts(_above_zero(shown.exits)) or "0"))
+        yield "evicted", Text((_counts(_above_zero(shown.evictions)) or "0") + " blocks")
+        yield "hit", Text((_counts(_above_zero(shown.hits)) or "0") + " tokens")
+
+
+def _latencies(latencies: Mapping[str, Latency]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("latency", min_width=13)
+    for name in ("mean", "p50", "p95", "requests or tokens"):
+        table.add_column(name, justify="right")
+    for name, each in latencies.items():
+        cells = (_time(each.mean_s), _quantile(each.p50), _quantile(each.p95), f"{each.count:,.0f}")
+        table.add_row(name, *cells)
+    if not latencies:
+        table.add_row("none ended or began in this window")
+    return table
+
+
+def _verdict(shown: View) -> Group:
+    verdict = shown.verdict
+    style = "green" if verdict.bottleneck in _CALM else "bold yellow"
+    first = Text(f"bottleneck: {verdict.bottleneck}", style=style)
+    first.append(f" - {verdict.numbers}", style="not bold default")
+    lines = [first]
+    if verdict.change:
+        lines.append(Text("change: ", style="bold").append(verdict.change, style="not bold"))
+    return Group(*lines)
+
+
+def _bar(share: float | None) -> Text:
+    if share is None:
+        return Text("use unknown")
+    full = round(_BAR * min(1.0, max(0.0, share)))
+    text = Text(f"{share:4.0%} ")
+    text.append("#" * full, style="red" if share >= FULL else "green")
+    return text.append("." * (_BAR - full), style="dim")
+
+
+def _counts(counts: Mapping[str, float]) -> str:
+    return "   ".join(f"{name} {count:,.0f}" for name, count in counts.items())
+
+
+def _above_zero(counts: Mapping[str, float]) -> dict[str, float]:
+    return {name: count for name, count in counts.items() if count > 0}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _quantile(value: Quantile) -> str:
+    sign = {"at": "", "below": "< ", "above": "> "}[value.side]
+    return sign + _time(value.seconds)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

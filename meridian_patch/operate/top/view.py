@@ -1,0 +1,112 @@
+"""From two scrapes to what the screen shows. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from meridian_patch.operate.scrape import Scrape, ScrapeError
+from meridian_patch.operate.top.verdict import Load, Verdict, judge
+from meridian_patch.operate.top.window import Latency, Window
+
+LATENCIES: Final[Mapping[str, str]] = {
+    "first token": "vllm:time_to_first_token_seconds",
+    "next token": "vllm:inter_token_latency_seconds",
+    "in the queue": "vllm:request_queue_time_seconds",
+    "in prefill": "vllm:request_prefill_time_seconds",
+    "in decode": "vllm:request_decode_time_seconds",
+    "whole request": "vllm:e2e_request_latency_seconds",
+}
+"""Rows of the latency table: vLLM's own histograms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a server did in a window. None, or an empty dict: the server does not tell it.
+
+    Attributes:
+        window_s: length of the window.
+        is_reset: the server was started anew within it.
+        model: name of the served model.
+        load: what the verdict rests on.
+        generated_per_s: tokens.
+        prompt_per_s: tokens, those from the cache included.
+        hit_share: share of the prompt tokens looked up that the prefix cache had.
+        exits: thoughts ended, by reason.
+        evictions: blocks, by tier.
+        hits: tokens, by tier.
+        latencies: by row of the table.
+        verdict: the bottleneck.
+    """
+
+    window_s: float
+    is_reset: bool
+    model: str | None
+    load: Load
+    generated_per_s: float | None
+    prompt_per_s: float | None
+    hit_share: float | None
+    exits: Mapping[str, float]
+    evictions: Mapping[str, float]
+    hits: Mapping[str, float]
+    latencies: Mapping[str, Latency]
+    verdict: Verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """The view as JSON knows it."""
+        return asdict(self)
+
+
+def view(before: Scrape, after: Scrape) -> View:
+    """What happened between two scrapes of a server.
+
+    Raises:
+        ScrapeError: the page is not that of a vLLM server.
+    """
+    check_vllm(after)
+    window = Window(before, after)
+    load = _load(window)
+    latencies = {row: window.latency(name) for row, name in LATENCIES.items()}
+    return View(
+        window_s=window.seconds,
+        is_reset=window.is_reset,
+        model=after.label("vllm:num_requests_running", "model_name"),
+        load=load,
+        generated_per_s=window.rate("vllm:generation_tokens_total"),
+        prompt_per_s=window.rate("vllm:prompt_tokens_total"),
+        hit_share=_share(
+            window.count("vllm:prefix_cache_hits_total"),
+            window.count("vllm:prefix_cache_queries_total"),
+        ),
+        exits=window.by("meridian_thoughts_ended_total", "reason"),
+        evictions=window.by("meridian_kv_evictions_total", "tier"),
+        hits=window.by("meridian_kv_hit_tokens_total", "tier"),
+        latencies={row: latency for row, latency in latencies.items() if latency is not None},
+        verdict=judge(load),
+    )
+
+
+def check_vllm(scrape: Scrape) -> None:
+    """Raise ScrapeError if the page is not that of a vLLM server."""
+    if not any(name.startswith("vllm:") for name in scrape.samples):
+        raise ScrapeError(
+            "these are the metrics of another program; give the address of a vLLM server"
+        )
+
+
+def _load(window: Window) -> Load:
+    after = window.after
+    return Load(
+        window_s=window.seconds,
+        is_patched=any(name.startswith("meridian_") for name in after.samples),
+        requests=after.by("meridian_requests", "phase"),
+        running=after.total("vllm:num_requests_running"),
+        waiting=after.total("vllm:num_requests_waiting"),
+        kv_usage=after.mean("vllm:kv_cache_usage_perc"),
+        preemptions=window.by("meridian_preemptions_total", "phase"),
+        fallbacks=window.by("meridian_policy_fallbacks_total", "reason"),
+        parts_off=after.by("meridian_parts_off_total", "part"),
+    )
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

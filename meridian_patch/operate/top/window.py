@@ -1,0 +1,140 @@
+"""What happened between two scrapes: counts, rates and quantiles. Pure."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client.samples import Sample
+
+from meridian_patch.operate.scrape import Scrape
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """A value that a share of the observations do not exceed.
+
+    Attributes:
+        seconds: estimated within the bucket that holds it.
+        side: ``below``: it is at most this, the first bucket's bound; ``above``: it is more than
+            this, the last finite bound.
+    """
+
+    seconds: float
+    side: Literal["at", "below", "above"] = "at"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Figures of a histogram over a window.
+
+    Attributes:
+        count: observations.
+        mean_s: of them, in seconds.
+        p50: the median.
+        p95: exceeded by one of twenty.
+    """
+
+    count: float
+    mean_s: float
+    p50: Quantile
+    p95: Quantile
+
+
+class Window:
+    """The time between two scrapes of one server.
+
+    A counter that is lower than before began anew: all it counts belongs to the window.
+
+    Args:
+        before: the earlier scrape.
+        after: the later one.
+    """
+
+    def __init__(self, before: Scrape, after: Scrape) -> None:
+        self.after = after
+        self.seconds = after.at_s - before.at_s
+        self._before = {_key(sample): sample.value for sample in _rising(before)}
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether a counter is lower than before: the server was started anew."""
+        return any(
+            sample.value < self._before.get(_key(sample), 0.0) for sample in _rising(self.after)
+        )
+
+    def count(self, name: str, **labels: str) -> float | None:
+        """By how much counters rose, summed; None: the page has none of that name."""
+        samples = [
+            sample
+            for sample in self.after.samples.get(name, ())
+            if all(sample.labels.get(label) == value for label, value in labels.items())
+        ]
+        return sum(map(self._rise, samples)) if samples else None
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The same for each value of a label; empty: there is none."""
+        sums: dict[str, float] = {}
+        for sample in self.after.samples.get(name, ()):
+            value = sample.labels.get(label)
+            if value is not None:
+                sums[value] = sums.get(value, 0.0) + self._rise(sample)
+        return sums
+
+    def rate(self, name: str) -> float | None:
+        """By how much counters rose per second; None: no such counter, or no time passed."""
+        count = self.count(name)
+        return None if count is None or self.seconds <= 0 else count / self.seconds
+
+    def latency(self, name: str) -> Latency | None:
+        """Figures of a histogram; None: nothing was observed, or it is not whole."""
+        count, total = self.count(f"{name}_count"), self.count(f"{name}_sum")
+        buckets = self._buckets(name)
+        if not count or total is None or not buckets or buckets[-1][1] <= 0:
+            return None
+        return Latency(
+            count, max(0.0, total) / count, quantile(buckets, 0.5), quantile(buckets, 0.95)
+        )
+
+    def _rise(self, sample: Sample) -> float:
+        before = self._before.get(_key(sample), 0.0)
+        return sample.value if sample.value < before else sample.value - before
+
+    def _buckets(self, name: str) -> list[tuple[float, float]]:
+        """Upper bounds with the observations up to them, rising."""
+        rises = self.by(f"{name}_bucket", "le")
+        return sorted((float(bound), count) for bound, count in rises.items())
+
+
+def quantile(buckets: list[tuple[float, float]], share: float) -> Quantile:
+    """The value that ``share`` of the observations do not exceed.
+
+    Args:
+        buckets: upper bounds and cumulative counts, rising; the last count is above 0.
+        share: between 0 and 1.
+    """
+    wanted = share * buckets[-1][1]
+    lower, below = 0.0, 0.0
+    for index, (upper, count) in enumerate(buckets):
+        if count >= wanted and math.isinf(upper):
+            break
+        if count >= wanted and index == 0:
+            # A first bucket may be wide: 0.3 s for all prompts that are computed faster.
+            return Quantile(upper, "below")
+        if count >= wanted:
+            return Quantile(lower + (upper - lower) * (wanted - below) / (count - below))
+        lower, below = upper, count
+    return Quantile(lower, "above")
+
+
+def _rising(scrape: Scrape) -> Iterator[Sample]:
+    """All samples that only rise while a server runs."""
+    for name, samples in scrape.samples.items():
+        if name.endswith(("_total", "_count", "_sum", "_bucket")):
+            yield from samples
+
+
+def _key(sample: Sample) -> _Key:
+    return sample.name, tuple(sorted(sample.labels.items()))

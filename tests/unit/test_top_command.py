@@ -1,0 +1,166 @@
+"""`meridian top`: once, live, recorded and replayed, against servers that are not vLLM's."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_server import serving
+
+from meridian_patch import cli
+from meridian_patch.operate.top import recording
+
+RECORDING = Path(__file__).parents[1] / "support" / "recordings" / "demo_load.txt"
+GAUGES = (
+    '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} 2\n'
+    '# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{model_name="m"} 0\n'
+)
+
+
+@pytest.fixture
+def server():
+    with serving() as started:
+        started.replies["/metrics"] = (200, started.page.text() + GAUGES)
+        yield started
+
+
+def run(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["top", *map(str, arguments)])
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return ended.value.code, printed
+
+
+def test_once(server, capsys):
+    """Two scrapes, one screen; the same as one JSON object."""
+    code, printed = run([server.url, "--once", "--interval", 0.1], capsys)
+    assert code == 0
+    assert "running 2   waiting 0" in printed.out
+    assert "bottleneck: none" in printed.out
+    code, printed = run([server.url, "--once", "--interval", 0.1, "--json"], capsys)
+    assert json.loads(printed.out)["load"]["running"] == 2.0
+
+
+def test_stock_vllm_is_shown_as_far_as_it_tells(server, capsys):
+    server.page.is_patched = False
+    server.replies["/metrics"] = (200, server.page.text() + GAUGES)
+    code, printed = run([server.url, "--once", "--interval", 0.1], capsys)
+    assert code == 0
+    assert "this server runs stock vLLM" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    (
+        ((200, "go_threads 8\n"), "another program"),
+        ((200, "vllm:x 1\nvllm:y"), "cut off"),
+        ((200, "<p>\n"), "no page of metrics"),
+        ((401, "who are you?"), "HTTP 401: who are you?"),
+    ),
+)
+def test_a_page_that_cannot_be_read_is_one_line(server, reply, message, capsys):
+    server.replies["/metrics"] = reply
+    code, printed = run([server.url, "--once"], capsys)
+    assert code == 1
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ("http://127.0.0.1:1", "localhost:8000"))
+def test_an_address_that_cannot_be_reached_is_one_line(url, capsys):
+    for arguments in ([url, "--once"], [url]):
+        code, printed = run(arguments, capsys)
+        assert code == 1
+        assert len(printed.err.splitlines()) == 1
+
+
+def test_what_is_recorded_can_be_replayed(server, tmp_path, capsys):
+    """The recording's last window is the one that was shown."""
+    file = tmp_path / "recorded.txt"
+    arguments = [server.url, "--once", "--interval", 0.1, "--json"]
+    _, shown = run([*arguments, "--record", file], capsys)
+    assert len(list(recording.read(file))) == 2
+    code, replayed = run(["--replay", file, "--once", "--json"], capsys)
+    assert code == 0
+    was, now = json.loads(shown.out), json.loads(replayed.out)
+    # Times are recorded in milliseconds.
+    assert was.pop("window_s") == pytest.approx(now.pop("window_s"), abs=0.002)
+    assert was["load"]["requests"] == now["load"]["requests"]
+    assert was["verdict"] == now["verdict"]
+
+
+def test_replay_shows_every_window(capsys):
+    code, printed = run(["--replay", RECORDING, "--json"], capsys)
+    assert code == 0
+    assert len(printed.out.splitlines()) == 3
+
+
+@pytest.mark.parametrize("text", ("", "vllm:x 1\n", "# meridian scrape at 1 s\nvllm:x 1\n"))
+def test_a_file_that_is_no_recording_is_one_line(text, tmp_path, capsys):
+    file = tmp_path / "other.txt"
+    file.write_text(text)
+    for path in (file, tmp_path / "none.txt", tmp_path):
+        code, printed = run(["--replay", path], capsys)
+        assert code == 1
+        assert len(printed.err.splitlines()) == 1
+
+
+def test_q_quits_and_an_outage_is_waited_for(server):
+    """Live, on a terminal: a failed scrape is one line, and the next one is drawn again."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "top", server.url]
+    process = subprocess.Popen(
+        [*command, "--interval", "0.1"],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    os.close(theirs)
+    try:
+        whole = server.replies["/metrics"]
+        asked = server.num_asked
+        for reply in (whole, (503, "starting"), whole):
+            server.replies["/metrics"] = reply
+            wait_until(lambda seen=asked: server.num_asked >= seen + 3)
+            asked = server.num_asked
+        os.write(ours, b"q")
+        text, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert process.returncode == 0, text
+    assert "bottleneck: none" in text
+    assert "Traceback" not in text
+
+
+def wait_until(is_done, limit_s=60.0):
+    end = time.monotonic() + limit_s
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_live_json_is_one_object_per_line(server):
+    """Errors too; it ends with an interrupt."""
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "top", server.url, "--json"]
+    with subprocess.Popen(
+        [*command, "--interval", "0.1"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            first = json.loads(process.stdout.readline())
+            server.replies["/metrics"] = (503, "down")
+            told = first
+            while "error" not in told:
+                told = json.loads(process.stdout.readline())
+        finally:
+            process.send_signal(2)
+    assert first["load"]["running"] == 2.0
+    assert "HTTP 503" in told["error"]
+    assert process.returncode == 0
