@@ -14,6 +14,7 @@ from meridian_patch.errors import ConfigError, MeridianError
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
 _MOST_SHOWN = 200
+_MOST_BYTES = 2**25
 
 
 class ServerError(MeridianError):
@@ -100,16 +101,20 @@ class ServerClient:
             headers["Authorization"] = f"Bearer {self._api_key}"
         request = urllib.request.Request(f"{self.url}{path}", data, headers)  # noqa: S310 - checked
         try:
-            with urllib.request.urlopen(request, timeout=self._limit_s) as reply:  # noqa: S310
-                return Reply(reply.status, reply.read().decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            with error:
-                return Reply(error.code, error.read().decode(errors="replace"))
+            return self._reply_to(request)
         except urllib.error.URLError as error:
             raise ServerError(f"{self.url} cannot be reached: {error.reason}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
             why = str(error) or type(error).__name__
             raise ServerError(f"{self.url}{path} gave no whole reply: {why}") from error
+
+    def _reply_to(self, request: urllib.request.Request) -> Reply:
+        try:
+            opened = urllib.request.urlopen(request, timeout=self._limit_s)  # noqa: S310 - checked
+        except urllib.error.HTTPError as error:
+            opened = error
+        with opened:
+            return Reply(opened.status, opened.read(_MOST_BYTES).decode(errors="replace"))
 
 
 def read_object(text: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Broken servers: each finding names its cause and its fix. The servers here are not vLLM's."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from fake_server import closed_reply, serving
 
-from meridian_patch import cli
+from meridian_patch import cli, envs
 from meridian_patch.engine import status
 from meridian_patch.operate.doctor import behaviour
 from meridian_patch.operate.doctor.finding import State
@@ -236,6 +238,49 @@ def test_a_check_that_fails_itself_is_a_finding(no_processes, monkeypatch, capsy
     assert code == 1
     assert "RuntimeError: no such luck" in printed.out
     assert "configuration" in printed.out
+
+
+def test_a_missing_working_directory_is_a_finding(no_processes, monkeypatch, capsys):
+    """Whatever cannot be read of the environment, the rest is looked at."""
+
+    def gone():
+        raise FileNotFoundError("the working directory is gone")
+
+    monkeypatch.setattr("meridian_patch.operate.doctor.run.read_installed", gone)
+    code, printed = run([], capsys)
+    assert code == 1
+    assert "the working directory is gone" in printed.out
+    assert "names of variables" in printed.out
+
+
+def test_a_broken_status_file_is_a_finding(no_processes, server, tmp_path, capsys):
+    """The server is asked all the same."""
+    folder = tmp_path / "status"
+    folder.mkdir(mode=0o700)
+    (folder / "7.json").write_text("{")
+    code, printed = run(["--url", server.url, "--json"], capsys)
+    assert code == 1
+    found = {each["check"]: each["found"] for each in json.loads(printed.out)["findings"]}
+    assert "7.json cannot be read" in found["status files"]
+    assert found["forced close"].startswith("exit_reason hard_cap")
+
+
+def test_a_wrong_switch_does_not_stop_the_command(server):
+    """`MERIDIAN_PATCH=yes` stops vLLM's processes, and the command that says why starts."""
+    env = envs.environment() | {"MERIDIAN_PATCH": "yes", "MERIDIAN_PATCH_MODUS": "x"}
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "doctor", "--quick", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+    failed = {each["check"] for each in json.loads(done.stdout)["findings"] if each["fix"]}
+    assert {"activation", "names of variables"} <= failed
+
+
+@pytest.mark.parametrize("limit", ("0", "-1", "inf", "nan"))
+def test_a_wrong_limit_is_a_finding(no_processes, server, limit, capsys):
+    code, printed = run(["--url", server.url, "--limit-s", limit], capsys)
+    assert code == 1
+    assert "Traceback" not in printed.err
 
 
 def test_a_key_file_that_cannot_be_read(capsys):

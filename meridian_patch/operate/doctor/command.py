@@ -17,6 +17,8 @@ from meridian_patch.operate.doctor.finding import Finding, State
 from meridian_patch.operate.doctor.run import Plan, find_all
 from meridian_patch.operate.http_client import read_key
 
+# As shells report a program that an interrupt ended.
+_INTERRUPTED = 130
 _STYLES = {
     State.OK: "green",
     State.WARN: "yellow",
@@ -51,7 +53,10 @@ def _run(parsed: argparse.Namespace) -> int:
         limit_s=parsed.limit_s,
         is_quick=parsed.quick,
     )
-    return diagnose(plan, as_json=parsed.as_json)
+    try:
+        return diagnose(plan, as_json=parsed.as_json)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def diagnose(plan: Plan, *, as_json: bool) -> int:

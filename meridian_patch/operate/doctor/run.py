@@ -4,12 +4,12 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from meridian_patch import envs
 from meridian_patch.engine.status import read_all
+from meridian_patch.errors import MeridianError
 from meridian_patch.operate.doctor.configuration import check_configuration
 from meridian_patch.operate.doctor.environment import check_environment, check_gpu
 from meridian_patch.operate.doctor.finding import Area, Finding
@@ -52,10 +52,14 @@ def find_all(plan: Plan, env: Mapping[str, str]) -> Iterator[Finding]:
         plan: what to look at.
         env: the environment as the user gave it.
     """
-    installed = read_installed()
-    yield from _guarded("environment", lambda: check_environment(installed, env))
-    yield from _guarded("environment", lambda: [check_gpu(find_gpus(), installed)])
-    yield from _guarded("environment", lambda: _check_patches(installed, env, plan))
+    try:
+        installed = read_installed()
+    except Exception as error:
+        yield _broken("environment", error)
+    else:
+        yield from _guarded("environment", lambda: check_environment(installed, env))
+        yield from _guarded("environment", lambda: [check_gpu(find_gpus(), installed)])
+        yield from _guarded("environment", lambda: _check_patches(installed, env, plan))
     yield from _guarded("configuration", lambda: check_configuration(env))
     model, url = plan.model, plan.url
     if model is not None:
@@ -90,7 +94,14 @@ def _check_url(plan: Plan, url: str) -> Iterator[Finding]:
             "reachable", str(error), expected="http://host:port", fix="correct --url"
         )
         return
-    yield from check_server(client, read_all() if client.is_local else [])
+    try:
+        reports = read_all() if client.is_local else []
+    except MeridianError as error:
+        reports = []
+        yield Area("server").fail(
+            "status files", str(error), expected="reports of this user", fix="delete that file"
+        )
+    yield from check_server(client, reports)
 
 
 def _quietly(findings: Iterable[Finding]) -> list[Finding]:
@@ -105,13 +116,13 @@ def _guarded(area: str, checks: Checks) -> Iterator[Finding]:
     try:
         yield from checks()
     except Exception as error:
-        yield Area(area).fail(
-            "the check itself",
-            _in_one_line(error),
-            expected="a check that ends",
-            fix="mend what the message names; if it is no fault of this machine, please report it",
-        )
+        yield _broken(area, error)
 
 
-def _in_one_line(error: Any) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _broken(area: str, error: Exception) -> Finding:
+    return Area(area).fail(
+        "the check itself",
+        f"{type(error).__name__}: {' '.join(str(error).split())}",
+        expected="a check that ends",
+        fix="mend what the message names; if it is no fault of this machine, please report it",
+    )

@@ -104,7 +104,8 @@ def check_metrics(scrape: Scrape) -> Finding:
             fix="the server runs another release of meridian_patch: install the same, restart it",
         )
     is_vllm = any(name.startswith("vllm:") for name in scrape.samples)
-    found = "vLLM's metrics, and none of ours: it runs stock" if is_vllm else "no metrics of vLLM"
+    stock = "vLLM's metrics, none of ours: it runs stock, or has --scheduler-cls alone"
+    found = stock if is_vllm else "no metrics of vLLM"
     return AREA.fail(
         "metrics",
         found,

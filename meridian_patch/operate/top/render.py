@@ -34,7 +34,7 @@ def _head(shown: View, source: str) -> Text:
 
 def _facts(shown: View) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=9, style="dim")
+    table.add_column(min_width=10, style="dim")
     table.add_column()
     for name, value in _rows(shown):
         table.add_row(name, value)
@@ -60,10 +60,12 @@ def _rows(shown: View) -> Iterator[tuple[str, Text]]:
         yield "preempted", preempted
         yield "thoughts", Text("ended " + (_counts(_above_zero(shown.exits)) or "0"))
         yield "evicted", Text((_counts(_above_zero(shown.evictions)) or "0") + " blocks")
-        yield "hit", Text((_counts(_above_zero(shown.hits)) or "0") + " tokens")
+        yield "cache hits", Text((_counts(_above_zero(shown.hits)) or "0") + " tokens")
 
 
-def _latencies(latencies: Mapping[str, Latency]) -> Table:
+def _latencies(latencies: Mapping[str, Latency]) -> Table | Text:
+    if not latencies:
+        return Text("latency     no request began or ended in this window", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("latency", min_width=13)
     for name in ("mean", "p50", "p95", "requests or tokens"):
@@ -71,8 +73,6 @@ def _latencies(latencies: Mapping[str, Latency]) -> Table:
     for name, each in latencies.items():
         cells = (_time(each.mean_s), _quantile(each.p50), _quantile(each.p95), f"{each.count:,.0f}")
         table.add_row(name, *cells)
-    if not latencies:
-        table.add_row("none ended or began in this window")
     return table
 
 
