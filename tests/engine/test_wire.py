@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from core_reports import THINK_END_ID
 from run_engine import PATCHED, clean_environment, log_tail
 from run_server import Server
 from workloads import THINK_END, engine_arguments
@@ -13,6 +16,8 @@ from meridian_patch.engine.status import read_all
 from meridian_patch.operate.doctor.finding import State
 from meridian_patch.operate.doctor.server import check_server
 from meridian_patch.operate.http_client import ServerClient
+from meridian_patch.operate.scrape import parse
+from meridian_patch.operate.top.view import view
 
 pytestmark = pytest.mark.engine
 
@@ -194,6 +199,28 @@ def test_the_doctor_finds_nothing_to_mend(server, monkeypatch):
     assert set(states.values()) == {State.OK}, findings
     assert findings["forced close"].found.startswith("exit_reason hard_cap after ")
     assert {"metrics", "processes", "prefix cache"} <= set(states)
+
+
+def test_top_names_the_phase_that_fills_the_cache(server):
+    """Thoughts that outgrow the KV pool are the bottleneck while they run, and not after."""
+    never_ends = {"ignore_eos": True, "logit_bias": {str(THINK_END_ID): -100}, "max_tokens": 500}
+    never_ends["temperature"] = 1.0
+    client = ServerClient(server.url)
+    verdicts = []
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(post, server, CHAT, **never_ends) for _ in range(12)]
+        before = parse(client.metrics(), time.monotonic())
+        while not all(each.done() for each in asked):
+            time.sleep(0.5)
+            after = parse(client.metrics(), time.monotonic())
+            verdicts.append(view(before, after).verdict)
+            before = after
+    assert {each.result()[0] for each in asked} == {200}
+    assert "think" in {each.bottleneck for each in verdicts}, verdicts
+    assert all("preempted" in each.numbers for each in verdicts if each.bottleneck == "think")
+    time.sleep(0.5)
+    idle = [parse(client.metrics(), time.monotonic()) for _ in range(2)]
+    assert view(*idle).verdict.bottleneck == "none"
 
 
 def chat_prompt(server) -> list[int]:

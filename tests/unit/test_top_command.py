@@ -14,7 +14,7 @@ from fake_server import serving
 from meridian_patch import cli
 from meridian_patch.operate.top import recording
 
-RECORDING = Path(__file__).parents[1] / "support" / "recordings" / "demo_load.txt"
+RECORDING = Path(__file__).parents[1] / "support" / "recordings" / "seats.txt"
 GAUGES = (
     '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} 2\n'
     '# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{model_name="m"} 0\n'
@@ -97,7 +97,7 @@ def test_what_is_recorded_can_be_replayed(server, tmp_path, capsys):
 def test_replay_shows_every_window(capsys):
     code, printed = run(["--replay", RECORDING, "--json"], capsys)
     assert code == 0
-    assert len(printed.out.splitlines()) == 3
+    assert len(printed.out.splitlines()) == 2
 
 
 @pytest.mark.parametrize("text", ("", "vllm:x 1\n", "# meridian scrape at 1 s\nvllm:x 1\n"))

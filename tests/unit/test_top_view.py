@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from meridian_patch.operate.top.verdict import Load, judge
 from meridian_patch.operate.top.view import view
 from meridian_patch.operate.top.window import Quantile, Window, quantile
 
-RECORDING = Path(__file__).parents[1] / "support" / "recordings" / "demo_load.txt"
+RECORDINGS = Path(__file__).parents[1] / "support" / "recordings"
 INFINITE = float("inf")
 CALM = Load(
     window_s=2.0,
@@ -26,6 +27,8 @@ CALM = Load(
     waiting=0.0,
     kv_usage=0.4,
     preemptions={"prefill": 0.0, "think": 0.0, "answer": 0.0},
+    preempted=0.0,
+    prompt_share=0.1,
     fallbacks={"exception": 0.0, "slow": 0.0},
     parts_off={"the policy": 0.0},
 )
@@ -33,7 +36,7 @@ CALM = Load(
 
 @pytest.fixture(scope="module")
 def scrapes():
-    return list(recording.read(RECORDING))
+    return list(recording.read(RECORDINGS / "seats.txt"))
 
 
 def counter(value, name="vllm:generation_tokens", engine="0"):
@@ -45,36 +48,63 @@ def window(before, after, seconds=2.0):
 
 
 def test_a_recorded_window(scrapes):
-    """The numbers are those of the recording's two pages, by hand."""
+    """The numbers are those that stand on the recording's two pages."""
     shown = view(scrapes[0], scrapes[1])
-    assert shown.window_s == 1.0
+    pages = (RECORDINGS / "seats.txt").read_text().split("# meridian scrape at ")[1:]
+
+    def rise(line):
+        values = [float(re.search(rf"^{line} (.*)$", page, re.MULTILINE)[1]) for page in pages]
+        return values[1] - values[0]
+
+    labels = 'engine="0",model_name="m"'
+    assert shown.window_s == pytest.approx(1.0, abs=0.1)
     assert shown.model == "m"
     assert not shown.is_reset
-    assert (shown.load.running, shown.load.waiting) == (8.0, 8.0)
-    assert dict(shown.load.requests) == {"prefill": 7.0, "think": 4.0, "answer": 4.0}
-    assert shown.generated_per_s == pytest.approx(1239.0)
-    assert shown.exits["natural"] == 17.0
-    assert shown.evictions["think_complete"] == 40.0
+    assert (shown.load.running, shown.load.waiting) == (8.0, 67.0)
+    assert dict(shown.load.requests) == {"prefill": 67.0, "think": 5.0, "answer": 3.0}
+    tokens = rise(f"vllm:generation_tokens_total{{{labels}}}")
+    assert shown.generated_per_s == pytest.approx(tokens / shown.window_s)
+    natural = f'meridian_thoughts_ended_total{{{labels},reason="natural"}}'
+    assert shown.exits["natural"] == rise(natural) > 0
     first = shown.latencies["first token"]
-    assert first.count == 18.0
-    assert 0.3 < first.mean_s < 0.6
+    name = "vllm:time_to_first_token_seconds"
+    assert first.count == rise(f"{name}_count{{{labels}}}") > 0
+    assert first.mean_s * first.count == pytest.approx(rise(f"{name}_sum{{{labels}}}"))
     assert first.p50.seconds <= first.p95.seconds
 
 
-def test_every_recorded_window_is_80_columns_and_plain_json(scrapes):
-    """Drawn and as JSON, it says the same bottleneck."""
-    for before, after in pairwise(scrapes):
+@pytest.mark.parametrize(
+    ("load", "bottleneck", "words"),
+    (
+        ("seats", "seats", "wait though the KV cache is 34% full; 8 run: 5 think"),
+        ("thinking", "think", "4 preempted in 1 s; KV cache is 100% full"),
+        ("answering", "answer", "3 answers were preempted in 1 s"),
+        ("prompts", "prefill", "of the tokens computed are of prompts"),
+        ("idle", "none", "no request"),
+    ),
+)
+def test_loads_of_a_real_server_are_told_apart(load, bottleneck, words):
+    """Short requests, thoughts without an end, long answers, long prompts, none: all recorded."""
+    first, second, *_ = recording.read(RECORDINGS / f"{load}.txt")
+    verdict = view(first, second).verdict
+    assert verdict.bottleneck == bottleneck
+    assert words in verdict.numbers
+
+
+@pytest.mark.parametrize("file", sorted(RECORDINGS.iterdir()), ids=lambda file: file.stem)
+def test_every_recorded_window_is_80_columns_and_plain_json(file):
+    """Drawn and as JSON, it says the same."""
+    for before, after in pairwise(recording.read(file)):
         shown = view(before, after)
         stream = io.StringIO()
         Console(file=stream, width=80, highlight=False).print(render(shown, "http://host:8000"))
         text = stream.getvalue()
         assert max(map(len, text.splitlines())) <= 80
+        assert len(text.splitlines()) <= 23
         assert "\x1b" not in text
-        assert "8 wait though the KV cache is" in text
-        assert "change: raise --max-num-seqs" in text
         told = json.loads(json.dumps(shown.as_dict()))
-        assert told["verdict"]["bottleneck"] == "seats"
-        assert told["load"]["waiting"] == 8.0
+        assert f"bottleneck: {told['verdict']['bottleneck']}" in text
+        assert " ".join(told["verdict"]["change"].split()) in " ".join(text.split())
 
 
 def test_a_longer_window_counts_the_same(scrapes):
@@ -136,10 +166,11 @@ def test_half_a_scrape_and_other_pages(text, message):
 
 def test_every_cut_of_a_recorded_page_is_whole_or_refused(scrapes):
     """Wherever a reply was cut off, there is a view or a sentence."""
-    page = RECORDING.read_text().split("# meridian scrape at 2.000 s\n")[1].partition("# mer")[0]
+    text = (RECORDINGS / "seats.txt").read_text()
+    page = text.split("# meridian scrape at ")[2].partition(" s\n")[2]
     for end in range(1, len(page), 1499):
         try:
-            view(scrapes[0], parse(page[:end], 2.0))
+            view(scrapes[0], parse(page[:end], 9.0))
         except ScrapeError:
             continue
 
@@ -193,10 +224,16 @@ def loaded(**changes):
             "lower --max-num-seqs",
         ),
         (
-            {"kv_usage": 0.99, "preemptions": {"think": 5.0}},
+            {"kv_usage": 0.7, "preempted": 5.0, "waiting": 9.0},
             "think",
             "5 preempted in 2 s",
             "exit.mode=enforce",
+        ),
+        (
+            {"waiting": 9.0, "running": 1.0, "prompt_share": 0.97},
+            "prefill",
+            "97% of the tokens computed are of prompts",
+            "--max-num-batched-tokens",
         ),
         (
             {"waiting": 2.0, "running": 9.0, "requests": {"prefill": 8.0, "think": 3.0}},
@@ -209,9 +246,9 @@ def loaded(**changes):
         ({"fallbacks": {"exception": 9.0}}, "plug-in", "9 steps failed", "report it"),
         ({"running": None}, "unknown", "does not say", "--disable-log-stats"),
         (
-            {"is_patched": False, "requests": {}, "waiting": 5.0, "kv_usage": 0.95},
+            {"is_patched": False, "requests": {}, "preemptions": {}, "preempted": 3.0},
             "unknown",
-            "phases unknown",
+            "3 preempted in 2 s; KV cache is 40% full and 0 wait; phases unknown",
             "serve it patched",
         ),
     ),

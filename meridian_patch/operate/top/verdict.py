@@ -7,6 +7,7 @@ from typing import Final
 FULL: Final = 0.9
 """Share of the KV pool from which on memory, not seats, holds requests back."""
 _HALF = 0.5
+_MOST = 0.8
 _THINK, _ANSWER, _PREFILL = "think", "answer", "prefill"
 
 
@@ -22,6 +23,8 @@ class Load:
         waiting: requests in the queue.
         kv_usage: share of the KV pool in use, 0 to 1.
         preemptions: by the phase the request was in.
+        preempted: all of them; without phases as vLLM counts them.
+        prompt_share: share of the window's computed tokens that are of prompts, 0 to 1.
         fallbacks: steps that ran as stock, by reason.
         parts_off: parts that are switched off, by name.
     """
@@ -33,6 +36,8 @@ class Load:
     waiting: float | None
     kv_usage: float | None
     preemptions: Mapping[str, float]
+    preempted: float | None
+    prompt_share: float | None
     fallbacks: Mapping[str, float]
     parts_off: Mapping[str, float]
 
@@ -109,12 +114,15 @@ def _answers_preempted(load: Load) -> Verdict | None:
 
 
 def _memory(load: Load) -> Verdict | None:
-    preempted = sum(load.preemptions.values())
-    if (load.kv_usage or 0) < FULL or not (load.waiting or preempted):
+    # Load-bearing: vLLM preempts, and so does time-sharing, where a request finds no KV block; the
+    # use that a scrape sees may be low, just after that.
+    preempted = load.preempted or 0
+    is_full = (load.kv_usage or 0) >= FULL and (load.waiting or 0) > 0
+    if not (is_full or preempted):
         return None
     numbers = f"{_memory_text(load)} and {load.waiting or 0:.0f} wait; {_phases(load)}"
     if preempted:
-        numbers += f"; {preempted:.0f} preempted in {load.window_s:.0f} s"
+        numbers = f"{preempted:.0f} preempted in {load.window_s:.0f} s; {numbers}"
     if not load.is_patched:
         return Verdict("unknown", numbers, "serve it patched to see which phase holds the memory")
     phase = max(
@@ -133,13 +141,16 @@ def _memory(load: Load) -> Verdict | None:
 
 
 def _prompts(load: Load) -> Verdict | None:
-    computing, running = load.computing_prompts, load.running or 0
-    if not load.is_patched or running == 0 or computing < _HALF * running or computing <= 1:
+    computing, running, waiting = load.computing_prompts, load.running or 0, load.waiting or 0
+    if load.prompt_share is not None and load.prompt_share >= _MOST and waiting:
+        why = f"{load.prompt_share:.0%} of the tokens computed are of prompts"
+    elif load.is_patched and computing > 1 and computing >= _HALF * running:
+        why = f"{computing:.0f} of {running:.0f} running requests compute their prompts"
+    else:
         return None
     return Verdict(
         _PREFILL,
-        f"{computing:.0f} of {running:.0f} running requests compute their prompts, "
-        f"{_memory_text(load)}, {load.waiting or 0:.0f} wait",
+        f"{why}, {_memory_text(load)}, {waiting:.0f} wait",
         "raise --max-num-batched-tokens; with requests that answer, policy.answer_itl_ms too",
     )
 

@@ -95,6 +95,7 @@ def check_vllm(scrape: Scrape) -> None:
 
 def _load(window: Window) -> Load:
     after = window.after
+    preemptions = window.by("meridian_preemptions_total", "phase")
     return Load(
         window_s=window.seconds,
         is_patched=any(name.startswith("meridian_") for name in after.samples),
@@ -102,10 +103,24 @@ def _load(window: Window) -> Load:
         running=after.total("vllm:num_requests_running"),
         waiting=after.total("vllm:num_requests_waiting"),
         kv_usage=after.mean("vllm:kv_cache_usage_perc"),
-        preemptions=window.by("meridian_preemptions_total", "phase"),
+        preemptions=preemptions,
+        # vLLM counts a preemption later, with the request's next token.
+        preempted=sum(preemptions.values())
+        if preemptions
+        else window.count("vllm:num_preemptions_total"),
+        prompt_share=_prompt_share(window),
         fallbacks=window.by("meridian_policy_fallbacks_total", "reason"),
         parts_off=after.by("meridian_parts_off_total", "part"),
     )
+
+
+def _prompt_share(window: Window) -> float | None:
+    prompt = window.count("vllm:prompt_tokens_total")
+    generated = window.count("vllm:generation_tokens_total")
+    if prompt is None or generated is None:
+        return None
+    computed = max(0.0, prompt - (window.count("vllm:prompt_tokens_cached_total") or 0.0))
+    return _share(computed, computed + generated)
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
