@@ -106,6 +106,10 @@ def _off(report: Report) -> Iterator[str]:
         yield f"{parts}: failed in 10 of 100 steps, off until the next start; see the log"
     if "scheduler" in report and not report.get("family"):
         yield "phases: the model's think boundaries are unknown; run meridian doctor MODEL"
+    if report.get("kv_tiers_off"):
+        yield f"KV tiers: {report['kv_tiers_off']}"
+    for rule, why in (report.get("rules_off") or {}).items():
+        yield f"rule {rule}: {why}"
     for name, what in (("exit_signals", "early exit's signals"), ("probes", "probes")):
         if report.get(name):
             yield f"{what}: {str(report[name]).partition(': ')[2] or report[name]}"

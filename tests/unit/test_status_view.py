@@ -82,6 +82,8 @@ def test_verbose_shows_every_patch_within_80_columns():
         ({"parts_off": ["the policy"]}, "off the policy: failed in 10 of 100 steps"),
         ({"probes": "off: several KV groups"}, "off probes: several KV groups"),
         ({"exit_signals": "none: a worker is not patched"}, "signals: a worker is not patched"),
+        ({"kv_tiers_off": "prefix caching is off"}, "off KV tiers: prefix caching is off"),
+        ({"rules_off": {"admission": "no group grows"}}, "off rule admission: no group grows"),
         ({"limited_by": "the external launcher"}, "limits the external launcher"),
         ({"family": None}, "off phases: the model's think boundaries are unknown"),
     ),

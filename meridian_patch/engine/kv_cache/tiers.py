@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from meridian_patch.config.family import History
 from meridian_patch.config.schema import Config
+from meridian_patch.engine import status
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.engine.kv_cache.manager import PhaseKVCaching
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared
@@ -197,15 +198,15 @@ def build_kv_tiers(
 ) -> KVTiers | None:
     """The scheduler's part for KV tiers; None if the cache has no tiers."""
     if not isinstance(manager, PhaseKVCaching):
-        logger.warning(
-            "meridian_patch: KV tiers are inactive: the KV cache manager is vLLM's own, as always "
-            "with --scheduler-cls. Activate meridian_patch before the engine is built to have them"
+        _tell_inactive(
+            "the KV cache manager is vLLM's own, as always with --scheduler-cls. Activate "
+            "meridian_patch before the engine is built to have them"
         )
         return None
     if not manager.queues:
-        logger.warning(
-            "meridian_patch: KV tiers are inactive: prefix caching is off, so nothing in a free "
-            "block can be hit. Leave out --no-enable-prefix-caching to have them"
+        _tell_inactive(
+            "prefix caching is off, so nothing in a free block can be hit. Leave out "
+            "--no-enable-prefix-caching to have them"
         )
         return None
     return KVTiers(
@@ -218,6 +219,11 @@ def build_kv_tiers(
         config.kv.check_interval_s,
         requests,
     )
+
+
+def _tell_inactive(why: str) -> None:
+    logger.warning("meridian_patch: KV tiers are inactive: %s", why)
+    status.publish(kv_tiers_off=why)
 
 
 def _history_rule(config: Config, boundaries: Boundaries | None) -> History:

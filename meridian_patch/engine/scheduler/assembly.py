@@ -73,6 +73,8 @@ def assemble(
     Raises:
         ConfigError: the configuration is wrong, or does not fit the served model.
     """
+    # What an earlier engine of this process could not have.
+    status.publish(kv_tiers_off=None, rules_off={})
     loaded = load_config(envs.environment())
     config, limited_by = decide_alike(loaded.config, scheduler.vllm_config)
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
@@ -167,13 +169,18 @@ def _build_policy(
 
 def _rules_of(scheduler: Any, config: PolicyConfig, units: KVUnits) -> Rules:
     rules = choose_rules(config)
-    if scheduler.policy == SchedulingPolicy.PRIORITY:
+    off = {}
+    if rules.time_sharing and scheduler.policy == SchedulingPolicy.PRIORITY:
         # The operator's priorities alone decide then which request is preempted for another.
         rules = replace(rules, time_sharing=False)
+        off["time_sharing"] = "vLLM schedules by the operator's priorities"
     if rules.admission and not units.is_growing:
         rules = replace(rules, admission=False)
+        off["admission"] = "no cache group of the model grows with a request"
         logger.warning(
             "meridian_patch: the rule admission is off: no cache group of the model grows with "
             "a request, so the KV pool's peak cannot be forecast"
         )
+    if off:
+        status.publish(rules_off=off)
     return rules
