@@ -15,6 +15,7 @@ from meridian_patch.errors import ConfigError, MeridianError
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
 _MOST_SHOWN = 200
 _MOST_BYTES = 2**25
+_GET_LIMIT_S = 10.0
 
 
 class ServerError(MeridianError):
@@ -44,7 +45,7 @@ class ServerClient:
     Args:
         url: ``http://host:port``, with or without a path before vLLM's own paths.
         api_key: sent as a bearer token; None: none is sent.
-        limit_s: most seconds that a reply may take.
+        limit_s: most seconds that a reply to a POST may take.
 
     Raises:
         ServerError: the address is no HTTP address.
@@ -69,12 +70,12 @@ class ServerClient:
         return self.host in _LOCAL
 
     def get(self, path: str) -> Reply:
-        """The reply to a GET.
+        """The reply to a GET, which takes no computing.
 
         Raises:
             ServerError: there is no reply, or it is cut off.
         """
-        return self._ask(path, None)
+        return self._ask(path, None, min(self._limit_s, _GET_LIMIT_S))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
         """The reply to a POST of a JSON object.
@@ -82,7 +83,7 @@ class ServerClient:
         Raises:
             ServerError: there is no reply, or it is cut off.
         """
-        return self._ask(path, json.dumps(body).encode())
+        return self._ask(path, json.dumps(body).encode(), self._limit_s)
 
     def metrics(self) -> str:
         """The text of ``/metrics``.
@@ -95,22 +96,23 @@ class ServerClient:
             raise ServerError(f"{self.url}/metrics replies {reply.begin}, expected HTTP 200")
         return reply.text
 
-    def _ask(self, path: str, data: bytes | None) -> Reply:
+    def _ask(self, path: str, data: bytes | None, limit_s: float) -> Reply:
         headers = {} if data is None else {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         request = urllib.request.Request(f"{self.url}{path}", data, headers)  # noqa: S310 - checked
         try:
-            return self._reply_to(request)
+            return self._reply_to(request, limit_s)
         except urllib.error.URLError as error:
             raise ServerError(f"{self.url} cannot be reached: {error.reason}") from error
         except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
             why = str(error) or type(error).__name__
             raise ServerError(f"{self.url}{path} gave no whole reply: {why}") from error
 
-    def _reply_to(self, request: urllib.request.Request) -> Reply:
+    @staticmethod
+    def _reply_to(request: urllib.request.Request, limit_s: float) -> Reply:
         try:
-            opened = urllib.request.urlopen(request, timeout=self._limit_s)  # noqa: S310 - checked
+            opened = urllib.request.urlopen(request, timeout=limit_s)  # noqa: S310 - checked
         except urllib.error.HTTPError as error:
             opened = error
         with opened:

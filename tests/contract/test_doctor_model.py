@@ -71,6 +71,18 @@ def test_a_missing_tokenizer(tmp_path):
     assert str(folder) in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("name", "check"), (("config.json", "files"), ("tokenizer.json", "tokenizer"))
+)
+def test_files_that_are_cut_off(tmp_path, name, check):
+    """A download that was interrupted; the fix is to repeat it."""
+    folder = write_model(tmp_path / "tiny-reasoner")
+    (folder / name).write_text('{"cut')
+    finding = findings_of(folder)[check]
+    assert finding.state is State.FAIL
+    assert "download" in finding.fix
+
+
 def test_a_name_that_is_not_cached(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     finding = findings_of("nobody/no-such-model")["files"]

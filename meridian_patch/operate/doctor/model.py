@@ -6,6 +6,7 @@ from typing import Any
 
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.doctor.finding import Area, Finding
+from meridian_patch.operate.http_client import read_object
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 
 AREA = Area("model")
@@ -31,9 +32,9 @@ def check_model(model: str, reasoning_parser: str | None) -> Iterator[Finding]:
             fix=f"hf download {model}, or name the model's directory",
         )
         return
-    missing = list(_missing_files(folder))
-    yield from missing
-    if missing:
+    wrong = list(_wrong_files(folder))
+    yield from wrong
+    if wrong:
         return
     yield AREA.ok("files", str(folder))
     yield from _check_phases(str(folder), reasoning_parser)
@@ -52,11 +53,17 @@ def find_model(model: str) -> Path | None:
         return None
 
 
-def _missing_files(folder: Path) -> Iterator[Finding]:
-    if not (folder / "config.json").is_file():
+def _wrong_files(folder: Path) -> Iterator[Finding]:
+    path = folder / "config.json"
+    try:
+        is_config = bool(read_object(path.read_text(encoding="utf-8")))
+        found = f"{path} holds no JSON object with keys"
+    except (OSError, UnicodeDecodeError) as error:
+        is_config, found = False, f"{folder} has no config.json that can be read: {error}"
+    if not is_config:
         yield AREA.fail(
             "files",
-            f"{folder} has no config.json",
+            found,
             expected=_PUBLISHED,
             fix=f"copy or download config.json into {folder}",
         )
@@ -76,12 +83,7 @@ def _check_phases(folder: str, reasoning_parser: str | None) -> Iterator[Finding
     try:
         read = read_model(folder, reasoning_parser, None)
     except MeridianError as error:
-        yield AREA.fail(
-            "think boundaries",
-            str(error),
-            expected="boundaries that the tokenizer can write",
-            fix=f"set family in the configuration to one of {_FAMILY_PAGE}, or write its file",
-        )
+        yield _unresolved(str(error))
         return
     if read.resolution is None:
         yield AREA.warn(
@@ -109,6 +111,22 @@ def _check_phases(folder: str, reasoning_parser: str | None) -> Iterator[Finding
         yield AREA.ok("think boundaries", f"{' '.join(texts)}: ids {ids}")
     told = match.family.prompt_start if match else "unverified"
     yield check_template(read.tokenizer, PhaseTracker(boundaries), told)
+
+
+def _unresolved(message: str) -> Finding:
+    if "no usable" in message:
+        return AREA.fail(
+            "tokenizer",
+            message,
+            expected=_PUBLISHED,
+            fix="download the tokenizer's files again, or update transformers",
+        )
+    return AREA.fail(
+        "think boundaries",
+        message,
+        expected="boundaries that the tokenizer can write",
+        fix=f"set family in the configuration to one of {_FAMILY_PAGE}, or write its file",
+    )
 
 
 def check_template(tokenizer: Any, tracker: PhaseTracker, told: str) -> Finding:
