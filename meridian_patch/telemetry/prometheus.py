@@ -37,9 +37,9 @@ class PhaseMetrics:
     def initialize(self, engine: int) -> None:
         """Export zeros for an engine at its start."""
         for metric in METRICS:
-            if metric.kind is Kind.COUNTER:
-                for value in metric.values:
-                    self._counters[metric.event].labels(self._model_name, str(engine), value)
+            collectors = self._counters if metric.kind is Kind.COUNTER else self._gauges
+            for value in metric.values:
+                collectors[metric.event].labels(self._model_name, str(engine), value)
 
     def record(self, stats: Mapping[str, int], engine: int) -> None:
         """Add one step's counts and set its gauges.

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 from meridian_patch.telemetry.docs import render_metrics
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metrics import METRICS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 
@@ -71,18 +71,15 @@ def test_every_event_is_a_row_of_the_table():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-def test_counters_stand_at_zero_from_the_start():
-    """Each value of each counter's label is exported before anything happened, and no other."""
+def test_metrics_stand_at_zero_from_the_start():
+    """Each value of each label is exported before anything happened, and no other."""
     registry = CollectorRegistry()
     PhaseMetrics("m", registry).initialize(0)
-    assert len(samples(registry)) == sum(
-        len(each.values) for each in METRICS if each.kind is Kind.COUNTER
-    )
+    assert len(samples(registry)) == sum(len(each.values) for each in METRICS)
     for metric in METRICS:
         found = [line for line in samples(registry) if line.startswith(f"{metric.exported_name}{{")]
-        expected = metric.values if metric.kind is Kind.COUNTER else ()
-        assert len(found) == len(expected)
-        for value in expected:
+        assert len(found) == len(metric.values)
+        for value in metric.values:
             assert [line for line in found if f'{metric.label}="{value}"' in line]
 
 

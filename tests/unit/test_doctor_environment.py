@@ -10,6 +10,7 @@ import pytest
 from meridian_patch import envs
 from meridian_patch.operate.doctor import environment as judged
 from meridian_patch.operate.doctor.finding import State
+from meridian_patch.operate.doctor.gpus import find_gpus
 from meridian_patch.operate.doctor.installed import Installed, read_installed
 from meridian_patch.patches import LOCKED_VERSIONS
 
@@ -210,6 +211,22 @@ def test_a_status_directory_that_is_a_file_or_a_link(tmp_path):
     for path in (file, link, file / "below"):
         finding = judged.check_status_directory({"MERIDIAN_PATCH_STATUS_DIR": str(path)})
         assert_told(finding, State.FAIL, str(path))
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    (
+        ("echo 'NVIDIA H200, 143771 MiB'", ["NVIDIA H200, 143771 MiB"]),
+        ("echo 'driver mismatch' >&2; exit 9", []),
+    ),
+)
+def test_gpus_are_those_that_the_driver_names(script, expected, tmp_path, monkeypatch):
+    """A driver that does not answer has none; AMD's device is not here."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert [name for name in find_gpus() if "AMD" not in name] == expected
 
 
 def test_gpu_and_build_belong_together():

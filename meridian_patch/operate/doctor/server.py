@@ -10,7 +10,7 @@ from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import ServerClient, ServerError, read_object
 from meridian_patch.operate.scrape import Scrape, ScrapeError, parse
 from meridian_patch.patches import LOCKED_VERSIONS
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metrics import METRICS
 
 AREA = Area("server")
 _PATCHED = "start it with VLLM_PLUGINS=meridian_patch vllm serve ..., or meridian serve ..."
@@ -91,16 +91,15 @@ def _scrape(client: ServerClient) -> Scrape | Finding:
 
 def check_metrics(scrape: Scrape) -> Finding:
     """All our metrics are on ``/metrics``."""
-    # A gauge has no samples before the first step.
-    names = [each.exported_name for each in METRICS if each.kind is Kind.COUNTER]
+    names = [each.exported_name for each in METRICS]
     missing = [name for name in names if not scrape.has(name)]
     if not missing:
-        return AREA.ok("metrics", f"all {len(names)} counters of ours are there")
+        return AREA.ok("metrics", f"all {len(names)} of ours are there")
     if len(missing) < len(names):
         return AREA.warn(
             "metrics",
             f"missing: {', '.join(missing)}",
-            expected=f"the {len(names)} counters of this release",
+            expected=f"the {len(names)} metrics of this release",
             fix="the server runs another release of meridian_patch: install the same, restart it",
         )
     is_vllm = any(name.startswith("vllm:") for name in scrape.samples)

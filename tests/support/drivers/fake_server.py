@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metrics import METRICS
 
 
 class Page:
@@ -31,9 +31,7 @@ class Page:
             "# TYPE vllm:cache_config_info gauge",
             'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0',
         ]
-        # A gauge has no samples before the first step.
-        counters = [metric for metric in METRICS if metric.kind is Kind.COUNTER]
-        for metric in counters if self.is_patched else ():
+        for metric in METRICS if self.is_patched else ():
             lines.append(f"# TYPE {metric.name} {metric.kind}")
             for value in metric.values:
                 number = self.changes.get((metric.exported_name, value), 0.0)
