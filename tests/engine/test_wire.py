@@ -217,7 +217,8 @@ def test_top_names_the_phase_that_fills_the_cache(server):
             before = after
     assert {each.result()[0] for each in asked} == {200}
     assert "think" in {each.bottleneck for each in verdicts}, verdicts
-    assert all("preempted" in each.numbers for each in verdicts if each.bottleneck == "think")
+    held = [each.numbers for each in verdicts if each.bottleneck == "think"]
+    assert all("preempted in" in each or "% full and" in each for each in held)
     time.sleep(0.5)
     idle = [parse(client.metrics(), time.monotonic()) for _ in range(2)]
     assert view(*idle).verdict.bottleneck == "none"
