@@ -298,7 +298,7 @@ REQUEST_STATE: Final = Patch(
     contract=Contract(
         calls=("__init__", "make_request_output", "_new_completion_output"),
         behaviour=("from_new_request", "make_request_output", "_new_completion_output"),
-        reads=("streaming_input",),
+        reads=("queue", "streaming_input"),
         lookups=("vllm.v1.engine.output_processor:OutputProcessor.add_request",),
         collaborators=(
             "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
