@@ -5,7 +5,12 @@ from typing import Any
 
 from vllm import LLM
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.early_exit.signals import (
+    PLAN_FIELD,
+    SIGNALS_FIELD,
+    MeasuredSignals,
+    MeasurePlan,
+)
 from meridian_patch.engine.worker.worker import answers_scheduler, put_tap
 from meridian_patch.replay.in_process import caller_id, core_of
 
@@ -56,7 +61,7 @@ class SampledEntropies:
         return output
 
     def _updating(self, scheduler_output: Any, model_output: Any) -> Any:
-        signals: Signals | None = getattr(model_output, SIGNALS_FIELD, None)
+        signals: MeasuredSignals | None = getattr(model_output, SIGNALS_FIELD, None)
         rows = {} if signals is None else signals.by_request()
         requests = self._scheduler.requests
         # A request that ends in this step is gone after it.

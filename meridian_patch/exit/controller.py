@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
-from meridian_patch.exit.strategies.base import Row, own_end
+from meridian_patch.exit.strategies.base import TokenSignals, own_end
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.exit.thought_monitor import ThoughtMonitor
+from meridian_patch.phase.tracker import Phase, RequestPhase
 
 
 class ExitController:
@@ -45,23 +46,23 @@ class ExitController:
         return self._watch is not None
 
     @property
-    def quiet_tokens(self) -> float:
+    def fast_path_tokens(self) -> float:
         """How many tokens may be passed together, with no action due before the last; 0: unknown.
 
-        It does not hold for ends of lines after the first ``quiet_lines_tokens`` tokens, nor for
-        ends of paragraphs after the first ``quiet_paragraphs_tokens``.
+        It does not hold for ends of lines after the first ``fast_path_line_tokens`` tokens, nor for
+        ends of paragraphs after the first ``fast_path_paragraph_tokens``.
         """
-        return 0 if self._watch is None else self._watch.quiet_tokens
+        return 0 if self._watch is None else self._watch.fast_path_tokens
 
     @property
-    def quiet_lines_tokens(self) -> float:
-        """Same as ``quiet_tokens``, but for ends of lines."""
-        return 0 if self._watch is None else self._watch.quiet_lines_tokens
+    def fast_path_line_tokens(self) -> float:
+        """Same as ``fast_path_tokens``, but for ends of lines."""
+        return 0 if self._watch is None else self._watch.fast_path_line_tokens
 
     @property
-    def quiet_paragraphs_tokens(self) -> float:
-        """Same as ``quiet_tokens``, but for ends of paragraphs."""
-        return 0 if self._watch is None else self._watch.quiet_paragraphs_tokens
+    def fast_path_paragraph_tokens(self) -> float:
+        """Same as ``fast_path_tokens``, but for ends of paragraphs."""
+        return 0 if self._watch is None else self._watch.fast_path_paragraph_tokens
 
     @property
     def num_thoughts(self) -> int:
@@ -102,7 +103,7 @@ class ExitController:
             self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
         )
 
-    def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
+    def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
         """Process accepted think tokens; for a step that ends the thought, call ``end`` instead.
 
         Args:
@@ -157,3 +158,33 @@ class ExitController:
     def _permitted(self, action: Action) -> Action | None:
         is_kept = action.close is not None and self._config.mode != "enforce"
         return None if is_kept else action
+
+
+def follow(
+    controller: ExitController, state: RequestPhase, seen: int, rows: Sequence[TokenSignals]
+) -> Action | None:
+    """Process the tokens of a request after its first ``seen`` known tokens.
+
+    A boundary among these tokens ends the thought. The tokens before it are then not judged,
+    because the thought can no longer be closed.
+
+    Args:
+        controller: the request's controller.
+        state: the request's phase, after the tracker has observed these tokens.
+        seen: number of known tokens that were processed before.
+        rows: signals of the new tokens, one row each.
+
+    Returns:
+        The action to take now; None: no action.
+    """
+    if state.phase is not Phase.THINK:
+        controller.end(max(state.tokens_before - seen, 0))
+        return None
+    begin = state.tokens_before
+    if begin > seen:
+        # An earlier thought ended among these tokens too; its length is not recorded.
+        controller.end(0)
+    if not controller.is_thinking:
+        controller.start(max(seen - begin, 0))
+    first = max(seen, begin)
+    return controller.accept(state.known[first:], rows[first - seen :])

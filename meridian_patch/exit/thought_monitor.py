@@ -7,7 +7,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.probe_schedule import ProbeSchedule
-from meridian_patch.exit.strategies.base import BOUNDS, Reason, Row, Signals
+from meridian_patch.exit.strategies.base import BOUNDS, Reason, Signals, TokenSignals
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.text_breaks import Breaks
@@ -67,7 +67,7 @@ class ThoughtMonitor:
         self.verdict: Close | None = None
         # Stored tokens that were not processed yet, and their signals.
         self._tokens: list[int] = []
-        self._rows: list[Row] = []
+        self._rows: list[TokenSignals] = []
         # Number of signals that were not finite, of processed tokens and of probes.
         self._num_invalid = 0
         # The strategy that fired, the think tokens at that time, and why.
@@ -87,22 +87,22 @@ class ThoughtMonitor:
         return self._num_invalid + _count_invalid([row[0] for row in self._rows])
 
     @property
-    def quiet_tokens(self) -> float:
+    def fast_path_tokens(self) -> float:
         """Tokens until the stored ones must be processed; after a verdict, the grace."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._look_at - self.think_tokens
 
     @property
-    def quiet_lines_tokens(self) -> float:
+    def fast_path_line_tokens(self) -> float:
         """Tokens until an end of a line may lead to a close; at most 0: the next one may."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._lines_from - self.think_tokens
 
     @property
-    def quiet_paragraphs_tokens(self) -> float:
-        """Same as ``quiet_lines_tokens``, for probes at ends of paragraphs."""
+    def fast_path_paragraph_tokens(self) -> float:
+        """Same as ``fast_path_line_tokens``, for probes at ends of paragraphs."""
         if self.verdict is not None:
             return self._grace_tokens
         return self._paragraphs_from - self.think_tokens
@@ -112,7 +112,7 @@ class ThoughtMonitor:
         """EAT's debiased variance in nats squared; infinite before the first result of a probe."""
         return math.inf if self._eat is None else self._eat.variance
 
-    def accept(self, token_ids: Sequence[int], rows: Sequence[Row]) -> Action | None:
+    def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
         """Store the next tokens and their signals; returns the action to take now, if any."""
         self.think_tokens += len(token_ids)
         if self.verdict is not None:

@@ -1,13 +1,48 @@
 """Ranks running requests with answers first."""
 
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 from meridian_patch.phase.tracker import Phase
-from meridian_patch.policy.order_policy import RequestView
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+
+class RequestView(NamedTuple):
+    """Read-only view of one running request."""
+
+    phase: Phase
+    # Accepted tokens since the phase began.
+    tokens_in_phase: int
+    # True when a boundary ended this request's thinking.
+    is_handed_off: bool
+    # True while its known tokens are being computed: a new prompt, or a resume after preemption.
+    is_prefilling: bool
+    # Tokens whose KV is computed, which a preemption loses.
+    num_computed_tokens: int
+    num_preemptions: int
+    # Tokens among them that an offload tier keeps. What the prefix cache keeps is not known.
+    num_offloaded_tokens: int = 0
+    # As in vLLM, lower goes first.
+    priority: int = 0
+
+
+class OrderPolicy(Protocol):
+    """Decides the order of the running requests."""
+
+    @property
+    def drift(self) -> Mapping[int, int]:
+        """How ranks change while requests only decode.
+
+        Maps the first number of a rank to what one more computed token adds to the last number.
+        Ranks whose first number is missing do not change. This avoids ranking every request in
+        every step.
+        """
+
+    def rank(self, view: RequestView) -> tuple[int, ...]:
+        """Smaller is served sooner and preempted later; equal ranks keep the stock order.
+
+        Called when a request changed, and from time to time for unchanged requests.
+        """
 
 
 class Standing(IntEnum):
@@ -66,7 +101,7 @@ class LatencyPolicy:
             return standing, view.priority, 0
         if standing is Standing.PREFILL:
             return standing, view.priority, -view.num_computed_tokens
-        return standing, view.priority, view.num_kept_tokens - view.num_computed_tokens
+        return standing, view.priority, view.num_offloaded_tokens - view.num_computed_tokens
 
     def _standing(self, view: RequestView) -> Standing:
         if view.phase is Phase.ANSWER:

@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.worker import worker_base
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.early_exit.signals import Signals
+from meridian_patch.engine.early_exit.signals import MeasuredSignals
 from meridian_patch.patching.candidate import MARK
 
 # Mean entropy of a thought's tokens, and how far they lie from it, in nats.
@@ -22,7 +22,7 @@ _PROBE_NATS = 2.0
 _GOLDEN = 0.6180339887498949
 
 
-def made_up_signals(names: tuple[str, ...], requests: Mapping[str, Any]) -> Signals:
+def made_up_signals(names: tuple[str, ...], requests: Mapping[str, Any]) -> MeasuredSignals:
     """Signals of one step, in nats; the same for the same request at the same length.
 
     Args:
@@ -30,10 +30,10 @@ def made_up_signals(names: tuple[str, ...], requests: Mapping[str, Any]) -> Sign
         requests: the scheduler's, after the step was scheduled.
 
     Returns:
-        One row of each name, see :class:`Signals`: [number of names, 4].
+        One row of each name, see :class:`MeasuredSignals`: [number of names, 4].
     """
     rows = [_row(requests[name]) for name in names]
-    return Signals(names, None, np.array(rows, np.float32).reshape(-1, 4))
+    return MeasuredSignals(names, None, np.array(rows, np.float32).reshape(-1, 4))
 
 
 def _row(request: Any) -> tuple[float, float, float, float]:

@@ -131,13 +131,17 @@ def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_as
     busy.scheduler.policy_part.is_uncontended = lambda: False
     totals = load(busy, seed)
     driver = driver_for(demo_model, is_async=is_async)
-    scheduler, pass_over, quiet = driver.scheduler, driver.scheduler.policy_part.order.pass_over, []
+    scheduler, advance_clock, quiet = (
+        driver.scheduler,
+        driver.scheduler.policy_part.order.advance_clock,
+        [],
+    )
 
     def note():
         quiet.append(len(scheduler.running))
-        pass_over()
+        advance_clock()
 
-    scheduler.policy_part.order.pass_over = note
+    scheduler.policy_part.order.advance_clock = note
     assert load(driver, seed) == totals
     assert driver.deliveries == busy.deliveries
     assert totals["preemption:think"] > 5

@@ -183,7 +183,7 @@ def left_behind(scheduler):
         "due": exits.probes._due,
         "live": exits.probes._live,
         "live by parent": exits.probes._live_of,
-        "displaced": exits.probes._displaced,
+        "displaced": exits.probes._preempted,
         "phases": tracker._states,
         "attentive": tracker._attentive,
         "counts": [number for number in tracker.counts.values() if number],

@@ -279,7 +279,7 @@ def test_tokens_that_are_only_kept_change_nothing(driver_for, is_async, monkeypa
     for is_told_at_once in (False, True):
         with monkeypatch.context() as patch:
             if is_told_at_once:
-                patch.setattr(ExitController, "quiet_tokens", 0)
+                patch.setattr(ExitController, "fast_path_tokens", 0)
             driver = driver_for(
                 is_async=is_async, blocks=40, tiered=True, EXIT__RPDI="true", EXIT__GRACE_TOKENS="9"
             )

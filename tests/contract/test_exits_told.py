@@ -277,7 +277,7 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     told = {name: each.not_enforced for news in said for name, each in news.items()}
     assert told == {"asks": off, "ends at once": off | {"hard_cap": "no_boundary"}}
     assert sum(len(news) for news in said) == 2
-    assert not driver.scheduler._parts._parts[-1]._unavailable._news
+    assert not driver.scheduler._parts._parts[-1]._unavailable._reports
 
 
 def test_early_exit_that_was_switched_off(driver_for, monkeypatch):

@@ -59,7 +59,7 @@ class Engine(ReplayEngine):
         step_seconds = load_cost(DEFAULT_COST).step_seconds
         super().__init__(arm, POOL_BLOCKS, step_seconds, read_template_tokens(), is_async=is_async)
         self.requests = {}
-        self.kept_tokens = self.scheduler.policy_part.order._kept_tokens
+        self.offloaded_tokens = self.scheduler.policy_part.order._offloaded_tokens
 
     def think(self, name, prompt, think, params=None):
         """Add a request with ``kv_transfer_params``."""
@@ -94,7 +94,7 @@ def big_and_small(engine):
 def test_with_thinking_offloaded_who_loses_least_is_preempted(is_async):
     """Nothing is lost of the big one, all of the small one."""
     engine = big_and_small(Engine(is_async=is_async))
-    assert engine.kept_tokens.has_thinking
+    assert engine.offloaded_tokens.has_thinking
     assert engine.preempted_first() == ["big"]
     assert engine.totals.recomputed_tokens <= 2 * BLOCK_SIZE
 
@@ -103,7 +103,7 @@ def test_with_thinking_offloaded_who_loses_least_is_preempted(is_async):
 def test_with_prompts_offloaded_who_loses_least_is_preempted(offload_prompts_alone, is_async):
     """The big one loses its thought, the small one its prompt too."""
     engine = big_and_small(Engine(is_async=is_async))
-    assert not engine.kept_tokens.has_thinking
+    assert not engine.offloaded_tokens.has_thinking
     assert engine.preempted_first() == ["big"]
 
 
@@ -122,7 +122,7 @@ def test_otherwise_the_small_one_is(settings, gb_per_s):
 def test_what_is_kept_is_told(offload_prompts_alone):
     """Whole chunks of the prompt, and nothing of a request that offloads nothing."""
     engine = big_and_small(Engine())
-    kept = engine.kept_tokens
+    kept = engine.offloaded_tokens
     big, small = engine.requests.values()
     assert kept(big) == 0
     for _ in range(20):
@@ -141,7 +141,7 @@ def test_thinking_is_kept_to_the_last_token():
         engine.step()
     for _ in range(3 * BLOCK_SIZE):
         engine.step()
-        assert engine.kept_tokens(one) == one.num_computed_tokens > BIG
+        assert engine.offloaded_tokens(one) == one.num_computed_tokens > BIG
 
 
 @pytest.mark.parametrize(("chunk", "kept"), [(0, 0), (BIG // BLOCK_SIZE, BIG - BIG % BLOCK_SIZE)])
@@ -155,7 +155,7 @@ def test_what_the_tier_has_evicted_is_not_kept(chunk, kept):
     side = engine.scheduler.connector.connector_scheduler
     side.manager._policy.remove(side._req_status["one"].group_states[0].offload_keys[chunk])
     slack = 2 * BLOCK_SIZE if kept else 0
-    assert engine.kept_tokens(one) == kept + slack < one.num_computed_tokens
+    assert engine.offloaded_tokens(one) == kept + slack < one.num_computed_tokens
 
 
 def test_a_displacement_costs_what_it_loses(offload_prompts_alone):

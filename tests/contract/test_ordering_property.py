@@ -10,8 +10,7 @@ from spoken import SpokenTracker
 
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.policy.order_policy import RequestView
-from meridian_patch.policy.running_order import LatencyPolicy
+from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 START, END, WORD = 1, 2, 3
 BOUNDARIES = Boundaries("test", ((START,),), ((END,),), (END,))

@@ -84,8 +84,8 @@ def test_the_higher_number_is_preempted_first(demo_model, wish, victim):
     driver.drain()
 
 
-@pytest.mark.parametrize(("wish", "is_displaced"), [(None, True), (PATIENT, False)])
-def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish, is_displaced):
+@pytest.mark.parametrize(("wish", "is_preempted"), [(None, True), (PATIENT, False)])
+def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish, is_preempted):
     """Time-sharing is among equals, or for those who are more urgent."""
     for name, value in (
         ("TIME_SHARING", "true"),
@@ -103,7 +103,7 @@ def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish
     driver.add(job("new", 52, prompt=18 * 32, think=2, answer=3), extra_args=wish)
     while not driver.deliveries["new"]:
         driver.step()
-    assert ("other" in driver.scheduler.requests) is is_displaced
+    assert ("other" in driver.scheduler.requests) is is_preempted
     driver.drain()
 
 

@@ -64,7 +64,7 @@ def newcomer(blocks, name="new", seed=52):
     return job(name, seed, prompt=BLOCK_SIZE * blocks, think=2, answer=3)
 
 
-def displaced(driver):
+def num_preempted_for_room(driver):
     return driver.scheduler.phase_counters.totals.get("preemption:think", 0)
 
 
@@ -78,7 +78,7 @@ def test_blocks_that_a_running_request_holds_are_not_needed(demo_model):
     assert needed_blocks(driver.scheduler, new) == -(-len(tokens) // BLOCK_SIZE) - 9
     driver.step()
     assert new.status == RequestStatus.RUNNING
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
     driver.drain()
 
 
@@ -127,7 +127,7 @@ def test_no_request_makes_room_for_one_that_lacks_something_else(demo_model, is_
     for _ in range(50):
         driver.step()
     assert new.status != RequestStatus.RUNNING
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
 
 
 @pytest.mark.parametrize("block", [set_grammar, set_adapter, set_loading, set_stale])
@@ -143,7 +143,7 @@ def test_room_is_made_for_the_first_that_upstream_does_not_skip(demo_model, bloc
     assert next_in_line(driver.scheduler).request_id == "next"
     while not driver.deliveries["next"]:
         driver.step()
-    assert displaced(driver) == (2 if block is set_adapter else 1)
+    assert num_preempted_for_room(driver) == (2 if block is set_adapter else 1)
     assert "other" in driver.scheduler.requests
 
 
@@ -158,7 +158,7 @@ def test_no_request_makes_room_where_its_adapter_lets_a_longer_one_come_first(de
     assert next_in_line(driver.scheduler, without={"long"}).request_id == "new"
     for _ in range(50):
         driver.step()
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
 
 
 @SYNC_AND_ASYNC
@@ -169,7 +169,7 @@ def test_room_is_made_once_for_a_newcomer_that_is_not_admitted(demo_model, is_as
     driver.add(newcomer(BLOCKS - 22))
     while len(driver.scheduler.requests) > 1:
         driver.step()
-    assert displaced(driver) == 1
+    assert num_preempted_for_room(driver) == 1
     assert not driver.deliveries["new"]
     del driver.scheduler._ec_transfer_pending
     driver.drain()
@@ -183,12 +183,12 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     driver.scheduler.connector = connector = StubConnector(undecided_times=5)
     driver.add(newcomer(BLOCKS - 22))
     new = driver.scheduler.requests["new"]
-    while not displaced(driver):
+    while not num_preempted_for_room(driver):
         driver.step()
     assert new.status == RequestStatus.RUNNING
     # The sixth time it was refused for the lack of blocks.
     assert connector.asked["new"] == 7
-    assert displaced(driver) == 1
+    assert num_preempted_for_room(driver) == 1
     driver.drain()
     assert len(driver.deliveries["new"]) == 7
     refusals = driver.scheduler.step_limiter._admission._refusals
@@ -214,11 +214,11 @@ def test_room_for_a_load_leaves_what_prompts_under_way_will_take(demo_model, res
     driver.scheduler._inflight_prefill_reserved_blocks = lambda: reserved
     driver.add(newcomer(BLOCKS - 22))
     for _ in range(20):
-        if not displaced(driver):
+        if not num_preempted_for_room(driver):
             driver.step()
     is_loading = driver.scheduler.requests["new"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert is_loading is (reserved == 0)
-    assert displaced(driver) == is_loading
+    assert num_preempted_for_room(driver) == is_loading
 
 
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
@@ -230,7 +230,7 @@ def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
     driver.add(newcomer(BLOCKS - 10))
     for _ in range(50):
         driver.step()
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
 
 
 @SYNC_AND_ASYNC
@@ -238,9 +238,9 @@ def test_several_make_room_where_one_does_not_suffice(demo_model, is_async):
     """They go in one step, and the newcomer comes in in that step."""
     driver = full_pool(demo_model, is_async=is_async)
     driver.add(newcomer(BLOCKS - 8))
-    while not displaced(driver):
+    while not num_preempted_for_room(driver):
         driver.step()
-    assert displaced(driver) == 2
+    assert num_preempted_for_room(driver) == 2
     assert driver.scheduler.requests["new"].status == RequestStatus.RUNNING
     driver.drain()
     assert [len(driver.deliveries[name]) for name in ("long", "other", "new")] == [707, 507, 7]
@@ -258,12 +258,12 @@ def test_no_request_makes_room_for_one_that_admission_keeps_out(demo_model, is_a
     credit_s = room._sharing._credit_s
     for _ in range(50):
         driver.step()
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
     assert room._sharing._credit_s >= credit_s
     room._pool_tokens = pool_tokens
     while not driver.deliveries["new"]:
         driver.step()
-    assert displaced(driver) == 1
+    assert num_preempted_for_room(driver) == 1
     assert "other" in driver.scheduler.requests
 
 
@@ -290,7 +290,7 @@ def test_time_sharing_counts_the_blocks_of_all_groups(demo_model, is_async, grou
     while not driver.deliveries["new"]:
         driver.step()
     assert "other" in scheduler.requests
-    assert displaced(driver) >= 1
+    assert num_preempted_for_room(driver) >= 1
     driver.drain()
     assert find_faults(pool) == []
 
@@ -319,7 +319,7 @@ def test_room_is_made_beside_what_running_prompts_take(demo_model, is_async):
     scheduler.scheduler_reserve_full_isl = False
     driver.step()
     scheduler.scheduler_reserve_full_isl = True
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     # Each prompt takes two blocks or more: of eight blocks no more than two are left.
@@ -327,7 +327,7 @@ def test_room_is_made_beside_what_running_prompts_take(demo_model, is_async):
     driver.add(newcomer(held + 4))
     driver.step()
     is_in = scheduler.requests["new"].status == RequestStatus.RUNNING
-    assert is_in == bool(displaced(driver))
+    assert is_in == bool(num_preempted_for_room(driver))
 
 
 @SYNC_AND_ASYNC
@@ -347,7 +347,7 @@ def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_
     for _ in range(20):
         driver.step()
     assert new.status != RequestStatus.RUNNING
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
     held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
     assert freed_blocks(scheduler, long, new) == held - 9
     assert freed_blocks(scheduler, long, other) == held
@@ -383,7 +383,7 @@ def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_
     for _ in range(20):
         driver.step()
     assert new.status != RequestStatus.RUNNING
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
 
 
 @SYNC_AND_ASYNC
@@ -397,7 +397,7 @@ def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, i
     driver.step()
     for name in ("aged", "reads"):
         preempt(driver, name)
-    before, now_s = displaced(driver), scheduler.step_limiter.clock()
+    before, now_s = num_preempted_for_room(driver), scheduler.step_limiter.clock()
     scheduler.step_limiter.clock = lambda: now_s + 60
     pool = scheduler.kv_cache_manager.block_pool
     # Of another engine: a thinker's blocks suffice for the aged request, not for the answer.
@@ -405,7 +405,7 @@ def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, i
     for _ in range(5):
         driver.step()
     assert [request.request_id for request in scheduler.waiting] == ["reads", "aged"]
-    assert displaced(driver) == before
+    assert num_preempted_for_room(driver) == before
 
 
 def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkeypatch):
@@ -418,12 +418,12 @@ def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkey
     driver.add(job("prompt", 71, prompt=500, think=2, answer=3))
     monkeypatch.setattr(scheduler.step_limiter._cut, "token_budget", lambda *_: 20)
     driver.step()
-    assert not displaced(driver)
+    assert not num_preempted_for_room(driver)
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 22)
     driver.add(newcomer(26))
     new = scheduler.requests["new"]
-    while not displaced(driver):
+    while not num_preempted_for_room(driver):
         driver.step()
     assert new.status == RequestStatus.RUNNING
     assert not scheduler.requests["prompt"].is_prefill_chunk

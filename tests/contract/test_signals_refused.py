@@ -8,7 +8,7 @@ from scheduler_driver import Driver
 from meridian_patch.engine import status
 from meridian_patch.engine.early_exit import signal_health
 from meridian_patch.engine.early_exit.signal_health import MOST_LOST
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
 
 PROBED = {
     "EXIT__MODE": "observe",
@@ -77,7 +77,7 @@ def is_over(driver):
 
 def test_a_worker_that_refuses_is_asked_no_more(driver_for, monkeypatch, facts, logged):
     """Nothing is measured or probed from then on; bounds still close."""
-    plans = answer(monkeypatch, lambda _: Signals((), None, None, WHY))
+    plans = answer(monkeypatch, lambda _: MeasuredSignals((), None, None, WHY))
     driver = driver_for(EXIT__MODE="enforce", EXIT__MAX_THINK_TOKENS="64")
     for number in range(3):
         driver.add(thinker(f"r{number}", 200))
@@ -113,7 +113,7 @@ def test_some_lost_probes_end_nothing(driver_for, monkeypatch, facts):
 
     def sometimes(plan):
         rows = np.array([[0.5, 5.0, 0.5, 0.01]] * len(plan.request_ids), np.float32)
-        return Signals(plan.request_ids, None, rows) if next(steps) % 4 == 0 else None
+        return MeasuredSignals(plan.request_ids, None, rows) if next(steps) % 4 == 0 else None
 
     answer(monkeypatch, sometimes)
     driver = driver_for()
@@ -133,7 +133,7 @@ def test_signals_that_are_no_numbers(driver_for, monkeypatch):
     nan = [[float("nan")] * 4]
     answer(
         monkeypatch,
-        lambda plan: Signals(
+        lambda plan: MeasuredSignals(
             plan.request_ids, None, np.array(nan * len(plan.request_ids), np.float32)
         ),
     )
@@ -164,7 +164,7 @@ def test_what_cannot_work_is_refused_at_the_start(driver_for, facts, logged, eng
 
 def test_shared_sampling_is_refused_at_the_start(driver_for, facts, monkeypatch):
     """The tap would close at the first step; nothing is asked of it."""
-    plans = answer(monkeypatch, lambda _: Signals((), None, None, WHY))
+    plans = answer(monkeypatch, lambda _: MeasuredSignals((), None, None, WHY))
     driver_for()
     config = driver_for().scheduler.vllm_config
     monkeypatch.setattr(config.parallel_config, "enable_batch_sharded_sampling", True)

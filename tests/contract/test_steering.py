@@ -241,7 +241,7 @@ def test_an_answer_whose_lengths_cannot_be_learnt_paces_no_step(demo_model, poli
         raise RuntimeError("cannot learn")
 
     limiter = driver.scheduler.step_limiter
-    monkeypatch.setattr(limiter.kv_demand, "left", fails)
+    monkeypatch.setattr(limiter.kv_demand, "on_removed", fails)
     driver.add(job("reader", 50, think=5, answer=30))
     step_until(driver, "reader", Phase.ANSWER)
     assert len(limiter._answer_pacing)

@@ -21,7 +21,12 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.early_exit.signals import (
+    PLAN_FIELD,
+    SIGNALS_FIELD,
+    MeasuredSignals,
+    MeasurePlan,
+)
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
 from meridian_patch.engine.worker.logits_measurement import Measured, RowSelection
 from meridian_patch.engine.worker.worker import answers_scheduler, build_tapped_worker, put_tap
@@ -345,7 +350,7 @@ def test_extra_attributes_survive_the_way_between_processes():
     scheduled, output = SchedulerOutput.make_empty(), ModelRunnerOutput(["a"], {"a": 0})
     setattr(scheduled, PLAN_FIELD, plan)
     values = np.array([[1.0, 2.0, 0.5, 0.25]], np.float32)
-    setattr(output, SIGNALS_FIELD, Signals(["a"], None, values))
+    setattr(output, SIGNALS_FIELD, MeasuredSignals(["a"], None, values))
     assert getattr(pickle.loads(pickle.dumps(scheduled)), PLAN_FIELD) == plan
     received = getattr(pickle.loads(pickle.dumps(output)), SIGNALS_FIELD).by_request()
     assert {name: table.tolist() for name, table in received.items()} == {"a": values.tolist()}
@@ -424,7 +429,7 @@ def test_views_of_others_memory_are_copied():
     view = store[:]
     view.flags.writeable = False
     signals = StepSignals()
-    signals.arrived(Signals(["a", "b"], None, view))
+    signals.receive(MeasuredSignals(["a", "b"], None, view))
     kept = [(signals.table, signals.spans["b"])]
     store[:] = 7
     assert rows_of(kept) == [[1.0] * 4]

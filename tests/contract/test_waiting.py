@@ -50,7 +50,7 @@ def test_the_order_is_that_of_a_plain_sort(seed):
             one = Waiter(f"r{number}")
             priority = rng.choice([-9, -1, 0, 0, 0, 1])
             queue.add_request(one)
-            order.arrived(one, queue, priority, float(now_s))
+            order.on_added(one, queue, priority, float(now_s))
             steps = max(-MOST_STEPS, min(MOST_STEPS, priority))
             newcomers.append((now_s + steps * AGING_S, number, one))
             newcomers.sort(key=lambda row: row[:2])
@@ -61,7 +61,7 @@ def test_the_order_is_that_of_a_plain_sort(seed):
             newcomers = [row for row in newcomers if row[2] is not one]
             behind = [other for other in behind if other is not one]
             if rng.random() < 0.3:
-                order.left(one)
+                order.on_removed(one)
                 continue
             queue.prepend_request(one)
             order.moved_to_front(one)
@@ -78,7 +78,7 @@ def test_the_order_is_that_of_a_plain_sort(seed):
         elif queue:
             one = rng.choice(list(queue))
             queue.remove_requests([one])
-            order.left(one)
+            order.on_removed(one)
             front, behind = ([x for x in xs if x is not one] for xs in (front, behind))
             newcomers = [row for row in newcomers if row[2] is not one]
         expected = [*front, *(row[2] for row in newcomers), *behind]
@@ -112,7 +112,7 @@ def deep_queue(waiting, num_displaced=40):
     newcomers = [Waiter(f"r{number}") for number in range(waiting)]
     for number, one in enumerate(newcomers):
         queue.append(one)
-        order.arrived(one, SimpleNamespace(), 0, float(number))
+        order.on_added(one, SimpleNamespace(), 0, float(number))
     displaced = [Waiter(f"d{number}") for number in range(num_displaced)]
     for one in displaced:
         queue.prepend_request(one)
@@ -131,7 +131,7 @@ def test_an_arrival_costs_the_same_however_many_wait(priority):
         queue.add_request(one)
         return order, queue, one
 
-    seconds = least_seconds(prepare, lambda g: g[0].arrived(g[2], g[1], priority, 5000.0))
+    seconds = least_seconds(prepare, lambda g: g[0].on_added(g[2], g[1], priority, 5000.0))
     assert seconds < MOST_S
 
 
@@ -249,7 +249,7 @@ def test_preempting_leaves_nothing_behind(demo_model, sharing):
     driver.abort("a")
     driver.drain()
     order = driver.scheduler.step_limiter.waiting_order
-    assert not (order._places or order._displaced or order._with_priority)
+    assert not (order._places or order._preempted_for_room or order._with_priority)
 
 
 def test_an_answer_that_was_displaced_before_stays_first(demo_model, sharing):

@@ -101,7 +101,7 @@ MUTANTS = (
            "            self.waiting_answers.pop(request_id, None)\n", "            pass\n",
            fixed=TIGHT),
     Mutant("a paused session reads", "engine.scheduler.step_limits",
-           "        self._answer_pacing.left(session.request_id)\n", "        pass\n",
+           "        self._answer_pacing.on_removed(session.request_id)\n", "        pass\n",
            fixed={"traffic": "sessions", "connector": "none", "drafts": 0, "boundary": "token"}),
     Mutant("probes outlive their thought", "engine.early_exit.manager",
            "        if self.probes is not None:\n            self.probes.cancel(name)\n\n"
@@ -132,7 +132,8 @@ MUTANTS = (
            "            retention = self._finished.pop(request.request_id, None)\n",
            "            retention = self._finished.get(request.request_id)\n", fixed=TIERED),
     Mutant("readers stay when they leave", "engine.scheduler.step_limits",
-           "        self._answer_pacing.left(request.request_id)\n", "        pass\n", fixed=TIGHT),
+           "        self._answer_pacing.on_removed(request.request_id)\n",
+           "        pass\n", fixed=TIGHT),
     Mutant("what was asked for is kept", "engine.scheduler.step_limits",
            "        self._options.pop(request.request_id, None)\n", "        pass\n",
            fixed={"traffic": "hostile"}),

@@ -6,8 +6,7 @@ import pytest
 from exit_streams import BREAKS, LINE, PARAGRAPH, PLAIN, config_of, row, rows_of
 
 from meridian_patch.exit.actions import Outcome, Probe
-from meridian_patch.exit.controller import ExitController
-from meridian_patch.exit.follow import follow
+from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
 from meridian_patch.phase.boundaries import Boundaries

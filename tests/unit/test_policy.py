@@ -4,9 +4,8 @@ from dataclasses import asdict, replace
 
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.phase.tracker import Phase
-from meridian_patch.policy.order_policy import RequestView
 from meridian_patch.policy.profiles import PROFILES, choose_rules
-from meridian_patch.policy.running_order import LatencyPolicy
+from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 
 def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0, kept=0):

@@ -54,19 +54,19 @@ class DeepQueue:
             (scheduler.policy_part, "order_running", "order"),
             (scheduler.policy_part, "is_uncontended", "look whether to plan"),
             (scheduler.phase_part, "_track", "follow a new request"),
-            (scheduler.phase_part, "take_in", "take tokens in"),
-            (scheduler.step_limiter, "arrived", "place an arrival"),
+            (scheduler.phase_part, "update_phase", "take tokens in"),
+            (scheduler.step_limiter, "on_added", "place an arrival"),
             (scheduler.step_limiter, "scheduled", "note a step"),
             (scheduler.step_limiter, "ended", "learn from a step"),
-            (scheduler.step_limiter, "left", "forget a request"),
+            (scheduler.step_limiter, "on_removed", "forget a request"),
             (scheduler.step_limiter, "preempted", "note a preemption"),
         ):
             time_calls(owner, name, self.seconds.setdefault(shown, []).append)
 
     @property
-    def num_displaced(self) -> int:
+    def num_preempted_for_room(self) -> int:
         """Requests that stand behind newcomers now."""
-        return len(self._engine.scheduler.step_limiter.waiting_order._displaced)
+        return len(self._engine.scheduler.step_limiter.waiting_order._preempted_for_room)
 
     @property
     def num_waiting(self) -> int:
@@ -83,7 +83,7 @@ class DeepQueue:
         """Plans and orders that took longer than the configured time budget, since the start."""
         return self._engine.counters().get(f"{FALLBACK}:{Fallback.SLOW}", 0)
 
-    def displace(self, count: int) -> None:
+    def preempt_for_room(self, count: int) -> None:
         """Preempt the last ``count`` running requests, which think, for waiting ones."""
         scheduler = self._engine.scheduler
         for request in scheduler.running[-count:]:

@@ -51,7 +51,7 @@ DEEP = {
     "MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD": "1.0",
     "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
 }
-DEEP_RUNNING, DEEP_SETTLING, DEEP_DISPLACED = 64, 150, 40
+DEEP_RUNNING, DEEP_SETTLING, DEEP_PREEMPTED = 64, 150, 40
 HEADINGS = ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock", "own")
 
 TimingRow = dict[str, Any]
@@ -147,13 +147,13 @@ def measure_operations(
     )
     for _ in range(DEEP_SETTLING):
         queue.step()
-    queue.displace(DEEP_DISPLACED)
+    queue.preempt_for_room(DEEP_PREEMPTED)
     queue.forget()
-    slow, displaced = queue.num_slow, [0]
+    slow, preempted = queue.num_slow, [0]
 
     def step() -> tuple[()]:
         queue.step()
-        displaced.append(queue.num_displaced)
+        preempted.append(queue.num_preempted_for_room)
         return ()
 
     take_rounds(step, steps, on_step)
@@ -161,7 +161,7 @@ def measure_operations(
     return {
         "running": queue.num_running,
         "waiting": queue.num_waiting,
-        "most_displaced": max(displaced),
+        "most_displaced": max(preempted),
         "slow": queue.num_slow - slow,
         "operations": {
             name: {

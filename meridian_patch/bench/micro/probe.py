@@ -23,7 +23,7 @@ from meridian_patch.bench.micro.timing import (
     take_rounds,
     write_figures,
 )
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
 from meridian_patch.exit.actions import Probe
 from meridian_patch.replay.scheduler import build_scheduler, read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm
@@ -152,5 +152,5 @@ def _answer(output: Any) -> ModelRunnerOutput:
     plan = getattr(output, PLAN_FIELD, None)
     if plan is not None:
         values = np.ones((len(plan.request_ids), 4), np.float32)
-        setattr(answer, SIGNALS_FIELD, Signals(plan.request_ids, None, values))
+        setattr(answer, SIGNALS_FIELD, MeasuredSignals(plan.request_ids, None, values))
     return answer

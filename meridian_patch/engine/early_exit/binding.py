@@ -14,7 +14,7 @@ from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.manager import EarlyExit
 from meridian_patch.engine.early_exit.obstacles import against_probes, against_signals
 from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
-from meridian_patch.engine.early_exit.signal_health import tell_not_probed
+from meridian_patch.engine.early_exit.signal_health import report_not_probed
 from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
@@ -54,7 +54,7 @@ def build_early_exit(
         if blind is not None:
             status.publish(exit_signals=f"none: {blind.why}")
         if unprobed is not None and config.eat:
-            tell_not_probed(unprobed.why)
+            report_not_probed(unprobed.why)
     closings = ForcedCloses(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
     checks = CloseChecks(scheduler, closings.sequence)
     if checks.has_processors and config.mode == "enforce":

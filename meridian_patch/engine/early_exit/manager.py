@@ -22,8 +22,7 @@ from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
 from meridian_patch.engine.early_exit.watched_request import WatchedRequest
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles, Outcome
-from meridian_patch.exit.controller import ExitController
-from meridian_patch.exit.follow import follow
+from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import PASSING, Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
 from meridian_patch.exit.text_breaks import Breaks
@@ -223,16 +222,16 @@ class EarlyExit:
             # The request thinks again after an answer. The answer's tokens are skipped.
             watched.seen = watched.state.tokens_before
             self._measured[name] = None
-        told = self._unsampled.ended(name)
-        if told is not None:
-            self._outcomes[name] = ExitReport(*told)
-            self._count(told[0])
+        ended = self._unsampled.ended(name)
+        if ended is not None:
+            self._outcomes[name] = ExitReport(*ended)
+            self._count(ended[0])
 
-    def returned(self, model_output: Any) -> None:
+    def before_update(self, model_output: Any) -> None:
         """Take a step's signals; its tokens are not appended to the requests yet."""
-        self._signals.arrived(getattr(model_output, SIGNALS_FIELD, None))
+        self._signals.receive(getattr(model_output, SIGNALS_FIELD, None))
 
-    def took_in(self, scheduled: Mapping[str, int]) -> None:
+    def after_update(self, scheduled: Mapping[str, int]) -> None:
         """Process a step's tokens, which were appended and seen by the tracker.
 
         Args:
@@ -245,7 +244,7 @@ class EarlyExit:
             state, known = watched.state, watched.state.known
             num_known = len(known)
             if (
-                num_known < watched.quiet_until
+                num_known < watched.fast_path_until
                 and num_known - watched.seen - len(watched.kept) == 1
                 and state.phase is _THINK
                 and (num_known < watched.lines_from or known[-1] not in breaks.line)
@@ -277,7 +276,7 @@ class EarlyExit:
         self._health.probed(is_lost=is_lost)
         label = "lost" if is_lost else "measured" if isfinite(entropy_nats) else "invalid"
         self._counters.count(counters.PROBE, label)
-        self._tell_kept(watched)
+        self._process_kept(watched)
         action = watched.controller.probed(due.probe, entropy_nats)
         if self._trace is not None:
             self._trace.probed(due.parent.request_id, due.probe, entropy_nats, watched.controller)
@@ -287,10 +286,10 @@ class EarlyExit:
         """Numbers of running and of waiting requests, without probes."""
         return counts if self.probes is None else self.probes.subtract_from(counts)
 
-    def probe_displaced(self, request: Any) -> None:
+    def on_probe_preempted(self, request: Any) -> None:
         """Note a preempted probe."""
         assert self.probes is not None
-        self.probes.displaced(request.request_id)
+        self.probes.on_preempted(request.request_id)
 
     def lost(self, obstacles: Obstacles) -> None:
         """Mark strategies that this engine can no longer carry out, and why."""
@@ -354,7 +353,7 @@ class EarlyExit:
             else:
                 self._unsampled.add(name, state, budget_tokens(request))
 
-    def _tell_kept(self, watched: WatchedRequest) -> None:
+    def _process_kept(self, watched: WatchedRequest) -> None:
         if watched.kept:
             # The controller decides nothing at these tokens.
             seen, rows = watched.seen, rows_of(watched.kept)
@@ -363,7 +362,7 @@ class EarlyExit:
             watched.controller.accept(watched.state.known[seen : watched.seen], rows)
 
     def _follow(self, watched: WatchedRequest) -> None:
-        self._tell_kept(watched)
+        self._process_kept(watched)
         state, seen = watched.state, watched.seen
         num_new = len(state.known) - seen
         if not num_new:
@@ -381,7 +380,7 @@ class EarlyExit:
             self._counters.count(counters.MEASURED, watched.config.mode)
             if watched.has_options:
                 self._cannot(watched, outcome.too_soon)
-            watched.is_told = False
+            watched.is_reported = False
             if self._trace is not None:
                 self._trace.ended(watched.request.request_id, outcome, watched.controller)
         if self._trace is not None:
@@ -398,16 +397,16 @@ class EarlyExit:
         if watched.retries_close(at_line=state.known[-1] in self._breaks.line):
             action = Action(close=watched.given_up)
         self._act(watched, action)
-        self._tell(watched)
+        self._report(watched)
 
     def _act(self, watched: WatchedRequest, action: Action | None) -> None:
         self._do(watched, action)
-        watched.quiet_until = watched.lines_from = watched.paragraphs_from = 0
+        watched.fast_path_until = watched.lines_from = watched.paragraphs_from = 0
         if watched.due is None and watched.request.request_id not in self.forced_closes:
             seen, controller = watched.seen, watched.controller
-            watched.quiet_until = seen + controller.quiet_tokens
-            watched.lines_from = seen + controller.quiet_lines_tokens
-            watched.paragraphs_from = seen + controller.quiet_paragraphs_tokens
+            watched.fast_path_until = seen + controller.fast_path_tokens
+            watched.lines_from = seen + controller.fast_path_line_tokens
+            watched.paragraphs_from = seen + controller.fast_path_paragraph_tokens
         if watched.given_up is not None:
             watched.lines_from = 0
 
@@ -461,7 +460,7 @@ class EarlyExit:
         """Tell the caller of a request that ended why its last thought was not closed."""
         if watched.has_options and watched.controller.verdict is None:
             self._cannot(watched, watched.controller.too_soon)
-        self._tell(watched)
+        self._report(watched)
 
     def _unable_of(self, config: ExitConfig) -> Obstacles:
         """The strategies that are on in ``config`` but that this engine cannot carry out."""
@@ -472,12 +471,12 @@ class EarlyExit:
         known = watched.not_enforced
         if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
             watched.not_enforced = {**obstacles, **known}
-            watched.is_told = False
+            watched.is_reported = False
 
-    def _tell(self, watched: WatchedRequest) -> None:
+    def _report(self, watched: WatchedRequest) -> None:
         """Report news to the caller; the request has tokens in the step that is processed."""
-        if not watched.is_told:
-            watched.is_told = True
+        if not watched.is_reported:
+            watched.is_reported = True
             self._outcomes[watched.request.request_id] = ExitReport(
                 watched.controller.outcome, watched.think_tokens, watched.not_enforced
             )

@@ -49,7 +49,7 @@ class EarlyExitPart(SchedulerPart):
         self._early_exit.probe_ended(probe, is_aborted=is_aborted)
 
     def on_probe_preempted(self, probe: Any) -> None:
-        self._early_exit.probe_displaced(probe)
+        self._early_exit.on_probe_preempted(probe)
 
     def before_schedule(self, plan: StepPlan) -> None:
         early_exit = self._early_exit
@@ -78,14 +78,14 @@ class EarlyExitPart(SchedulerPart):
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
         self._is_returned = not self._early_exit.is_idle
         if self._is_returned:
-            self._early_exit.returned(model_output)
+            self._early_exit.before_update(model_output)
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         if not self._is_returned:
             return
         early_exit = self._early_exit
         try:
-            early_exit.took_in(scheduler_output.num_scheduled_tokens)
+            early_exit.after_update(scheduler_output.num_scheduled_tokens)
         finally:
             try:
                 ended = early_exit.take_ended()
@@ -138,4 +138,4 @@ class UnavailablePart(SchedulerPart):
         self._unavailable.freed(request)
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
-        self._unavailable.tell(results)
+        self._unavailable.report(results)

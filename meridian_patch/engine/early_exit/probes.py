@@ -95,7 +95,7 @@ class Probes:
         self._live: dict[str, _Due] = {}
         self._live_of: dict[str, str] = {}
         # Ids of probes preempted since the last call of `settle`.
-        self._displaced: list[str] = []
+        self._preempted: list[str] = []
         # Number of probes that ended, and the most tokens that one computed in a step.
         self.num_probes = 0
         self.most_computed_tokens = 0
@@ -127,8 +127,8 @@ class Probes:
             request = self._scheduler.requests.get(name)
             status = None if request is None else request.status
             running += status == RequestStatus.RUNNING
-            is_displaced = status == RequestStatus.PREEMPTED and name in self._displaced
-            waiting += status == RequestStatus.WAITING or is_displaced
+            is_preempted = status == RequestStatus.PREEMPTED and name in self._preempted
+            waiting += status == RequestStatus.WAITING or is_preempted
         return counts[0] - running, counts[1] - waiting
 
     def kept_seats(self, all_seats: int) -> int:
@@ -152,10 +152,10 @@ class Probes:
             return
         full = self._num_cached(prefix_tokens)
         # Prompt embeddings are not passed to the probe.
-        is_told = parent.prompt_embeds is None or parent.num_prompt_tokens <= full
+        is_possible = parent.prompt_embeds is None or parent.num_prompt_tokens <= full
         # Load-bearing: upstream reports every request with media to an encoder connector.
-        is_told &= self._scheduler.ec_connector is None or not parent.mm_features
-        if is_told and all(_is_behind(image, full) for image in parent.mm_features):
+        is_possible &= self._scheduler.ec_connector is None or not parent.mm_features
+        if is_possible and all(_is_behind(image, full) for image in parent.mm_features):
             self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
 
     def cancel_all(self) -> None:
@@ -206,7 +206,7 @@ class Probes:
         """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
-        displaced, self._displaced = self._displaced, []
+        preempted, self._preempted = self._preempted, []
         requests = self._scheduler.requests
         for name in list(self._live):
             request = requests.get(name)
@@ -216,7 +216,7 @@ class Probes:
                 self._take_back(request)
                 # What kept it out, as a request of higher priority, may keep it out for long.
                 self._pause_steps = self._limits.every_steps - 1
-        for name in displaced:
+        for name in preempted:
             request = requests.get(name)
             # It may have ended or resumed since.
             if request is not None and request.status == RequestStatus.PREEMPTED:
@@ -227,9 +227,9 @@ class Probes:
                 self._pause_steps = self._limits.every_steps - 1
             self.most_computed_tokens = max(self.most_computed_tokens, computed)
 
-    def displaced(self, request_id: str) -> None:
+    def on_preempted(self, request_id: str) -> None:
         """Note a preempted probe."""
-        self._displaced.append(request_id)
+        self._preempted.append(request_id)
 
     def freed(self, request_id: str) -> _Due:
         """Count and forget a probe that ended; returns its parent and position."""
@@ -412,7 +412,7 @@ def _is_behind(image: Any, num_tokens: int) -> bool:
     return not is_shared and image.mm_position.offset + image.mm_position.length <= num_tokens
 
 
-def keep_end_untold(scheduler: Any, request: ProbeRequest) -> None:
+def hide_end(scheduler: Any, request: ProbeRequest) -> None:
     """Remove a freed probe from the ended requests that are reported to clients."""
     # Load-bearing: ids of ended requests by client, until the next outputs; None if clients do not
     # receive them.

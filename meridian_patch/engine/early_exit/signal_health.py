@@ -44,15 +44,15 @@ class SignalHealth:
             logger.warning("meridian_patch: early exit has no signals, only bounds: %s", refusal)
             status.publish(exit_signals=f"none: {refusal}")
             if is_probing:
-                tell_not_probed(refusal)
+                report_not_probed(refusal)
             return dict.fromkeys(BY_SIGNALS, Obstacle.NO_SIGNALS)
         if is_probing and self._num_lost >= MOST_LOST:
-            tell_not_probed(f"{self._num_lost} probes in a row came back without a signal")
+            report_not_probed(f"{self._num_lost} probes in a row came back without a signal")
             return {Reason.EAT: Obstacle.NO_SIGNALS}
         return NO_OBSTACLES
 
 
-def tell_not_probed(why: str) -> None:
+def report_not_probed(why: str) -> None:
     """Report in log and status that EAT is off."""
     logger.warning("meridian_patch: EAT is off, thoughts are not probed: %s", why)
     status.publish(probes=f"off: {why}")

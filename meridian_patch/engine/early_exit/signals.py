@@ -13,7 +13,7 @@ PLAN_FIELD: Final = "meridian_plan"
 SIGNALS_FIELD: Final = "meridian_signals"
 
 
-class Signals(NamedTuple):
+class MeasuredSignals(NamedTuple):
     """What was measured in one step, in a form that is fast to send to another process.
 
     Attributes:

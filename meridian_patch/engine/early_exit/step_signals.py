@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from meridian_patch.engine.early_exit.signals import Signals
-from meridian_patch.exit.strategies.base import NO_SIGNALS, Row
+from meridian_patch.engine.early_exit.signals import MeasuredSignals
+from meridian_patch.exit.strategies.base import NO_SIGNALS, TokenSignals
 
 Kept = tuple[Any, tuple[int, int] | None]
 """Where the row of one token is: a step's table and the request's span in it; None if missing."""
@@ -26,7 +26,7 @@ class StepSignals:
         # The inputs of `spans`, which is reused because they are the same in nearly all steps.
         self._made_of: tuple[Any, Any] = ((), None)
 
-    def arrived(self, signals: Signals | None) -> None:
+    def receive(self, signals: MeasuredSignals | None) -> None:
         """Take the signals of a step's output; None: nothing was measured in it."""
         if signals is not None and signals.refusal is not None:
             self.refusal = signals.refusal
@@ -50,14 +50,14 @@ class StepSignals:
         """Drop everything, because no request is measured any more."""
         self.table, self.spans, self._made_of = None, {}, ((), None)
 
-    def rows(self, name: str, number: int) -> list[Row]:
+    def rows(self, name: str, number: int) -> list[TokenSignals]:
         """The rows of a request's next ``number`` tokens; ``NO_SIGNALS`` for unmeasured ones."""
         span = None if self.table is None else self.spans.get(name)
         rows = [] if span is None else self.table[slice(*span)][:number].tolist()
         return rows + [NO_SIGNALS] * (number - len(rows))
 
 
-def rows_of(kept: Sequence[Kept]) -> list[Row]:
+def rows_of(kept: Sequence[Kept]) -> list[TokenSignals]:
     """The rows of kept tokens, one each.
 
     Rows are converted to lists late and together, because thousands of small lists that are kept

@@ -24,9 +24,9 @@ class UnavailableEarlyExit:
         self._obstacle = obstacle
         self._tells_all = tells_all
         # Reports to send, by request id.
-        self._news: dict[str, ExitReport] = {}
+        self._reports: dict[str, ExitReport] = {}
         # Requests among them that ended; their last outputs may be in the current step.
-        self._gone: set[str] = set()
+        self._ended: set[str] = set()
 
     def added(self, request: Any, options: RequestOptions) -> None:
         """Prepare the report of a new request, if its options ask for early exit."""
@@ -49,20 +49,20 @@ class UnavailableEarlyExit:
             if config.max_think_tokens is not None:
                 asked.append(Reason.HARD_CAP)
             obstacles = dict.fromkeys(asked, self._obstacle)
-            self._news[name] = ExitReport(outcome, think_tokens, obstacles)
+            self._reports[name] = ExitReport(outcome, think_tokens, obstacles)
 
     def freed(self, request: Any) -> None:
         """Note a request that ended."""
-        if request.request_id in self._news:
-            self._gone.add(request.request_id)
+        if request.request_id in self._reports:
+            self._ended.add(request.request_id)
 
-    def tell(self, outputs: dict[int, Any]) -> None:
+    def report(self, outputs: dict[int, Any]) -> None:
         """Attach the reports to the requests' outputs in ``EngineCoreOutputs`` (by client)."""
-        if not self._news:
+        if not self._reports:
             return
         names = {each.request_id for batch in outputs.values() for each in batch.outputs}
-        told = {name: self._news[name] for name in self._news.keys() & names}
-        attach_all(outputs, told)
-        for name in told.keys() | self._gone:
-            del self._news[name]
-        self._gone.clear()
+        reports = {name: self._reports[name] for name in self._reports.keys() & names}
+        attach_all(outputs, reports)
+        for name in reports.keys() | self._ended:
+            del self._reports[name]
+        self._ended.clear()

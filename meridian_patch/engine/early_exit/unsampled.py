@@ -8,18 +8,18 @@ from meridian_patch.phase.tracker import RequestPhase
 
 
 @dataclass(slots=True)
-class _Thinker:
+class _UnsampledThought:
     state: RequestPhase
     budget_tokens: int | None
     # Think tokens of its thoughts whose end was reported.
-    told_tokens: int = 0
+    reported_tokens: int = 0
 
 
 class UnsampledThoughts:
     """The requests whose thoughts are not measured; only steps that end a thought cost time."""
 
     def __init__(self) -> None:
-        self._thinkers: dict[str, _Thinker] = {}
+        self._thinkers: dict[str, _UnsampledThought] = {}
 
     def __len__(self) -> int:
         return len(self._thinkers)
@@ -32,7 +32,7 @@ class UnsampledThoughts:
             state: its phase, as the tracker keeps it.
             budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         """
-        self._thinkers[request_id] = _Thinker(state, budget_tokens)
+        self._thinkers[request_id] = _UnsampledThought(state, budget_tokens)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -46,9 +46,9 @@ class UnsampledThoughts:
             no thought ended, or the request is unknown.
         """
         thinker = self._thinkers.get(request_id)
-        if thinker is None or thinker.state.think_tokens_before == thinker.told_tokens:
+        if thinker is None or thinker.state.think_tokens_before == thinker.reported_tokens:
             return None
         all_tokens = thinker.state.think_tokens_before
-        think_tokens, thinker.told_tokens = all_tokens - thinker.told_tokens, all_tokens
+        think_tokens, thinker.reported_tokens = all_tokens - thinker.reported_tokens, all_tokens
         reason = own_end(think_tokens, thinker.budget_tokens)
         return Outcome(reason, think_tokens, None, 0, is_measured=False), all_tokens

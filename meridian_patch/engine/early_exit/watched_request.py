@@ -26,7 +26,7 @@ class WatchedRequest:
     kept: list[Kept] = field(default_factory=list)
     # From this number of known tokens on, each token is passed on. From the other two on, each end
     # of a line, or of a paragraph.
-    quiet_until: float = 0
+    fast_path_until: float = 0
     lines_from: float = 0
     paragraphs_from: float = 0
     # A close delayed while the last tokens may become a marker, and its limit in known tokens.
@@ -42,7 +42,7 @@ class WatchedRequest:
     think_tokens: int = 0
     # Strategies that cannot close its thoughts, and whether its caller was told.
     not_enforced: Obstacles = field(default_factory=dict)
-    is_told: bool = True
+    is_reported: bool = True
 
     def was_refused(self) -> None:
         """Note a close that had begun and that structured output refused."""

@@ -37,7 +37,7 @@ class Admission:
         waiting_order: the order of the scheduler's waiting queue.
         sharing: chooses the thinkers to preempt; None switches time-sharing off.
         is_forecasting: False leaves admission to stock.
-        kept_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
         pool_tokens: upper bound of the forecast peak, in KV tokens.
         aging_s: a preempted request that has waited this long goes before all others (the longest
             waiting first), and long thinkers are preempted for it. Only with time-sharing.
@@ -53,7 +53,7 @@ class Admission:
         aging_s: float,
         *,
         is_forecasting: bool,
-        kept_tokens: Callable[[Any], int] | None = None,
+        offloaded_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._kv_demand = kv_demand
         self._waiting_order = waiting_order
@@ -62,7 +62,7 @@ class Admission:
         self._pool_tokens = pool_tokens
         self._aging_s = aging_s
         self._is_forecasting = is_forecasting
-        self._kept_tokens = kept_tokens
+        self._offloaded_tokens = offloaded_tokens
         # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
         # Requests for which others were preempted, and their own number of preemptions then.
@@ -73,12 +73,12 @@ class Admission:
         self._max_active: int | None = None
         self._steps_left = 0
 
-    def left(self, request: Any) -> None:
+    def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
         self._away.pop(request, None)
         self._made_room.pop(request, None)
         if self._refusals:
-            self._refusals.left(request)
+            self._refusals.on_removed(request)
         self._steps_left = 0
 
     def preempted(self, request: Any, now_s: float) -> None:
@@ -160,11 +160,11 @@ class Admission:
         # One more block for each running request suffices when no prompt is being computed.
         if missing + len(scheduler.running) <= 0:
             return True
-        if not self._may_displace_for(newcomer, now_s):
+        if not self._may_preempt_for(newcomer, now_s):
             return False
         # If upstream has not asked for the blocks yet, decide in a later step.
         is_known = self._lacks_only_blocks(scheduler, newcomer)
-        return not is_known or self._displace(scheduler, newcomer, missing, now_s, step)
+        return not is_known or self._preempt_for(scheduler, newcomer, missing, now_s, step)
 
     def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
         """Whether blocks are all that the next waiting request lacks, as far as can be known.
@@ -184,7 +184,7 @@ class Admission:
         reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
         return int(needed_blocks(scheduler, newcomer) + reserved - free)
 
-    def _may_displace_for(self, newcomer: Any, now_s: float) -> bool:
+    def _may_preempt_for(self, newcomer: Any, now_s: float) -> bool:
         if self._sharing is None:
             return False
         # A preempted request had its turn already, unless it has waited for `aging_s` since. A
@@ -192,7 +192,7 @@ class Admission:
         was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
         return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
 
-    def _displace(
+    def _preempt_for(
         self, scheduler: Any, newcomer: Any, missing: int, now_s: float, step: NextStep
     ) -> bool:
         """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
@@ -225,7 +225,7 @@ class Admission:
                 first_in is None
                 or first_in is newcomer
                 or not self._lacks_only_blocks(scheduler, first_in)
-                or not self._may_displace_for(first_in, now_s)
+                or not self._may_preempt_for(first_in, now_s)
             ):
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
@@ -272,7 +272,7 @@ class Admission:
         return self._count_admissible(scheduler, left) > 0
 
     def _thinkers(self, scheduler: Any, newcomer: Any) -> Iterator[Thinker]:
-        kept = self._kept_tokens
+        kept = self._offloaded_tokens
         for request in scheduler.running:
             state = self._tracker.get(request.request_id)
             if (

@@ -27,13 +27,13 @@ class AnswerPacing:
         """Start or stop tracking a request whose phase may have changed."""
         state = self._tracker.get(request_id)
         if state is None or state.phase is not Phase.ANSWER:
-            self.left(request_id)
+            self.on_removed(request_id)
         elif request_id not in self._since_s:
             self._since_s[request_id] = now_s
             if options.itl_s is not None:
                 self._own_itl_s[request_id] = options.itl_s
 
-    def left(self, request_id: str) -> None:
+    def on_removed(self, request_id: str) -> None:
         """Stop tracking a request; unknown ids are ignored."""
         self._since_s.pop(request_id, None)
         self._own_itl_s.pop(request_id, None)

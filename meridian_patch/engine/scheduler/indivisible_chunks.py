@@ -73,7 +73,7 @@ class IndivisibleChunks:
         self._patience_steps = _PATIENCE_STEPS
 
     @property
-    def may_pass_over(self) -> bool:
+    def may_skip_running(self) -> bool:
         """Whether a lowered budget may skip a running request and leave tokens for others."""
         return self._block > 1 or self._has_whole_media or self._lookahead > 1
 
@@ -88,7 +88,7 @@ class IndivisibleChunks:
             self._waiting.discard(request.request_id)
             self._running.append(request)
 
-    def left(self, request: Any) -> None:
+    def on_removed(self, request: Any) -> None:
         """Forget a request; unknown ones are ignored."""
         self._waiting.discard(request.request_id)
         if request in self._running:

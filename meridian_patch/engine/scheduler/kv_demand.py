@@ -39,7 +39,7 @@ class KVDemand:
         else:
             self._limits[request_id] = think_tokens
 
-    def left(self, request: Any, *, is_whole: bool) -> None:
+    def on_removed(self, request: Any, *, is_whole: bool) -> None:
         """Forget a request, and learn its lengths unless it was aborted (``is_whole`` False)."""
         self._limits.pop(request.request_id, None)
         state = self._tracker.get(request.request_id)

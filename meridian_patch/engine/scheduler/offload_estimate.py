@@ -49,15 +49,15 @@ class OffloadEstimate:
         group = status.group_states[0]
         # Load-bearing: earlier chunks were passed to a store job, or found in the tier.
         chunks: int = group.next_stored_chunk_idx
-        if not chunks or self._is_gone(status, group.offload_keys[0]):
+        if not chunks or self._is_evicted(status, group.offload_keys[0]):
             return 0
         own = request.num_prompt_tokens // self._chunk_tokens
-        if own < chunks and self._is_gone(status, group.offload_keys[own]):
+        if own < chunks and self._is_evicted(status, group.offload_keys[own]):
             chunks = own
         computed: int = request.num_computed_tokens
         return min(chunks * self._chunk_tokens + self._under_way, computed)
 
-    def _is_gone(self, status: Any, key: bytes) -> bool:
+    def _is_evicted(self, status: Any, key: bytes) -> bool:
         # Load-bearing: the CPU manager's lookup has no side effect. Other managers' lookups fetch.
         result = self._side.manager.lookup(key, status.req_context)
         return bool(result.name == "MISS")

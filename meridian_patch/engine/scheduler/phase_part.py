@@ -74,7 +74,7 @@ class PhasePart(SchedulerPart):
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         while self._expected:
-            self.take_in(next(iter(self._expected)))
+            self.update_phase(next(iter(self._expected)))
         lost, self._lost = self._lost, ()
         for request_id in lost:
             self._resync(request_id)
@@ -88,7 +88,7 @@ class PhasePart(SchedulerPart):
         # Its numbers of requests by phase are still reported.
         self._tracker.clear()
 
-    def take_in(self, request_id: str) -> None:
+    def update_phase(self, request_id: str) -> None:
         """Pass a request's accepted tokens to the tracker, if the tracker expects them."""
         seen = self._expected.pop(request_id, None)
         if seen is None:

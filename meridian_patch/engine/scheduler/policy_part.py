@@ -57,7 +57,7 @@ class PolicyPart(SchedulerPart):
         self.limiter.before_added(request, options, self._scheduler.policy)
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
-        self.limiter.arrived(request, self._scheduler.waiting)
+        self.limiter.on_added(request, self._scheduler.waiting)
 
     def on_session_continued(self, session: Any, options: RequestOptions) -> None:
         self.limiter.goes_on(session)
@@ -70,7 +70,7 @@ class PolicyPart(SchedulerPart):
     def on_freed(self, request: Any) -> None:
         self.order.forget(request)
         self.waiting_answers.pop(request.request_id, None)
-        self.limiter.left(request)
+        self.limiter.on_removed(request)
 
     def on_probe_freed(self, probe: Any) -> None:
         self.order.forget(probe)
@@ -112,7 +112,7 @@ class PolicyPart(SchedulerPart):
         self.limiter.ended(scheduler_output)
 
     def before_stats(self) -> None:
-        self.limiter.tell_steps(self._counters)
+        self.limiter.report_steps(self._counters)
 
     def on_switched_off(self) -> None:
         # Their ends are not reported to this part any more.
@@ -138,7 +138,7 @@ class PolicyPart(SchedulerPart):
             self.limiter.decodes(self._scheduler)
         elif self.is_uncontended():
             self.limiter.decodes(self._scheduler)
-            self.order.pass_over()
+            self.order.advance_clock()
         else:
             plan.token_budget, plan.max_active = self._limits()
             if self.rules.order:

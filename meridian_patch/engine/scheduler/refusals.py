@@ -34,7 +34,7 @@ class Refusals:
         """Free blocks that the admission of the request refused last must leave; 0 for others."""
         return self._reserved_blocks if self._last is request else 0
 
-    def left(self, request: Any) -> None:
+    def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler."""
         if self._last is request:
             self._last = None

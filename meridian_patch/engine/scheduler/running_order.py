@@ -9,7 +9,7 @@ from typing import Any
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase, PhaseTracker
-from meridian_patch.policy.order_policy import OrderPolicy, RequestView
+from meridian_patch.policy.running_order import OrderPolicy, RequestView
 
 # Requests per step that are ranked again although no change is known.
 AUDITED_PER_STEP = 2
@@ -53,7 +53,7 @@ class RunningOrder:
         policy: gives the ranks.
         tracker: phases of all requests.
         time_budget_us: ranking stops when it takes longer, and the step keeps its given order.
-        kept_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class RunningOrder:
         policy: OrderPolicy,
         tracker: PhaseTracker,
         time_budget_us: int,
-        kept_tokens: Callable[[Any], int] | None = None,
+        offloaded_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._policy = policy
         self._drift = policy.drift
         self._tracker = tracker
-        self._kept_tokens = kept_tokens
+        self._offloaded_tokens = offloaded_tokens
         self._time_budget_s = time_budget_us * 1e-6
         # The ranked requests in order, and their keys at the same indices.
         self._order: list[Any] = []
@@ -90,7 +90,7 @@ class RunningOrder:
         """Whether any request was prefilling when it was ranked last."""
         return bool(self._prefilling)
 
-    def pass_over(self) -> None:
+    def advance_clock(self) -> None:
         """Advance the clock for a step that needs no order; all requests decode in it."""
         self._clock += 1
 
@@ -198,7 +198,7 @@ class RunningOrder:
             bool(request.is_prefill_chunk),
             request.num_computed_tokens,
             request.num_preemptions,
-            self._kept_tokens(request) if self._kept_tokens else 0,
+            self._offloaded_tokens(request) if self._offloaded_tokens else 0,
             request.priority,
         )
 

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine import stats_field, status
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.early_exit.probes import keep_end_untold
+from meridian_patch.engine.early_exit.probes import hide_end
 from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan
@@ -99,7 +99,7 @@ class PhaseScheduling(UpstreamScheduler):
         return options
 
     def _end_turn(self, session: Any) -> None:
-        self.phase_part.take_in(session.request_id)
+        self.phase_part.update_phase(session.request_id)
         self._parts.call("on_turn_ended", session, request_id=session.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,10 +176,10 @@ class PhaseScheduling(UpstreamScheduler):
         if isinstance(request, ProbeRequest):
             self._parts.call("on_probe_freed", request, request_id=request.request_id)
             freed = super()._free_request(request, *args, **kwargs)
-            keep_end_untold(self, request)
+            hide_end(self, request)
             return freed
         # Upstream frees a request before `after_update`, so its last tokens are tracked here.
-        self.phase_part.take_in(request.request_id)
+        self.phase_part.update_phase(request.request_id)
         self._parts.call("on_freed", request, request_id=request.request_id)
         return super()._free_request(request, *args, **kwargs)
 

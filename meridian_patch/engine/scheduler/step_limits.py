@@ -49,7 +49,7 @@ class StepLimiter:
         units: size of the KV pool.
         full_tokens: the engine's token budget per step.
         pieces: the least prefill that a lowered budget must have room for.
-        kept_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
         stages: number of pipeline stages. With several, each request is in one of so many steps.
 
     Attributes:
@@ -69,7 +69,7 @@ class StepLimiter:
         units: KVUnits,
         full_tokens: int,
         pieces: IndivisibleChunks,
-        kept_tokens: Callable[[Any], int] | None = None,
+        offloaded_tokens: Callable[[Any], int] | None = None,
         stages: int = 1,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
@@ -79,7 +79,7 @@ class StepLimiter:
         self.probes: Probes | None = None
         self.makes_room = False
         self.ran_steps = self.learnt_steps = 0
-        self._told_steps = 0, 0
+        self._reported_steps = 0, 0
         self._pool_tokens = units.pool_tokens
         self._chunks = pieces
         self._stages = stages
@@ -105,7 +105,7 @@ class StepLimiter:
                 units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
                 is_forecasting=rules.admission,
-                kept_tokens=kept_tokens,
+                offloaded_tokens=offloaded_tokens,
             )
         self._shape = StepShape(0, 0, 0)
         # Requests whose known tokens are being computed, in the order in which they were admitted.
@@ -143,13 +143,13 @@ class StepLimiter:
         known = [bound for bound in bounds if bound is not None]
         self.kv_demand.limit(request.request_id, min(known, default=None))
 
-    def arrived(self, request: Any, waiting: Any) -> None:
+    def on_added(self, request: Any, waiting: Any) -> None:
         """Place a new request in ``waiting``, if upstream put it there."""
         if self._rules.are_all_off:
             return
         options = self._options.get(request.request_id, NO_OPTIONS)
         priority = options.meridian_priority if self._rules.order else 0
-        self.waiting_order.arrived(request, waiting, priority, self.clock())
+        self.waiting_order.on_added(request, waiting, priority, self.clock())
 
     def changed(self, request: Any) -> None:
         """Update the pacing of a request whose phase may have changed."""
@@ -158,24 +158,26 @@ class StepLimiter:
 
     def pauses(self, session: Any) -> None:
         """Stop pacing a session that waits for its next chunk."""
-        self._answer_pacing.left(session.request_id)
+        self._answer_pacing.on_removed(session.request_id)
 
     def goes_on(self, session: Any) -> None:
         """Note a session with its next chunk: without KV blocks it waits at the front."""
         self.waiting_order.moved_to_front(session)
 
-    def left(self, request: Any) -> None:
+    def on_removed(self, request: Any) -> None:
         """Forget a request that finished or was aborted."""
-        self._answer_pacing.left(request.request_id)
+        self._answer_pacing.on_removed(request.request_id)
         self._options.pop(request.request_id, None)
         self._own_priority.pop(request.request_id, None)
-        self._chunks.left(request)
+        self._chunks.on_removed(request)
         self._stops_prefilling(request)
-        self.waiting_order.left(request)
+        self.waiting_order.on_removed(request)
         if self._admission:
-            self._admission.left(request)
+            self._admission.on_removed(request)
         # Last: if its lengths cannot be learnt, the request is forgotten all the same.
-        self.kv_demand.left(request, is_whole=request.status != RequestStatus.FINISHED_ABORTED)
+        self.kv_demand.on_removed(
+            request, is_whole=request.status != RequestStatus.FINISHED_ABORTED
+        )
 
     def preempted(self, request: Any, *, is_answer: bool) -> None:
         """Register a preempted request, which waits now."""
@@ -212,7 +214,7 @@ class StepLimiter:
         # Before room is made, because a newcomer is admitted only if the budget has tokens for it.
         budget = self._cut_budget(scheduler, now_s)
         max_active = None
-        if budget is not None and self._may_pass_adapter_over(scheduler):
+        if budget is not None and self._may_skip_adapter(scheduler):
             if not answers:
                 self._budget = budget
                 return StepLimits(budget, max_active=0)
@@ -241,7 +243,7 @@ class StepLimiter:
         before, target_s = self._tokens_before(scheduler), self._target_s(now_s)
         return self._cut.token_budget(self._shape, before, target_s, now_s, least)
 
-    def _may_pass_adapter_over(self, scheduler: Any) -> bool:
+    def _may_skip_adapter(self, scheduler: Any) -> bool:
         """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
 
         No request must be admitted then. Load-bearing: upstream counts only the adapters of the
@@ -250,7 +252,7 @@ class StepLimiter:
         """
         return (
             bool(scheduler.lora_config)
-            and self._chunks.may_pass_over
+            and self._chunks.may_skip_running
             and any(request.lora_request for request in self._prefilling)
         )
 
@@ -357,14 +359,14 @@ class StepLimiter:
         if self._sharing:
             self._sharing.advance(now_s)
 
-    def tell_steps(self, phase_counters: PhaseCounters) -> None:
+    def report_steps(self, phase_counters: PhaseCounters) -> None:
         """Count the steps that ran and were learnt from since the last report, in batches."""
-        ran, learnt = self._told_steps
+        ran, learnt = self._reported_steps
         if self.ran_steps - ran < _TOLD_STEPS:
             return
         phase_counters.count(counters.STEP, "ran", self.ran_steps - ran)
         phase_counters.count(counters.STEP, "learnt", self.learnt_steps - learnt)
-        self._told_steps = self.ran_steps, self.learnt_steps
+        self._reported_steps = self.ran_steps, self.learnt_steps
 
     def _live_probes(self) -> Sequence[str]:
         """Ids of the live probes, including those that were not scheduled in the step."""

@@ -36,11 +36,11 @@ class WaitingOrder:
         self._aging_s = aging_s
         # Sort keys of live requests; a request without one is at the front.
         self._places: dict[Any, float] = {}
-        self._displaced: dict[Any, None] = {}
+        self._preempted_for_room: dict[Any, None] = {}
         # Live requests of a priority other than 0.
         self._with_priority: set[Any] = set()
 
-    def arrived(self, request: Any, waiting: Any, priority: int, now_s: float) -> None:
+    def on_added(self, request: Any, waiting: Any, priority: int, now_s: float) -> None:
         """Place a new request, which is last in ``waiting`` unless upstream put it elsewhere.
 
         Args:
@@ -53,7 +53,7 @@ class WaitingOrder:
         place = self._places[request] = now_s + steps * self._aging_s
         if priority:
             self._with_priority.add(request)
-        if not (self._displaced or self._with_priority):
+        if not (self._preempted_for_room or self._with_priority):
             return
         if not (isinstance(waiting, deque) and waiting and waiting[-1] is request):
             return
@@ -62,16 +62,16 @@ class WaitingOrder:
             waiting.pop()
             waiting.insert(index, request)
 
-    def left(self, request: Any) -> None:
+    def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler."""
         self._places.pop(request, None)
-        self._displaced.pop(request, None)
+        self._preempted_for_room.pop(request, None)
         self._with_priority.discard(request)
 
     def moved_to_front(self, request: Any) -> None:
         """Note a request that stands at the front now, as one that upstream preempted."""
         self._places[request] = _FRONT
-        self._displaced.pop(request, None)
+        self._preempted_for_room.pop(request, None)
 
     def put_behind(self, request: Any, waiting: Any) -> None:
         """Move a request that was just preempted to the back, until it is brought forward."""
@@ -80,7 +80,7 @@ class WaitingOrder:
         if _take({request}, REACH, waiting.popleft, waiting.extendleft, len(waiting)):
             waiting.append(request)
             self._places[request] = _BEHIND
-            self._displaced[request] = None
+            self._preempted_for_room[request] = None
 
     def bring_forward(self, requests: Collection[Any], waiting: Any) -> None:
         """Move those of ``requests`` that wait to the front, in this order."""
@@ -89,10 +89,10 @@ class WaitingOrder:
         ):
             return
         wanted = set(requests)
-        behind = wanted.intersection(self._displaced)
+        behind = wanted.intersection(self._preempted_for_room)
         found = _take(wanted - behind, REACH, waiting.popleft, waiting.extendleft, len(waiting))
         if behind:
-            reach = len(self._displaced) + REACH
+            reach = len(self._preempted_for_room) + REACH
             found |= _take(behind, reach, waiting.pop, waiting.extend, len(waiting))
         waiting.extendleft(request for request in reversed([*requests]) if request in found)
         for request in found:

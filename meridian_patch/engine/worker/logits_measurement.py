@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from meridian_patch.engine.early_exit.signals import MeasurePlan, Signals
+from meridian_patch.engine.early_exit.signals import MeasuredSignals, MeasurePlan
 from meridian_patch.kernels.row_signals import row_signals, rows_that_fill, usable_backend
 
 # Rows of the model's output layer are padded to a multiple of this (vLLM's default).
@@ -73,7 +73,7 @@ class Measured:
         self._copied = copied
         self._source = source
 
-    def read(self) -> Signals:
+    def read(self) -> MeasuredSignals:
         """Wait for the values and return them; blocks only this thread."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -82,7 +82,7 @@ class Measured:
             # Copied, because the scheduler keeps rows for long, and a view would keep the pinned
             # memory alive.
             values = values.numpy().copy()
-        return Signals(selection.names, selection.counts, values)
+        return MeasuredSignals(selection.names, selection.counts, values)
 
 
 class Meter:

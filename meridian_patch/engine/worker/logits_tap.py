@@ -25,7 +25,12 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan, Signals
+from meridian_patch.engine.early_exit.signals import (
+    PLAN_FIELD,
+    SIGNALS_FIELD,
+    MeasuredSignals,
+    MeasurePlan,
+)
 from meridian_patch.engine.worker.logits_measurement import Measured, Meter, RowSelection
 
 logger = init_logger("vllm.meridian_patch")
@@ -53,8 +58,8 @@ class Refused:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def read(self) -> Signals:
-        return Signals((), None, None, self._why)
+    def read(self) -> MeasuredSignals:
+        return MeasuredSignals((), None, None, self._why)
 
 
 class Tap:

@@ -5,9 +5,9 @@ from enum import StrEnum
 from typing import Final, NamedTuple, Self
 
 # Signals of one accepted token, as the device writes them; see ``Signals`` for the columns.
-Row = Sequence[float]
+TokenSignals = Sequence[float]
 # The row of a token that was not measured.
-NO_SIGNALS: Final[Row] = (float("nan"),) * 4
+NO_SIGNALS: Final[TokenSignals] = (float("nan"),) * 4
 
 
 class Signals(NamedTuple):
@@ -29,7 +29,7 @@ class Signals(NamedTuple):
     end_prob: Sequence[float]
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Self:
+    def of(cls, rows: Sequence[TokenSignals]) -> Self:
         """Columns of one row or more."""
         return cls(*zip(*rows, strict=True))
 

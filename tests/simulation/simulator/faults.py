@@ -12,9 +12,10 @@ from simulator.engine import Arm
 # Methods of ours that are made to fail; each must exist.
 HOOKS = (
     "step_limiter.plan", "step_limiter.scheduled", "step_limiter.ended", "step_limiter.changed",
-    "step_limiter.arrived", "step_limiter.left", "policy_part.order.arrange",
-    "phase_tracker.observe", "early_exit.arrange", "early_exit.scheduled", "early_exit.returned",
-    "early_exit.took_in", "early_exit.changed", "early_exit.freed",
+    "step_limiter.on_added", "step_limiter.on_removed", "policy_part.order.arrange",
+    "phase_tracker.observe", "early_exit.arrange", "early_exit.scheduled",
+    "early_exit.before_update",
+    "early_exit.after_update", "early_exit.changed", "early_exit.freed",
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def _run_ours(
             "tokens": ours.ledger.num_tokens,
             "requests": len(ours.ledger.records),
             "closes": ours.ledger.num_closes,
-            "displaced": checker.num_displaced,
+            "displaced": checker.num_preempted_for_room,
             "steered": checker.num_steered,
             "learnt": checker.num_learnt,
             "probes": checker.num_probes,

@@ -94,8 +94,8 @@ class Checker(Recorder):
         self.num_probes = 0
         self._idle_heads: dict[str, int] = {}
         # Displaced by us since the step began, with who stood first then.
-        self._displaced: list[Any] = []
-        self.num_displaced = 0
+        self._preempted_for_room: list[Any] = []
+        self.num_preempted_for_room = 0
         # Those that made room for a request that has not come in, and since which step.
         self._made_room: set[str] = set()
         self._made_room_step = 0
@@ -128,7 +128,7 @@ class Checker(Recorder):
         answers = self._waiting_answers()
         # Load-bearing: requests that wait with blocks of their own come in before all others.
         holding = {request.request_id for request in scheduler.kv_holding_waiting}
-        self._displaced.clear()
+        self._preempted_for_room.clear()
         self._is_scheduling = True
         try:
             output = super().schedule(arm)
@@ -203,8 +203,8 @@ class Checker(Recorder):
         state = scheduler.phase_tracker.get(request.request_id)
         is_ours = scheduler.max_num_scheduled_tokens and self._is_before_upstream()
         if is_ours and not isinstance(request, ProbeRequest):
-            self._displaced.append(request)
-            self.num_displaced += 1
+            self._preempted_for_room.append(request)
+            self.num_preempted_for_room += 1
         if not self._is_answers_first or state is None or state.phase is not Phase.ANSWER:
             return
         if not scheduler.phase_tracker.num_reasoning:
@@ -282,7 +282,7 @@ class Checker(Recorder):
     def _check_displacing(self, output: Any) -> None:
         """Invariant 4: a request that makes room makes it for one that comes in soon."""
         scheduler = self._arm.scheduler
-        gone = {request.request_id for request in self._displaced}
+        gone = {request.request_id for request in self._preempted_for_room}
         if gone and not self._made_room:
             self._made_room_step = self._arm.num_steps
         self._made_room |= gone

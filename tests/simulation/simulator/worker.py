@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
 from simulator.failure import Failure
 from simulator.oracle import Speaker
 
@@ -190,7 +190,7 @@ class Workers:
             rows += [self._entropy(name, len(row.tokens) + index) for index in range(count)]
         table = np.array(rows, np.float32).reshape(-1, 4)
         is_plain = all(count == 1 for count in counts)
-        signals = Signals(tuple(names), None if is_plain else counts, table)
+        signals = MeasuredSignals(tuple(names), None if is_plain else counts, table)
         setattr(result, SIGNALS_FIELD, signals)
 
 

@@ -37,7 +37,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, Signals
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 
 BLOCK_SIZE = 32
@@ -267,7 +267,7 @@ class Driver:
         if plan is not None:
             row = [self.entropy_nats, 5.0, 0.5, 0.01]
             values = np.array([row] * len(plan.request_ids), np.float32)
-            setattr(result, SIGNALS_FIELD, Signals(plan.request_ids, None, values))
+            setattr(result, SIGNALS_FIELD, MeasuredSignals(plan.request_ids, None, values))
         return self._force(output, result)
 
     def _force(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:

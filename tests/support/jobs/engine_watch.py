@@ -67,7 +67,7 @@ class SchedulerWatch:
         self._wrap("_preempt_request", before=self._preempting)
         if hasattr(scheduler, "policy_part"):
             order = scheduler.policy_part.order
-            self._wrap("pass_over", before=self._passing_over, owner=order)
+            self._wrap("advance_clock", before=self._passing_over, owner=order)
 
     def restart(self) -> Watched:
         self.seen = Watched()
