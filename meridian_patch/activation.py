@@ -38,6 +38,7 @@ def activate_on_import() -> None:
         asked = envs.activation(envs.environment())
     except ConfigError:
         # Commands that find such errors import the package too. vLLM's processes refuse to start.
+        check_entry_point()
         envs.load_in_children()
         return
     if asked is not False:

@@ -37,9 +37,13 @@ class PhaseMetrics:
     def initialize(self, engine: int) -> None:
         """Export zeros for an engine at its start."""
         for metric in METRICS:
-            collectors = self._counters if metric.kind is Kind.COUNTER else self._gauges
             for value in metric.values:
-                collectors[metric.event].labels(self._model_name, str(engine), value)
+                labels = (self._model_name, str(engine), value)
+                if metric.kind is Kind.COUNTER:
+                    self._counters[metric.event].labels(*labels)
+                else:
+                    # With several API servers, only a gauge that was set is exported.
+                    self._gauges[metric.event].labels(*labels).set(0)
 
     def record(self, stats: Mapping[str, int], engine: int) -> None:
         """Add one step's counts and set its gauges.

@@ -36,6 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from meridian_patch.engine import status
 from meridian_patch.engine.kv_cache import tiers as tiers_module
 from meridian_patch.engine.kv_cache.free_queue import unlink
 from meridian_patch.engine.kv_cache.integrity import find_faults
@@ -109,6 +110,11 @@ def test_damage_is_found_when_no_request_runs_and_turns_tiers_off(
     assert caplog.text.count("KV tiers are off from now on") == 1
     assert counted(driver, "fallback") == {"kv_integrity": 1}
     assert driver.scheduler.kv_tiers.history == "keep"
+    assert status._report["kv_tiers"] == "off"
+    # Another engine in this process has tiers again.
+    driver_for(demo_model)
+    assert status._report["kv_tiers"] != "off"
+    assert status._report["kv_tiers_off"] is None
 
 
 HYBRID = (full_attention(BLOCK_SIZE), sliding_window(48, BLOCK_SIZE // 2))

@@ -52,6 +52,7 @@ def test_import_without_installation_is_refused():
         "except Exception as e: print(type(e).__name__, 'pip install .' in str(e))"
     )
     assert run(uninstalled) == "PatchRefused True"
+    assert run(uninstalled, MERIDIAN_PATCH="yes") == "PatchRefused True"
     assert run(uninstalled, MERIDIAN_PATCH="0") == ""
 
 

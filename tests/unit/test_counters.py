@@ -1,6 +1,8 @@
 """Counters travel as differences and become Prometheus samples."""
 
 import re
+import subprocess
+import sys
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -81,6 +83,30 @@ def test_metrics_stand_at_zero_from_the_start():
         assert len(found) == len(metric.values)
         for value in metric.values:
             assert [line for line in found if f'{metric.label}="{value}"' in line]
+
+
+def test_gauges_of_several_api_servers_stand_at_zero_too(tmp_path):
+    """They share files, of which Prometheus reads gauges only where they were set."""
+    code = (
+        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
+        "from meridian_patch.telemetry.prometheus import PhaseMetrics\n"
+        "PhaseMetrics('m').initialize(0)\n"
+        "registry = CollectorRegistry()\n"
+        "multiprocess.MultiProcessCollector(registry)\n"
+        "print(generate_latest(registry).decode())"
+    )
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for phase in ("prefill", "think", "answer"):
+        line = f'meridian_requests{{engine="0",model_name="m",phase="{phase}"}} 0.0'
+        assert line in ran.stdout
 
 
 def test_names_follow_prometheus():

@@ -173,6 +173,7 @@ class KVTiers(SchedulerPart):
                 "on: %s",
                 "; ".join(faults[:5]),
             )
+            status.publish(kv_tiers="off", kv_tiers_off="free KV blocks were out of order, see log")
 
     def _has_tool_call(self, request: Any, state: RequestPhase) -> bool:
         if self.history != "keep_in_tool_loop" or state.phase is not Phase.ANSWER:

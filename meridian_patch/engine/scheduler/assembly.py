@@ -73,8 +73,8 @@ def assemble(
     Raises:
         ConfigError: the configuration is wrong, or does not fit the served model.
     """
-    # What an earlier engine of this process could not have.
-    status.publish(kv_tiers_off=None, rules_off={})
+    # What an earlier engine of this process could not have, or lost.
+    status.publish(kv_tiers_off=None, rules_off={}, parts_off=[], exit_signals=None, probes=None)
     loaded = load_config(envs.environment())
     config, limited_by = decide_alike(loaded.config, scheduler.vllm_config)
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)

@@ -3,7 +3,7 @@
 import pytest
 from matrix_checks import Pair
 from matrix_plans import ALL_ON, matrix_job
-from matrix_record import INACTIVE, NOT_RUN, REFUSED, WORKS, Row, write
+from matrix_record import INACTIVE, NOT_RUN, REFUSED, WORKS, CellResult, write
 from run_engine import PATCHED, STOCK, run_job
 from tiny_models import make_tiny
 
@@ -39,16 +39,16 @@ class Cell:
         self._test = test
 
     def works(self, name, note, probes):
-        write(name, Row(WORKS, probes, note, self._test))
+        write(name, CellResult(WORKS, probes, note, self._test))
 
     def is_inactive(self, name, notice, probes="none"):
-        write(name, Row(INACTIVE, probes, notice, self._test))
+        write(name, CellResult(INACTIVE, probes, notice, self._test))
 
     def is_refused(self, name, reason):
-        write(name, Row(REFUSED, "none", reason, self._test))
+        write(name, CellResult(REFUSED, "none", reason, self._test))
 
     def cannot_run(self, name, reason):
-        write(name, Row(NOT_RUN, "none", reason, self._test))
+        write(name, CellResult(NOT_RUN, "none", reason, self._test))
 
 
 @pytest.fixture
