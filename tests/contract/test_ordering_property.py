@@ -39,7 +39,7 @@ class Upstream(RuleBasedStateMachine):
         self.tracker = SpokenTracker(BOUNDARIES, PROTECTED)
         self.policy = LatencyPolicy(PROTECTED, max_preemptions=2, keeps_thinking=self.has_tier)
         self.order = RunningOrder(
-            self.policy, self.tracker, time_budget_us=10**9, kept_tokens=self._kept
+            self.policy, self.tracker, time_budget_us=10**9, offloaded_tokens=self._kept
         )
         self.running = []
         self.waiting = []
