@@ -39,16 +39,23 @@ class Reply(NamedTuple):
         return f"HTTP {self.status}: {' '.join(self.text.split())[:_MOST_SHOWN]}".rstrip(": ")
 
 
+class _StayingHandler(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: another host would be sent the API key."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """No request: the redirect itself is the reply."""
+
+
 class ServerClient:
     """A server at an address.
 
     Args:
         url: ``http://host:port``, with or without a path before vLLM's own paths.
         api_key: sent as a bearer token; None: none is sent.
-        limit_s: most seconds that a reply to a POST may take.
+        limit_s: most seconds that one read of a reply to a POST may take.
 
     Raises:
-        ServerError: the address is no HTTP address.
+        ServerError: the address is no HTTP address, or holds a user or password.
     """
 
     def __init__(self, url: str, api_key: str | None = None, limit_s: float = 30.0) -> None:
@@ -58,9 +65,16 @@ class ServerClient:
             is_usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
         except ValueError:
             is_usable = None
+        if "@" in url:
+            # The address is not quoted: it may hold a password.
+            raise ServerError("the address may hold no user and no password: http://host:port")
         if not is_usable:
             raise ServerError(f"address {url!r} is no http://host:port")
         self.host = parts.hostname or ""
+        handlers: list[urllib.request.BaseHandler] = [_StayingHandler()]
+        if self.is_local:
+            handlers.append(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(*handlers)
         self._api_key = api_key
         self._limit_s = limit_s
 
@@ -77,13 +91,20 @@ class ServerClient:
         """
         return self._ask(path, None, min(self._limit_s, _GET_LIMIT_S))
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+    def post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Reply:
         """The reply to a POST of a JSON object.
+
+        Args:
+            path: below the server's address.
+            body: the object.
+            headers: sent with it.
 
         Raises:
             ServerError: there is no reply, or it is cut off.
         """
-        return self._ask(path, json.dumps(body).encode(), self._limit_s)
+        return self._ask(path, json.dumps(body).encode(), self._limit_s, headers)
 
     def metrics(self) -> str:
         """The text of ``/metrics``.
@@ -96,11 +117,19 @@ class ServerClient:
             raise ServerError(f"{self.url}/metrics replies {reply.begin}, expected HTTP 200")
         return reply.text
 
-    def _ask(self, path: str, data: bytes | None, limit_s: float) -> Reply:
-        headers = {} if data is None else {"Content-Type": "application/json"}
+    def _ask(
+        self,
+        path: str,
+        data: bytes | None,
+        limit_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        sent = dict(headers or {})
+        if data is not None:
+            sent["Content-Type"] = "application/json"
         if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)  # noqa: S310 - checked
+            sent["Authorization"] = f"Bearer {self._api_key}"
+        request = urllib.request.Request(f"{self.url}{path}", data, sent)  # noqa: S310 - checked
         try:
             return self._reply_to(request, limit_s)
         except urllib.error.URLError as error:
@@ -109,14 +138,18 @@ class ServerClient:
             why = str(error) or type(error).__name__
             raise ServerError(f"{self.url}{path} gave no whole reply: {why}") from error
 
-    @staticmethod
-    def _reply_to(request: urllib.request.Request, limit_s: float) -> Reply:
+    def _reply_to(self, request: urllib.request.Request, limit_s: float) -> Reply:
         try:
-            opened = urllib.request.urlopen(request, timeout=limit_s)  # noqa: S310 - checked
+            opened = self._opener.open(request, timeout=limit_s)
         except urllib.error.HTTPError as error:
             opened = error
         with opened:
-            return Reply(opened.status, opened.read(_MOST_BYTES).decode(errors="replace"))
+            body = opened.read(_MOST_BYTES)
+            # A read with a limit does not say that the body ended before its Content-Length.
+            missing = getattr(opened, "length", None)
+            if missing:
+                raise http.client.IncompleteRead(body, missing)
+            return Reply(opened.status, body.decode(errors="replace"))
 
 
 def read_object(text: str) -> dict[str, Any]:
@@ -132,11 +165,19 @@ def read_key(path: Path | None) -> str | None:
     """The API key that a file holds; None for no file.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or holds no key in one line of printable ASCII.
     """
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        key = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        # Its text quotes a byte of the file, so it is not the cause that a traceback shows.
+        key = ""
+    if not (key and key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"--api-key-file {path} must hold one key: one line of printable ASCII characters"
+        )
+    return key

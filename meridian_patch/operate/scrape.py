@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from meridian_patch.errors import MeridianError
+
+RUNNING: Final = "vllm:num_requests_running"
+"""On every page of a vLLM server, unless it was started with ``--disable-log-stats``."""
 
 
 class ScrapeError(MeridianError):
@@ -46,11 +50,6 @@ class Scrape:
             if value is not None:
                 sums[value] = sums.get(value, 0.0) + sample.value
         return sums
-
-    def mean(self, name: str) -> float | None:
-        """The mean over all engines; None: there is no such sample."""
-        values = [sample.value for sample in self.samples.get(name, ())]
-        return sum(values) / len(values) if values else None
 
     def label(self, name: str, label: str) -> str | None:
         """The first sample's value of a label."""

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fake_server import closed_reply, serving
@@ -13,8 +14,9 @@ from meridian_patch.engine import status
 from meridian_patch.operate import http_client
 from meridian_patch.operate.doctor import behaviour
 from meridian_patch.operate.doctor.finding import State
+from meridian_patch.operate.doctor.model import check_model, check_template
 from meridian_patch.operate.doctor.server import check_processes, check_server
-from meridian_patch.operate.http_client import ServerClient
+from meridian_patch.operate.http_client import ServerClient, ServerError
 
 CORE = {"pid": 5, "role": "engine_core", "patches": [{"patch": "worker", "outcome": "applied"}]}
 CHAT = "/v1/chat/completions"
@@ -50,6 +52,8 @@ def test_a_healthy_server_has_nothing_to_fix(server):
     assert close[1]["vllm_xargs"]["meridian_exit"] == "enforce"
     assert close[1]["vllm_xargs"]["meridian_max_think_tokens"] == behaviour.CAP_TOKENS
     assert first == second
+    ranks = [each.get("X-Data-Parallel-Rank") for each in server.headers]
+    assert [rank for rank in ranks if rank] == ["0", "0"]
 
 
 def test_an_unreachable_address(server):
@@ -88,6 +92,15 @@ def test_an_unpatched_server(server):
     assert server.asked == []
 
 
+def test_a_server_without_statistics(server):
+    """It may be patched: its option is named, not its patches."""
+    server.page.is_patched = server.page.has_stats = False
+    finding = findings_of(server)["metrics"]
+    assert finding.state is State.FAIL
+    assert "stock" not in finding.found
+    assert finding.fix == "start the server without --disable-log-stats"
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     (
@@ -109,6 +122,7 @@ def test_another_programs_metrics(server):
     finding = findings_of(server)["metrics"]
     assert "no metrics of vLLM" in finding.found
     assert "vLLM's own server" in finding.fix
+    assert "--disable-log-stats" in finding.fix
 
 
 def test_a_release_that_was_not_checked(server):
@@ -144,6 +158,11 @@ def test_counters_that_stand_for_trouble(server, change, check, state):
             {"choices": [{"meridian": {"not_enforced": {"hard_cap": "logits_processors"}}}]},
             State.FAIL,
             "could not close the thought: logits_processors",
+        ),
+        (
+            {"choices": [{"meridian": {"not_enforced": {"hard_cap": "no_boundary"}}}]},
+            State.WARN,
+            "the model's end of thinking is not known",
         ),
     ),
 )
@@ -288,11 +307,76 @@ def test_a_wrong_switch_does_not_stop_the_command(server):
     assert {"activation", "names of variables"} <= failed
 
 
-@pytest.mark.parametrize("limit", ("0", "-1", "inf", "nan"))
-def test_a_wrong_limit_is_a_finding(no_processes, server, limit, capsys):
-    code, printed = run(["--url", server.url, "--limit-s", limit], capsys)
-    assert code == 1
+@pytest.mark.parametrize("limit", ("0", "-1", "inf", "nan", "x"))
+def test_a_wrong_limit_is_refused(limit, capsys):
+    code, printed = run([f"--limit-s={limit}"], capsys)
+    assert code == 2
+    assert "--limit-s" in printed.err
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("text", ("first\nsecond\n", "", "k\u00e9y", "one\ttwo", b"\xff\n"))
+def test_a_key_file_that_holds_no_key(text, tmp_path, capsys):
+    """One sentence, and nothing of the file in it."""
+    file = tmp_path / "file"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    code, printed = run(["--api-key-file", str(file)], capsys)
+    assert code == 1
+    assert printed.err == (
+        f"meridian: --api-key-file {file} must hold one key: "
+        "one line of printable ASCII characters\n"
+    )
+
+
+def test_a_redirect_is_not_followed(server):
+    """Another host is not sent the key."""
+    with serving() as other:
+        server.sent["Location"] = f"{other.url}/health"
+        server.replies |= {"/health": (302, ""), CHAT: (303, "")}
+        client = ServerClient(server.url, "secret")
+        assert client.get("/health").begin == "HTTP 302"
+        assert client.post(CHAT, {}).begin == "HTTP 303"
+        assert [each["Authorization"] for each in server.headers] == ["Bearer secret"] * 2
+        assert other.num_asked == 0
+
+
+def test_a_reply_that_is_cut_off(server):
+    """A body shorter than its length is not taken for the whole."""
+    server.missing_bytes = 5
+    with pytest.raises(ServerError, match=r"no whole reply: IncompleteRead.*5 more expected"):
+        ServerClient(server.url).get("/version")
+
+
+def test_this_machine_is_asked_through_no_proxy(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert ServerClient(server.url).get("/health").is_ok
+
+
+@pytest.mark.parametrize("url", ("http://bob:hunter2@host", "http://hunter2@host", "bob:hunter2@h"))
+def test_an_address_with_a_password_is_not_quoted(no_processes, url, capsys):
+    code, printed = run(["--url", url], capsys)
+    assert code == 1
+    assert "no user and no password" in " ".join(printed.out.split())
+    assert "hunter2" not in printed.out + printed.err
+
+
+def test_a_template_error_without_a_text():
+    """Its name is told."""
+
+    def broken(*_, **__):
+        raise ValueError
+
+    finding = check_template(SimpleNamespace(apply_chat_template=broken), None, "think")
+    assert finding.found == "no prompt can be made of a chat: ValueError"
+
+
+def test_tiktoken_is_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "m"}')
+    (tmp_path / "tiktoken.model").touch()
+    first = next(iter(check_model(str(tmp_path), None)))
+    assert (first.check, first.state) == ("files", State.OK)
 
 
 def test_a_key_file_that_cannot_be_read(capsys):

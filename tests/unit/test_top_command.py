@@ -15,16 +15,12 @@ from meridian_patch import cli
 from meridian_patch.operate.top import recording
 
 RECORDING = Path(__file__).parents[1] / "support" / "recordings" / "seats.txt"
-GAUGES = (
-    '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} 2\n'
-    '# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{model_name="m"} 0\n'
-)
 
 
 @pytest.fixture
 def server():
     with serving() as started:
-        started.replies["/metrics"] = (200, started.page.text() + GAUGES)
+        started.replies["/metrics"] = (200, started.page.text())
         yield started
 
 
@@ -48,10 +44,24 @@ def test_once(server, capsys):
 
 def test_stock_vllm_is_shown_as_far_as_it_tells(server, capsys):
     server.page.is_patched = False
-    server.replies["/metrics"] = (200, server.page.text() + GAUGES)
+    server.replies["/metrics"] = (200, server.page.text())
     code, printed = run([server.url, "--once", "--interval", 0.1], capsys)
     assert code == 0
     assert "this server runs stock vLLM" in printed.out
+
+
+def test_a_server_without_statistics_is_told_its_option(server, capsys):
+    """vLLM says nothing of requests then, and neither do we: stock is not the cause."""
+    server.page.is_patched = server.page.has_stats = False
+    server.replies["/metrics"] = (200, server.page.text())
+    code, printed = run([server.url, "--once", "--interval", 0.1], capsys)
+    assert code == 0
+    assert "unknown: this server has --disable-log-stats" in printed.out
+    assert "stock" not in printed.out
+    server.replies["/metrics"] = (200, "http_requests_total 8\n")
+    code, printed = run([server.url, "--once"], capsys)
+    assert code == 1
+    assert "--disable-log-stats" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +102,45 @@ def test_what_is_recorded_can_be_replayed(server, tmp_path, capsys):
     assert was.pop("window_s") == pytest.approx(now.pop("window_s"), abs=0.002)
     assert was["load"]["requests"] == now["load"]["requests"]
     assert was["verdict"] == now["verdict"]
+
+
+def test_recordings_are_marked_with_the_time_of_day(server, tmp_path, capsys):
+    """A later start of the machine may add to the same file."""
+    file, before = tmp_path / "recorded.txt", time.time()
+    run([server.url, "--once", "--interval", 0.1, "--record", file], capsys)
+    times = [scrape.at_s for scrape in recording.read(file)]
+    assert before - 1 < times[0] < times[1] < time.time() + 1
+
+
+def test_windows_that_run_backwards_are_left_out(tmp_path, capsys):
+    """A clock that was set back: no negative rate is shown."""
+    file, page = tmp_path / "recorded.txt", "vllm:x 1\n"
+    for at_s in (9.0, 11.0, 3.0, 3.0, 4.0):
+        recording.append(file, page, at_s)
+    code, printed = run(["--replay", file, "--json"], capsys)
+    assert code == 0
+    assert [json.loads(line)["window_s"] for line in printed.out.splitlines()] == [2.0, 1.0]
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly():
+    """As with `meridian top --json | head -1`."""
+    code = (
+        "import sys; from meridian_patch import cli; sys.stdin.readline();"
+        f"cli.main(['top', '--replay', {str(RECORDING)!r}, '--json'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    with process.stderr:
+        process.stdin.write("go\n")
+        process.stdin.close()
+        assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
 
 
 def test_replay_shows_every_window(capsys):

@@ -125,6 +125,13 @@ def test_rates_and_several_engines():
     assert not seen.is_reset
 
 
+def test_the_fullest_of_several_engines_speaks_for_the_cache():
+    """Their mean would say 55%, though one of them preempts."""
+    name = "vllm:kv_cache_usage_perc"
+    page = f'# TYPE {name} gauge\n{name}{{engine="0"}} 1.0\n{name}{{engine="1"}} 0.1\n'
+    assert view(parse(page, 0.0), parse(page, 1.0)).load.kv_usage == 1.0
+
+
 def test_a_reset_counts_what_the_new_server_did():
     """No negative rate, and the screen says so."""
     seen = window(counter(1000), counter(30))

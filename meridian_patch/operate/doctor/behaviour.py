@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import Reply, ServerClient, ServerError, read_object
 from meridian_patch.operate.scrape import Scrape, ScrapeError, parse
@@ -22,6 +23,9 @@ _SHORT_MODEL = 4096
 _COUNTED_WITHIN_S = 5.0
 _POLL_S = 0.25
 _WORDS = "docs/requests.md, 'What could not be enforced'"
+# Load-bearing: vLLM's server sends a request with this header to that engine; each engine has a
+# prefix cache of its own.
+_TO_FIRST_ENGINE = {"X-data-parallel-rank": "0"}
 
 Clock = Callable[[], float]
 
@@ -89,6 +93,14 @@ def judge_close(summary: dict[str, Any]) -> Finding:
     if reason == "hard_cap":
         return AREA.ok(check, f"exit_reason hard_cap after {summary.get('think_tokens')} tokens")
     obstacles = summary.get("not_enforced") or {}
+    if obstacles.get("hard_cap") == Obstacle.NO_BOUNDARY:
+        return AREA.warn(
+            check,
+            "no thought can be closed: the model's end of thinking is not known",
+            expected=expected,
+            fix="nothing, if the model does not think; otherwise the remedy of 'no_boundary' is in "
+            f"{_WORDS}",
+        )
     if "hard_cap" in obstacles:
         return AREA.fail(
             check,
@@ -149,9 +161,9 @@ def check_prefix_cache(client: ServerClient, model: dict[str, Any], scrape: Scra
         return AREA.skip(check, f"the server does not export {_HITS}")
     block = _whole_number(scrape.label(info, "block_size")) or _BLOCK_TOKENS
     body = {"model": model["id"], "prompt": _prompt(block, model), "max_tokens": 1}
-    first = client.post(COMPLETIONS, body)
+    first = client.post(COMPLETIONS, body, _TO_FIRST_ENGINE)
     before = parse(client.metrics(), 0.0).total(_HITS) or 0.0
-    second = client.post(COMPLETIONS, body) if first.is_ok else first
+    second = client.post(COMPLETIONS, body, _TO_FIRST_ENGINE) if first.is_ok else first
     if not second.is_ok:
         return _refused(check, second)
     tokens = int((read_object(second.text).get("usage") or {}).get("prompt_tokens") or 0)

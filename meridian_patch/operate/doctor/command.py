@@ -16,6 +16,7 @@ from meridian_patch import __version__, envs
 from meridian_patch.operate.doctor.finding import Finding, State
 from meridian_patch.operate.doctor.run import Plan, find_all
 from meridian_patch.operate.http_client import read_key
+from meridian_patch.operate.options import seconds
 
 # As shells report a program that an interrupt ended.
 _INTERRUPTED = 130
@@ -35,7 +36,10 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--url", help="also ask a running server: http://host:port")
     doctor.add_argument("--api-key-file", type=Path, help="file with the server's API key")
     doctor.add_argument(
-        "--limit-s", type=float, default=120.0, help="most seconds of one reply (120)"
+        "--limit-s",
+        type=seconds,
+        default=120.0,
+        help="most seconds without a byte of a reply: each read may take that long (120)",
     )
     doctor.add_argument(
         "--quick", action="store_true", help="do not bind the patches in a process of its own"

@@ -92,7 +92,7 @@ def check_vllm(installed: Installed, assumed: str | None) -> Finding:
 def check_torch(installed: Installed) -> Finding:
     """Torch is the one that vLLM was built for; Triton is there where a GPU build needs it."""
     needed = installed.needs.get("torch", "")
-    torch, triton = installed.versions.get("torch"), installed.versions.get("triton")
+    torch = installed.versions.get("torch")
     if torch is None:
         return AREA.fail(
             "torch and Triton", "torch is not installed", expected=f"torch{needed}", fix=_INSTALL
@@ -104,14 +104,18 @@ def check_torch(installed: Installed) -> Finding:
             expected=f"torch{needed}, which vLLM was built for",
             fix=f"pip install 'torch{needed}'",
         )
-    if triton is None and not installed.is_cpu_build:
+    if not installed.has_triton and not installed.is_cpu_build:
         return AREA.fail(
             "torch and Triton",
             f"torch {torch}, no Triton",
             expected="Triton, in which early exit's kernels are written",
             fix="pip install triton",
         )
-    return AREA.ok("torch and Triton", f"torch {torch}, Triton {triton or 'not needed on a CPU'}")
+    if not installed.has_triton:
+        return AREA.ok("torch and Triton", f"torch {torch}, Triton not needed on a CPU")
+    # ROCm's build of Triton is a distribution of another name.
+    triton = installed.versions.get("triton", "of another distribution")
+    return AREA.ok("torch and Triton", f"torch {torch}, Triton {triton}")
 
 
 def check_copies(installed: Installed) -> Finding:

@@ -39,6 +39,7 @@ class Installed:
         has_entry_point: vLLM would find our plug-in.
         own_folder: folder of ``meridian_patch`` in this process.
         own_copies: folders on the path that hold a package ``meridian_patch``, first found first.
+        has_triton: a package ``triton`` can be imported, of whichever distribution.
         triton_kernels: folder of an importable ``triton_kernels``; None: there is none.
         working_directory: where the command was started.
     """
@@ -53,6 +54,7 @@ class Installed:
     has_entry_point: bool
     own_folder: Path
     own_copies: Sequence[Path]
+    has_triton: bool
     triton_kernels: Path | None
     working_directory: Path
 
@@ -80,6 +82,7 @@ def read_installed() -> Installed:
         in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)},
         own_folder=own,
         own_copies=_copies(own),
+        has_triton=_folder("triton") is not None,
         triton_kernels=_folder("triton_kernels"),
         working_directory=Path.cwd(),
     )

@@ -11,7 +11,14 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker
 
 AREA = Area("model")
 # Any of these holds a tokenizer that transformers or vLLM reads.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
 _FAMILY_PAGE = "docs/model-families.md"
 _PUBLISHED = "the files that the model was published with"
 
@@ -144,9 +151,10 @@ def check_template(tokenizer: Any, tracker: PhaseTracker, told: str) -> Finding:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         return AREA.warn(
             check,
-            f"no prompt can be made of a chat: {str(error).strip().splitlines()[0]}",
+            f"no prompt can be made of a chat: {why}",
             expected="a chat template",
             fix="start the server with --chat-template, or use /v1/completions only",
         )

@@ -33,7 +33,7 @@ class Plan:
         reasoning_parser: as given to the server.
         url: address of a running server; None: no server.
         api_key: sent to that server; None: none is sent.
-        limit_s: most seconds that one of its replies may take.
+        limit_s: most seconds that one read of its replies may take.
         is_quick: leave out the process that binds the patches.
     """
 

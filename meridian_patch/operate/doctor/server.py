@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 from meridian_patch.operate.doctor.behaviour import check_behaviour
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import ServerClient, ServerError, read_object
-from meridian_patch.operate.scrape import Scrape, ScrapeError, parse
+from meridian_patch.operate.scrape import RUNNING, Scrape, ScrapeError, parse
 from meridian_patch.patches import LOCKED_VERSIONS
 from meridian_patch.telemetry.metrics import METRICS
 
@@ -103,13 +103,22 @@ def check_metrics(scrape: Scrape) -> Finding:
             fix="the server runs another release of meridian_patch: install the same, restart it",
         )
     is_vllm = any(name.startswith("vllm:") for name in scrape.samples)
+    if is_vllm and not scrape.has(RUNNING):
+        return AREA.fail(
+            "metrics",
+            f"no {RUNNING} and none of ours: the server runs with --disable-log-stats",
+            expected="a patched server that exports its statistics",
+            fix="start the server without --disable-log-stats",
+        )
     stock = "vLLM's metrics, none of ours: it runs stock, or has --scheduler-cls alone"
     found = stock if is_vllm else "no metrics of vLLM"
     return AREA.fail(
         "metrics",
         found,
         expected="a patched server",
-        fix=_PATCHED if is_vllm else "give the address of vLLM's own server",
+        fix=_PATCHED
+        if is_vllm
+        else "start it without --disable-log-stats, or give the address of vLLM's own server",
     )
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from rich.text import Text
 
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.http_client import ServerClient, read_key
+from meridian_patch.operate.options import seconds
 from meridian_patch.operate.scrape import Scrape, parse
 from meridian_patch.operate.top import recording
 from meridian_patch.operate.top.keys import is_asked_to_quit, single_keys
@@ -20,13 +23,15 @@ from meridian_patch.operate.top.render import WIDTH, render
 from meridian_patch.operate.top.view import View, check_vllm, view
 
 _DEFAULT_URL = "http://localhost:8000"
+# As shells report a program that a closed pipe ended.
+_PIPE_CLOSED = 141
 
 
 def add_top(commands: Any) -> None:
     """Add ``top`` to the subcommands of the ``meridian`` command."""
     top = commands.add_parser("top", help="what a running server does, live; q quits")
     top.add_argument("url", nargs="?", default=_DEFAULT_URL, help=f"default {_DEFAULT_URL}")
-    top.add_argument("--interval", type=_seconds, default=2.0, help="seconds per scrape (2)")
+    top.add_argument("--interval", type=seconds, default=2.0, help="seconds per scrape (2)")
     top.add_argument("--once", action="store_true", help="print one window and end")
     top.add_argument("--json", action="store_true", dest="as_json", help="one object per window")
     top.add_argument("--record", type=Path, help="also append the scrapes to this file")
@@ -35,21 +40,25 @@ def add_top(commands: Any) -> None:
     top.set_defaults(run=_run)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return seconds
-
-
 def _run(parsed: argparse.Namespace) -> int:
     try:
-        if parsed.replay is not None:
-            return _replay(parsed)
-        client = ServerClient(parsed.url, read_key(parsed.api_key_file))
-        return _once(client, parsed) if parsed.once else _watch(client, parsed)
+        status = _show(parsed)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:
+        # The reader has what it wanted: meridian top --json | head -1. Python flushes once more at
+        # its end, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    return status
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    if parsed.replay is not None:
+        return _replay(parsed)
+    client = ServerClient(parsed.url, read_key(parsed.api_key_file))
+    return _once(client, parsed) if parsed.once else _watch(client, parsed)
 
 
 def _replay(parsed: argparse.Namespace) -> int:
@@ -63,7 +72,9 @@ def _replay(parsed: argparse.Namespace) -> int:
 def _windows(scrapes: Iterator[Scrape]) -> Iterator[View]:
     before = next(scrapes)
     for after in scrapes:
-        yield view(before, after)
+        # The clock may have been set back, and a recording may be of several sessions.
+        if after.at_s > before.at_s:
+            yield view(before, after)
         before = after
 
 
@@ -114,7 +125,8 @@ def _scrape(client: ServerClient, parsed: argparse.Namespace) -> Scrape:
     scrape = parse(text, now)
     check_vllm(scrape)
     if parsed.record is not None:
-        recording.append(parsed.record, text, now)
+        # Recordings of several starts of the machine may share a file: the time of day orders them.
+        recording.append(parsed.record, text, time.time())
     return scrape
 
 

@@ -47,6 +47,8 @@ def _rows(shown: View) -> Iterator[tuple[str, Text]]:
         yield "note", Text("counters began anew: the server was restarted", style="yellow")
     if load.is_patched:
         yield "requests", Text(_counts({name: load.requests.get(name, 0) for name in _PHASES}))
+    elif load.running is None:
+        yield "requests", Text("unknown: this server has --disable-log-stats", style="yellow")
     else:
         yield "requests", Text("by phase unknown: this server runs stock vLLM", style="yellow")
     yield "batch", Text(f"running {_number(load.running)}   waiting {_number(load.waiting)}")

@@ -21,7 +21,7 @@ class Load:
         requests: unfinished requests by phase; ``prefill`` has the waiting ones.
         running: requests in the batch.
         waiting: requests in the queue.
-        kv_usage: share of the KV pool in use, 0 to 1.
+        kv_usage: share of the KV pool in use, 0 to 1; of several engines the fullest one's.
         preemptions: by the phase the request was in.
         preempted: all of them; without phases as vLLM counts them.
         prompt_share: share of the window's computed tokens that are of prompts, 0 to 1.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from meridian_patch.operate.scrape import Scrape, ScrapeError
+from meridian_patch.operate.scrape import RUNNING, Scrape, ScrapeError
 from meridian_patch.operate.top.verdict import Load, Verdict, judge
 from meridian_patch.operate.top.window import Latency, Window
 
@@ -69,7 +69,7 @@ def view(before: Scrape, after: Scrape) -> View:
     return View(
         window_s=window.seconds,
         is_reset=window.is_reset,
-        model=after.label("vllm:num_requests_running", "model_name"),
+        model=after.label(RUNNING, "model_name"),
         load=load,
         generated_per_s=window.rate("vllm:generation_tokens_total"),
         prompt_per_s=window.rate("vllm:prompt_tokens_total"),
@@ -89,7 +89,8 @@ def check_vllm(scrape: Scrape) -> None:
     """Raise ScrapeError if the page is not that of a vLLM server."""
     if not any(name.startswith("vllm:") for name in scrape.samples):
         raise ScrapeError(
-            "these are the metrics of another program; give the address of a vLLM server"
+            "these are the metrics of another program, or of a vLLM server with "
+            "--disable-log-stats; start it without that, or give the address of a vLLM server"
         )
 
 
@@ -100,9 +101,10 @@ def _load(window: Window) -> Load:
         window_s=window.seconds,
         is_patched=any(name.startswith("meridian_") for name in after.samples),
         requests=after.by("meridian_requests", "phase"),
-        running=after.total("vllm:num_requests_running"),
+        running=after.total(RUNNING),
         waiting=after.total("vllm:num_requests_waiting"),
-        kv_usage=after.mean("vllm:kv_cache_usage_perc"),
+        # The fullest engine preempts first.
+        kv_usage=max(after.by("vllm:kv_cache_usage_perc", "engine").values(), default=None),
         preemptions=preemptions,
         # vLLM counts a preemption later, with the request's next token.
         preempted=sum(preemptions.values())

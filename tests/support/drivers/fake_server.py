@@ -17,12 +17,14 @@ class Page:
         hits: of the prefix cache, in tokens.
         changes: what is not 0, by name and value of the metric's label.
         is_patched: whether our metrics are on it.
+        has_stats: whether vLLM's metrics of requests are on it.
     """
 
     def __init__(self) -> None:
         self.hits = 0.0
         self.changes: dict[tuple[str, str], float] = {}
         self.is_patched = True
+        self.has_stats = True
 
     def text(self) -> str:
         lines = [
@@ -31,6 +33,13 @@ class Page:
             "# TYPE vllm:cache_config_info gauge",
             'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0',
         ]
+        if self.has_stats:
+            lines += [
+                "# TYPE vllm:num_requests_running gauge",
+                'vllm:num_requests_running{model_name="m"} 2',
+                "# TYPE vllm:num_requests_waiting gauge",
+                'vllm:num_requests_waiting{model_name="m"} 0',
+            ]
         for metric in METRICS if self.is_patched else ():
             lines.append(f"# TYPE {metric.name} {metric.kind}")
             for value in metric.values:
@@ -49,12 +58,18 @@ class FakeServer:
         replies: status, and JSON or text, by path.
         asked: path and body of each POST.
         num_asked: requests of any kind.
+        headers: of each request.
+        sent: headers of every reply, beside its length.
+        missing_bytes: by how much a reply is shorter than its length says.
     """
 
     def __init__(self) -> None:
         self.page = Page()
         self.url = ""
         self.num_asked = 0
+        self.headers: list[Mapping[str, str]] = []
+        self.sent: dict[str, str] = {}
+        self.missing_bytes = 0
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
         self.replies: dict[str, Any] = {
             "/health": (200, ""),
@@ -100,10 +115,13 @@ def serving() -> Iterator[FakeServer]:
             self._reply(json.loads(self.rfile.read(length)))
 
         def _reply(self, body: Mapping[str, Any] | None) -> None:
+            fake.headers.append(dict(self.headers))
             status, text = fake.reply_to(self.path, body)
             data = text.encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Length", str(len(data) + fake.missing_bytes))
+            for name, value in fake.sent.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 
