@@ -121,12 +121,13 @@ def _views(
 
 
 def _scrape(client: ServerClient, parsed: argparse.Namespace) -> Scrape:
-    text, now = client.metrics(), time.monotonic()
+    text = client.metrics()
+    now, time_of_day = time.monotonic(), time.time()
     scrape = parse(text, now)
     check_vllm(scrape)
     if parsed.record is not None:
         # Recordings of several starts of the machine may share a file: the time of day orders them.
-        recording.append(parsed.record, text, time.time())
+        recording.append(parsed.record, text, time_of_day)
     return scrape
 
 
