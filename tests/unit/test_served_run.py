@@ -16,6 +16,8 @@ from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.served.plan import plan_comparison
 from meridian_patch.errors import BenchError
 
+pytestmark = pytest.mark.slow
+
 END_MARKER = 257
 # Prompt tokens that a later turn finds in the cache, of the 100 of its prompt, by pool.
 HITS = {129: 40, 20 * 129: 80}
