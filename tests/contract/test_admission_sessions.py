@@ -3,13 +3,10 @@
 import random
 
 import pytest
-from scheduler_driver import TURN_END, Job, make_prompt
+from scheduler_driver import Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 PAUSED = RequestStatus.WAITING_FOR_STREAMING_REQ
 
@@ -31,22 +28,6 @@ def job(name, seed, *, prompt=60, think=300, answer=20):
     return Job(name, tuple(tokens), think, answer)
 
 
-def open_session(driver, one):
-    driver.jobs[one.request_id], driver.deliveries[one.request_id] = one, []
-    parameters = SamplingParams(temperature=0, max_tokens=one.max_tokens)
-    parameters.update_from_generation_config({}, TURN_END)
-    request = Request(
-        request_id=one.request_id,
-        prompt_token_ids=list(one.prompt),
-        sampling_params=parameters,
-        pooling_params=None,
-        resumable=True,
-        block_hasher=get_request_block_hasher(driver.hash_block_size, sha256),
-    )
-    driver.scheduler.add_request(request)
-    return request
-
-
 def learnt(demo_model, *, is_async, **options):
     driver = driver_for(
         demo_model, is_async=is_async, blocks=102, max_num_batched_tokens=512, **options
@@ -63,7 +44,7 @@ def test_what_paused_sessions_hold_is_no_room(demo_model, is_async):
     """Half of the pool is theirs; admitted are as many as fit into the other half."""
     driver = learnt(demo_model, is_async=is_async)
     sessions = [
-        open_session(driver, job(f"session{number}", 100 + number, prompt=400, think=5, answer=2))
+        driver.send_chunk(job(f"session{number}", 100 + number, prompt=400, think=5, answer=2))
         for number in range(4)
     ]
     while any(session.status != PAUSED for session in sessions):
@@ -82,7 +63,7 @@ def test_paused_sessions_without_blocks_keep_no_request_out(demo_model):
     driver = learnt(demo_model, is_async=True)
     scheduler = driver.scheduler
     sessions = [
-        open_session(driver, job(f"session{number}", 100 + number, prompt=40, think=5, answer=2))
+        driver.send_chunk(job(f"session{number}", 100 + number, prompt=40, think=5, answer=2))
         for number in range(6)
     ]
     last = 40 + 5 + 1 + 2 + 1
@@ -113,7 +94,7 @@ def test_a_paused_session_at_the_front_keeps_no_request_out(demo_model):
     """It has no chunk: vLLM passes it over. Its forecast must not count as the newcomer's."""
     driver = learnt(demo_model, is_async=True)
     scheduler = driver.scheduler
-    big = open_session(driver, job("big", 100, prompt=1700, think=5, answer=2))
+    big = driver.send_chunk(job("big", 100, prompt=1700, think=5, answer=2))
     pause_preempted(driver, big, 1700 + 5 + 1 + 2 + 1)
     # Another request runs long; the pool of 3200 tokens has room for it and for the small one.
     driver.add(job("long", 300, prompt=1600, think=400, answer=5))
@@ -131,7 +112,7 @@ def test_a_pause_waits_for_what_runs_beside_such_a_session(demo_model):
     """PAUSED_NEW counts only kv_holding_waiting, but subtracts every paused session."""
     driver = learnt(demo_model, is_async=True)
     scheduler = driver.scheduler
-    session = open_session(driver, job("s", 100, prompt=40, think=5, answer=2))
+    session = driver.send_chunk(job("s", 100, prompt=40, think=5, answer=2))
     pause_preempted(driver, session, 40 + 5 + 1 + 2 + 1)
     driver.add(job("runs", 300))
     for _ in range(5):
@@ -147,8 +128,8 @@ def test_a_session_with_a_queued_chunk_is_not_put_behind_all(demo_model):
     driver = learnt(demo_model, is_async=True)
     scheduler = driver.scheduler
     first = job("s", 100, prompt=40, think=5, answer=2)
-    session = open_session(driver, first)
-    open_session(driver, first)  # the next chunk
+    session = driver.send_chunk(first)
+    driver.send_chunk(first)  # the next chunk
     last, done = 40 + 5 + 1 + 2 + 1, False
     while session.num_prompt_tokens == 40:
         driver.step()

@@ -85,9 +85,9 @@ def test_files_that_are_cut_off(tmp_path, name, check):
 
 def test_a_name_that_is_not_cached(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    finding = findings_of("nobody/no-such-model")["files"]
+    finding = findings_of("owner/no-such-model")["files"]
     assert finding.state is State.FAIL
-    assert "hf download nobody/no-such-model" in finding.fix
+    assert "hf download owner/no-such-model" in finding.fix
 
 
 def test_a_cached_name(tmp_path, monkeypatch):

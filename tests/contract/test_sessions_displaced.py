@@ -3,12 +3,9 @@
 import random
 
 import pytest
-from scheduler_driver import BLOCK_SIZE, TURN_END, Job, make_prompt
+from scheduler_driver import BLOCK_SIZE, Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.tracker import Phase
 
@@ -34,31 +31,13 @@ def job(name, seed, *, prompt=60, think=50, answer=20, **more):
     return Job(name, tuple(tokens), think, answer, **more)
 
 
-def send(driver, one):
-    """A chunk of a session; the first one opens it."""
-    driver.jobs[one.request_id] = one
-    driver.deliveries.setdefault(one.request_id, [])
-    parameters = SamplingParams(temperature=0, max_tokens=one.max_tokens)
-    parameters.update_from_generation_config({}, TURN_END)
-    request = Request(
-        request_id=one.request_id,
-        prompt_token_ids=list(one.prompt),
-        sampling_params=parameters,
-        pooling_params=None,
-        resumable=True,
-        block_hasher=get_request_block_hasher(driver.hash_block_size, sha256),
-    )
-    driver.scheduler.add_request(request)
-    return driver.scheduler.requests[one.request_id]
-
-
 def full_pool(demo_model, session, *, is_async):
     """A session and another thinker hold most of the pool; what tokens cost is known."""
     driver = driver_for(demo_model, blocks=BLOCKS, max_num_batched_tokens=512, is_async=is_async)
     for number in range(12):
         driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
         driver.drain()
-    opened = send(driver, session)
+    opened = driver.send_chunk(session)
     driver.add(job("other", 51, think=500, answer=5))
     driver.scheduler.requests["other"].num_preemptions = 1000
     return driver, opened
@@ -102,7 +81,7 @@ def test_a_session_whose_last_token_is_on_the_way_makes_room(demo_model, is_queu
     driver, session = full_pool(demo_model, first, is_async=True)
     chunk = job("s", 53, prompt=40, think=20, answer=5)
     if is_queued:
-        send(driver, chunk)
+        driver.send_chunk(chunk)
         driver.jobs["s"] = first
     last = len(first.prompt) + said - 1
     steps_until(driver, lambda: session.num_computed_tokens == last)
@@ -115,7 +94,7 @@ def test_a_session_whose_last_token_is_on_the_way_makes_room(demo_model, is_queu
         assert session.status == PAUSED
         for _ in range(5):
             driver.step()
-        send(driver, chunk)
+        driver.send_chunk(chunk)
     assert session.num_prompt_tokens == len(first.prompt) + said - 1 + len(chunk.prompt)
     steps_until(driver, lambda: session.status == PAUSED)
     assert len(driver.deliveries["s"]) == said + 20 + 1 + 5 + 1
@@ -132,7 +111,7 @@ def test_a_session_that_goes_on_stays_ahead_of_later_requests(demo_model):
     driver.step()
     assert session.status == PAUSED
     driver.scheduler.max_num_active_reqs = 0
-    send(driver, job("s", 53, prompt=40, think=20, answer=5))
+    driver.send_chunk(job("s", 53, prompt=40, think=20, answer=5))
     for number in range(3):
         driver.add(job(f"later{number}", 60 + number))
     waiting = [each.request_id for each in driver.scheduler.waiting]

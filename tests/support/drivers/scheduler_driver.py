@@ -205,21 +205,14 @@ class Driver:
     ) -> None:
         self.jobs[job.request_id] = job
         self.deliveries[job.request_id] = []
-        parameters = SamplingParams(
-            temperature=0, max_tokens=job.max_tokens, extra_args=extra_args, seed=seed
-        )
-        parameters.update_from_generation_config({}, TURN_END)
-        self.scheduler.add_request(
-            Request(
-                request_id=job.request_id,
-                prompt_token_ids=list(job.prompt),
-                sampling_params=parameters,
-                pooling_params=None,
-                arrival_time=job.arrival_time,
-                priority=job.priority,
-                block_hasher=get_request_block_hasher(self.hash_block_size, sha256),
-            )
-        )
+        self.scheduler.add_request(self._request_of(job, extra_args=extra_args, seed=seed))
+
+    def send_chunk(self, job: Job) -> Request:
+        """Send a chunk of a streaming session, which the first one opens; the session."""
+        self.jobs[job.request_id] = job
+        self.deliveries.setdefault(job.request_id, [])
+        self.scheduler.add_request(self._request_of(job, resumable=True))
+        return self.scheduler.requests[job.request_id]
 
     def abort(self, request_id: Any) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -246,6 +239,20 @@ class Driver:
     def publish(self, batch: Any) -> None:
         """Take the place of vLLM's event publisher."""
         self.kv_events += batch.events
+
+    def _request_of(self, job: Job, *, resumable: bool = False, **sampling: Any) -> Request:
+        parameters = SamplingParams(temperature=0, max_tokens=job.max_tokens, **sampling)
+        parameters.update_from_generation_config({}, TURN_END)
+        return Request(
+            request_id=job.request_id,
+            prompt_token_ids=list(job.prompt),
+            sampling_params=parameters,
+            pooling_params=None,
+            arrival_time=job.arrival_time,
+            priority=job.priority,
+            resumable=resumable,
+            block_hasher=get_request_block_hasher(self.hash_block_size, sha256),
+        )
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         request_ids = list(output.num_scheduled_tokens)
