@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from meridian_patch.bench.machine import Machine, describe_machine
+from meridian_patch.bench.served import plots
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.report import (
     BORROWED_NOTE,
@@ -69,6 +70,19 @@ def three_arms() -> list[ArmRun]:
 def origin() -> Origin:
     settings = ServerSettings(Path("/model"), 80)
     return Origin("2026-01-02T03:04:05+00:00", "demo --seeds 2", MACHINE, settings, "Ten each.")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of all three arms, drawn once."""
+    return write_report(tmp_path_factory.mktemp("report"), three_arms(), origin())
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves plots out of pages: to draw one takes a second."""
+    for plot in ("gap_timeline", "phase_bars", "distributions"):
+        monkeypatch.setattr(plots, plot, lambda *_: b"")
 
 
 def cells(label: str, runs: list[ArmRun]) -> tuple[tuple[str, ...], str]:
@@ -134,10 +148,10 @@ def test_partial_arm_is_marked_in_its_title():
     assert column_titles([summarise(run) for run in runs])[0] == "stock (partial)"
 
 
-def test_report_page_and_data_agree(tmp_path):
+def test_report_page_and_data_agree(drawn):
     """The page shows every cell of the table, and the JSON holds the figures behind it."""
-    page = write_report(tmp_path, three_arms(), origin()).read_text()
-    data = json.loads((tmp_path / "results.json").read_text())
+    page = drawn.read_text()
+    data = json.loads((drawn.parent / "results.json").read_text())
     rows = build_rows([summarise(run) for run in three_arms()])
     for row in rows:
         for cell in (*row.cells, *row.ratios):
@@ -150,9 +164,9 @@ def test_report_page_and_data_agree(tmp_path):
     assert data["arms"]["stock"]["by_seed"]["1"]["answer_preemptions"] is None
 
 
-def test_report_embeds_three_plots(tmp_path):
+def test_report_embeds_three_plots(drawn):
     """The page needs no other file: all plots are PNG data in it."""
-    page = write_report(tmp_path, three_arms(), origin()).read_text()
+    page = drawn.read_text()
     assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 3
     assert "measured-cpu · 2026-01-02T03:04:05+00:00 · a CPU, 2 cores" in page
 
@@ -177,9 +191,10 @@ def test_report_of_requests_without_an_answer(tmp_path):
     assert page.count("data:image/png") == 3
 
 
-def test_busy_machine_is_named(tmp_path):
+@pytest.mark.usefixtures("undrawn")
+def test_busy_machine_is_named(tmp_path, drawn):
     """A report taken beside other work warns its reader; on an idle machine it does not."""
-    quiet = write_report(tmp_path, three_arms(), origin()).read_text()
+    quiet = drawn.read_text()
     busy = Origin("d", "c", Machine("a CPU", 2, 8.0, 3.0, "3", "v"), origin().settings, "w")
     loud = write_report(tmp_path, three_arms(), busy).read_text()
     assert "Other work was using the machine" in loud
@@ -225,6 +240,7 @@ def turns_run(name: str, hit_tokens: float) -> ArmRun:
     return ArmRun(name, [run])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_turns_are_shown_with_prefix_hits(tmp_path):
     """Only conversations have rows of prefix hits; avoidable misses need an arm without any."""
     runs = [turns_run("stock", 500.0), turns_run("ample", 800.0), turns_run("patched", 750.0)]

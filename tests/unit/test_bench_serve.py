@@ -252,7 +252,9 @@ def address():
     """A stand-in for a server; it streams what a vLLM server would."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Streams)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     Streams.seen.clear()
     yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -75,6 +75,18 @@ def test_arguments_go_to_pytest_as_they_are(run):
     assert pure.endswith("-p without_vllm tests/unit tests/property -x")
 
 
+def test_properties_are_tested_beside_the_pure_unit_tests(run):
+    """Neither has vLLM, and types are checked once."""
+    code, said, asked = run("--pure")
+    assert code == 0
+    folders = [each.partition("-p without_vllm ")[2] for each in asked]
+    assert folders == ["tests/property", "tests/unit"]
+    assert said.count("== mypy passed") == 1
+    _, said, asked = run("--pure", fails="tests/property")
+    assert len(asked) == 2
+    assert said.endswith("scripts/test: FAILED: pytest tests/property\n")
+
+
 @pytest.mark.parametrize(
     ("fails", "gate"),
     [

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
-
 from meridian_patch import envs
 from meridian_patch.bench.child import EngineChild
 from meridian_patch.bench.exit.arms import ExitArm, Stage
@@ -88,6 +86,9 @@ class ExitBench:
         self._profile = profile
         self._folder = folder
         self._on_progress = on_progress
+        # Takes seconds, and who reads results does not need it.
+        from transformers import AutoTokenizer
+
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._markers = ThinkTokens(
             *self._tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])

@@ -156,19 +156,33 @@ def _robust_fit(features: Floats, seconds: Floats) -> list[float]:
 
 
 def _non_negative(features: Floats, target: Floats) -> Floats:
-    """Least squares without negative coefficients: the best of all subsets of columns."""
+    """Least squares without negative coefficients: the best of all subsets of columns.
+
+    A subset of columns never fits better than all of them, so the search goes from sets to their
+    subsets, and leaves out the subsets of a set that fits without negative coefficients, or worse
+    than the best set so far.
+    """
     widths = np.linalg.norm(features, axis=0)
     widths[widths == 0] = 1.0
     scaled = features / widths
     products, moments = scaled.T @ scaled, scaled.T @ target
     best, least = np.zeros(len(widths)), 0.0
-    for number in range(1, len(widths) + 1):
-        for chosen in map(list, combinations(range(len(widths)), number)):
-            found: Floats = np.linalg.lstsq(products[np.ix_(chosen, chosen)], moments[chosen])[0]
-            # The squared error up to a constant.
-            error = -float(found @ moments[chosen])
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(len(widths)), error
-                best[chosen] = found
+    pending = [tuple(range(len(widths)))]
+    seen = set(pending)
+    while pending:
+        columns = pending.pop()
+        chosen = list(columns)
+        found: Floats = np.linalg.lstsq(products[np.ix_(chosen, chosen)], moments[chosen])[0]
+        # The squared error up to a constant.
+        error = -float(found @ moments[chosen])
+        if error >= least:
+            continue
+        if (found >= 0).all():
+            best, least = np.zeros(len(widths)), error
+            best[chosen] = found
+            continue
+        subsets = set(combinations(columns, len(columns) - 1)) - seen - {()}
+        seen |= subsets
+        pending += sorted(subsets)
     solution: Floats = best / widths
     return solution
