@@ -100,7 +100,8 @@ def render_profile(
 def _exit_section(config: Config, outcomes: Sequence[StrategyOutcome]) -> dict[str, Any]:
     """The section in force; strategies and bounds that were not calibrated are off."""
     values = config.exit.model_dump(mode="json", exclude={"max_think_tokens", "trace"})
-    values |= {"mode": "observe", "end_probability": False} | dict.fromkeys(KINDS, False)
+    off = ("end_probability", "loop", *KINDS)
+    values |= {"mode": "observe"} | dict.fromkeys(off, False)
     for outcome in outcomes:
         if outcome.chosen is not None:
             values[outcome.kind.name] = True

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from meridian_patch.config.schema import ExitConfig, StrictModel
+from meridian_patch.config.schema import MOST_PATTERN_TOKENS, ExitConfig, StrictModel
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
@@ -26,6 +26,10 @@ class RequestOptions(StrictModel):
         meridian_exit: the mode of early exit.
         meridian_eat_delta: threshold of EAT, in nats squared; switches it on.
         meridian_rpdi_lambda: threshold of RPDI, a quotient; switches it on.
+        meridian_loop_max_pattern_size: most tokens of a pattern that is a loop; this and the next
+            two switch the loop breaker on.
+        meridian_loop_min_pattern_size: least tokens of it; 0 means 1.
+        meridian_loop_min_count: how often it must stand there.
     """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -35,6 +39,9 @@ class RequestOptions(StrictModel):
     meridian_exit: Literal["off", "observe", "enforce"] | None = None
     meridian_eat_delta: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     meridian_rpdi_lambda: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    meridian_loop_max_pattern_size: int | None = Field(default=None, ge=1, le=MOST_PATTERN_TOKENS)
+    meridian_loop_min_pattern_size: int | None = Field(default=None, ge=0, le=MOST_PATTERN_TOKENS)
+    meridian_loop_min_count: int | None = Field(default=None, ge=2, le=_MOST)
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -43,6 +50,12 @@ class RequestOptions(StrictModel):
             raise ValueError(
                 f"field meridian_min_think_tokens is {least}, expected at most "
                 f"meridian_max_think_tokens, which is {most}"
+            )
+        least, most = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"field meridian_loop_min_pattern_size is {least}, expected at most "
+                f"meridian_loop_max_pattern_size, which is {most}"
             )
         return self
 
@@ -60,10 +73,12 @@ class RequestOptions(StrictModel):
         """The configuration of early exit with this request's options applied.
 
         If the request sets only one bound and the floor is then above the maximum, the maximum is
-        used.
+        used. The same holds for the sizes of a loop's pattern, where the request's own is used.
         """
         settings = self._exit_settings()
-        return config.model_copy(update=settings) if settings else config
+        if not settings:
+            return config
+        return config.model_copy(update=settings | self._fit_sizes(config))
 
     def _exit_settings(self) -> dict[str, Any]:
         settings = {
@@ -74,8 +89,26 @@ class RequestOptions(StrictModel):
             "eat": None if self.meridian_eat_delta is None else True,
             "rpdi_lambda": self.meridian_rpdi_lambda,
             "rpdi": None if self.meridian_rpdi_lambda is None else True,
+            "loop_max_pattern_size": self.meridian_loop_max_pattern_size,
+            "loop_min_pattern_size": self.meridian_loop_min_pattern_size,
+            "loop_min_count": self.meridian_loop_min_count,
+            "loop": self._has_loop or None,
         }
         return {name: value for name, value in settings.items() if value is not None}
+
+    @property
+    def _has_loop(self) -> bool:
+        sizes = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
+        return (*sizes, self.meridian_loop_min_count) != (None, None, None)
+
+    def _fit_sizes(self, config: ExitConfig) -> dict[str, int]:
+        """Both sizes of a loop's pattern, where one is the request's and the other is not."""
+        least, most = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
+        if least is None and most is not None:
+            return {"loop_min_pattern_size": min(config.loop_min_pattern_size, most)}
+        if most is None and least is not None:
+            return {"loop_max_pattern_size": max(config.loop_max_pattern_size, least)}
+        return {}
 
 
 NO_OPTIONS: Final = RequestOptions()

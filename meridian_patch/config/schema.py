@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION: Literal[1] = 1
+# Largest pattern of the loop breaker, in tokens: it bounds what a token costs at worst.
+MOST_PATTERN_TOKENS = 1024
 
 
 class StrictModel(BaseModel):
@@ -308,6 +310,31 @@ class ExitConfig(StrictModel):
         description="Number of tokens of a thought, not necessarily adjacent, at which the "
         "boundary must have at least this probability; the thought is closed at the last of them.",
     )
+    loop: bool = Field(
+        default=False,
+        description="Strategy: close a thought whose last tokens are one pattern, several times in "
+        "a row. The settings mean what they mean in vLLM's `repetition_detection`, which aborts "
+        "such a request.",
+    )
+    loop_max_pattern_size: int = Field(
+        default=256,
+        ge=1,
+        le=MOST_PATTERN_TOKENS,
+        description="Loop: most tokens of the pattern. A request sets its own with `vllm_xargs: "
+        "{meridian_loop_max_pattern_size: ...}`.",
+    )
+    loop_min_pattern_size: int = Field(
+        default=8,
+        ge=0,
+        description="Loop: least tokens of the pattern; 0 means 1. A shorter pattern is found as "
+        "several of its kind. The default is a guess: short rows of one token are usual in code, "
+        "tables and numbers.",
+    )
+    loop_min_count: int = Field(
+        default=4,
+        ge=2,
+        description="Loop: how often the pattern must stand there. The default is a guess.",
+    )
     trace: Path | None = Field(
         default=None,
         strict=False,
@@ -330,6 +357,11 @@ class ExitConfig(StrictModel):
                 f"probe_min_gap_tokens ({self.probe_min_gap_tokens}) to be at most "
                 f"probe_max_gap_tokens ({self.probe_max_gap_tokens})"
             )
+        if self.loop_min_pattern_size > self.loop_max_pattern_size:
+            raise ValueError(
+                f"loop_min_pattern_size ({self.loop_min_pattern_size}) to be at most "
+                f"loop_max_pattern_size ({self.loop_max_pattern_size})"
+            )
         return self
 
 
@@ -341,6 +373,9 @@ RequestField = Literal[
     "meridian_exit",
     "meridian_eat_delta",
     "meridian_rpdi_lambda",
+    "meridian_loop_max_pattern_size",
+    "meridian_loop_min_pattern_size",
+    "meridian_loop_min_count",
 ]
 
 

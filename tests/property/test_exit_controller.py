@@ -33,6 +33,10 @@ CONFIG = st.builds(
     rpdi_window_tokens=st.integers(1, 9),
     rpdi_lambda=st.floats(1.05, 3),
     end_probability=st.booleans(),
+    loop=st.booleans(),
+    loop_max_pattern_size=st.integers(2, 4),
+    loop_min_pattern_size=st.integers(0, 2),
+    loop_min_count=st.integers(2, 4),
     end_probability_patience=st.integers(1, 4),
 )
 BUDGET = st.one_of(st.none(), st.integers(0, 90))
@@ -129,8 +133,8 @@ def test_closes_keep_floor_and_bounds(events, config, budget, sizes):
 
 @given(st.lists(st.tuples(TOKEN, st.just(NO_SIGNALS)) | st.just(math.nan)), CONFIG, SIZES)
 def test_nan_never_closes(events, config, sizes):
-    """Without a bound, nothing but NaN asks for nothing, and is counted."""
-    unbounded = config.model_copy(update={"max_think_tokens": None})
+    """With strategies by signals alone, nothing but NaN asks for nothing, and is counted."""
+    unbounded = config.model_copy(update={"max_think_tokens": None, "loop": False})
     controller, asked = play(events, unbounded, None, sizes)
     assert not asked
     if controller._watch._strategies:

@@ -3,12 +3,13 @@
 import math
 
 from exit_streams import BREAKS, DOT, PLAIN, rpdi_by_definition, signals_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meridian_patch.exit.probe_schedule import ProbeSchedule
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
 
@@ -140,3 +141,42 @@ def test_probes_do_not_depend_on_the_steps(data, tokens, min_gap, more):
     for begin, at, end in found:
         assert at == max((count for count in due if begin < count <= end), default=None)
     assert schedule.due_by == last + min_gap + more
+
+
+def repeats(tokens, most, least, times):
+    """Whether the last tokens are one pattern so many times, as vLLM looks for it."""
+    return any(
+        tokens[-size * times :] == tokens[-size:] * times
+        for size in range(max(least, 1), most + 1)
+        if size * times <= len(tokens)
+    )
+
+
+# Text with loops in it: words, each of them several times, or slightly changed.
+LOOPS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 6)), max_size=12
+).map(lambda words: [token for word, times in words for token in word * times])
+
+
+@settings(max_examples=400)
+@given(
+    st.data(),
+    LOOPS,
+    st.integers(1, 6).flatmap(lambda most: st.tuples(st.just(most), st.integers(0, most))),
+    st.integers(2, 4),
+    st.integers(0, 40),
+)
+def test_the_loop_breaker_is_its_definition(data, tokens, sizes, times, floor):
+    """It fires where the written rule first holds at or above the floor, and not twice."""
+    holds = [
+        index for index in range(floor, len(tokens)) if repeats(tokens[: index + 1], *sizes, times)
+    ]
+    breaker, before, fired = LoopBreaker(*sizes, times), 0, []
+    for piece in chunks(data, tokens):
+        firing = breaker.accept(piece, signals_of([1.0] * len(piece)), max(0, floor - before))
+        if firing:
+            fired.append(before + firing.at)
+        before += len(piece)
+        assert len(breaker._tokens) <= 2 * sizes[0] * times + 7
+    assert fired == holds[:1]
+    assert not holds or holds[0] + 1 >= breaker.fires_from

@@ -27,9 +27,9 @@ def test_defaults():
 
 def test_every_strategy_can_be_switched():
     """Bounds come last: at the same token a strategy's reason says more."""
-    config = ExitConfig(eat=False, end_probability=True, max_think_tokens=900)
+    config = ExitConfig(eat=False, end_probability=True, loop=True, max_think_tokens=900)
     reasons = [s.reason for s in build_strategies(config, find_breaks([]), 800)]
-    assert reasons == ["rpdi", "end_probability", "hard_cap", "budget"]
+    assert reasons == ["rpdi", "end_probability", "loop", "hard_cap", "budget"]
 
 
 @pytest.mark.parametrize("mode", ["off", "observe", "enforce"])
@@ -50,6 +50,12 @@ def test_mode_can_be_set_in_the_environment(mode):
         (
             {"MIN_THINK_TOKENS": "600", "MAX_THINK_TOKENS": "500"},
             ["expected min_think_tokens (600) to be at most max_think_tokens (500)"],
+        ),
+        ({"LOOP_MIN_COUNT": "1"}, ["exit.loop_min_count is 1", "equal to 2"]),
+        ({"LOOP_MAX_PATTERN_SIZE": "2000"}, ["less than or equal to 1024"]),
+        (
+            {"LOOP_MAX_PATTERN_SIZE": "4"},
+            ["expected loop_min_pattern_size (8) to be at most loop_max_pattern_size (4)"],
         ),
         (
             {"PROBE_MIN_GAP_TOKENS": "300"},
@@ -140,6 +146,9 @@ def test_all_fields_have_the_prefix():
         ("meridian_eat_delta", 0.0, "expected greater than 0"),
         ("meridian_rpdi_lambda", 1.0, "expected greater than 1"),
         ("meridian_rpdi_lambda", float("inf"), "expected a finite number"),
+        ("meridian_loop_min_count", 1, "expected greater than or equal to 2"),
+        ("meridian_loop_max_pattern_size", 1025, "expected less than or equal to 1024"),
+        ("meridian_loop_min_pattern_size", -1, "expected greater than or equal to 0"),
         ("meridian_eat_alpha", 0.1, "expected a field that exists"),
     ],
 )
@@ -154,6 +163,32 @@ def test_bounds_of_a_request_that_clash():
     """Both are named."""
     with pytest.raises(ConfigError, match=r"min_think_tokens is 9, expected at most .*which is 5"):
         parse_options({"meridian_min_think_tokens": 9, "meridian_max_think_tokens": 5})
+
+
+def test_sizes_of_a_loop_that_clash():
+    """Both are named."""
+    with pytest.raises(ConfigError, match=r"min_pattern_size is 9, expected at most .*which is 5"):
+        parse_options({"meridian_loop_min_pattern_size": 9, "meridian_loop_max_pattern_size": 5})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"min_count": 3}, (8, 256, 3)),
+        ({"max_pattern_size": 4}, (4, 4, 4)),
+        ({"max_pattern_size": 300}, (8, 300, 4)),
+        ({"min_pattern_size": 500}, (500, 500, 4)),
+        ({"min_pattern_size": 0, "max_pattern_size": 20, "min_count": 2}, (0, 20, 2)),
+    ],
+)
+def test_a_request_has_loops_of_its_own(fields, expected):
+    """Any of the fields switches it on; where two sizes do not fit, the request's is used."""
+    options = parse_options({f"meridian_loop_{name}": value for name, value in fields.items()})
+    config = options.exit_config(ExitConfig())
+    assert options.has_exit_options
+    assert config.loop
+    sizes = config.loop_min_pattern_size, config.loop_max_pattern_size
+    assert (*sizes, config.loop_min_count) == expected
 
 
 def test_probe_texts_end_the_thought():

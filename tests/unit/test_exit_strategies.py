@@ -1,6 +1,7 @@
 """Each strategy by itself: when it fires, and what it leaves out."""
 
 import math
+import random
 
 import pytest
 from exit_streams import BREAKS, COMMA, DOT, LINE, PLAIN, signals_of
@@ -9,6 +10,7 @@ from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason, Signals, Str
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
 from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.rpdi import Rpdi
 
 NAN = math.nan
@@ -157,3 +159,58 @@ def test_end_probability_counts_the_places():
     firing = strategy.accept(tokens[4:], signals_of([1.0] * 2, end_probs[4:]), 0)
     assert firing.at == 1
     assert "at least 0.500, 3 times" in firing.why
+
+
+def test_the_loop_breaker_counts_whole_patterns():
+    """Three times three tokens, behind others; it fires at the last of them, and once."""
+    tokens = [9, 9, 8, *[1, 2, 3] * 3]
+    breaker = LoopBreaker(4, 2, 3)
+    assert breaker.reason is Reason.LOOP
+    firing = breaker.accept([*tokens, 1, 2, 3], signals_of([1.0] * 15), 0)
+    assert (firing.at, firing.why) == (len(tokens) - 1, "3 tokens stand there 3 times")
+    assert breaker.accept([1, 2, 3], signals_of([1.0] * 3), 0) is None
+
+
+def test_a_short_pattern_is_found_as_several_of_its_kind():
+    """One token over and over is a pattern of eight, but not before there are three of these."""
+    assert LoopBreaker(16, 8, 3).accept([5] * 23, signals_of([1.0] * 23), 0) is None
+    assert LoopBreaker(16, 8, 3).accept([5] * 24, signals_of([1.0] * 24), 0).at == 23
+
+
+def test_a_loop_below_the_floor_fires_at_it():
+    """Where it still runs; one that is over does not."""
+    running, over = [1, 2] * 20, [1, 2] * 10 + list(range(20))
+    assert LoopBreaker(2, 2, 3).accept(running, signals_of([1.0] * 40), 30).at == 30
+    assert LoopBreaker(2, 2, 3).accept(over, signals_of([1.0] * 40), 30) is None
+
+
+class Compared(int):
+    """A token that counts how often it is compared."""
+
+    times = 0
+
+    def __ne__(self, other):
+        Compared.times += 1
+        return int(self) != int(other)
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("count", [2_000, 20_000])
+def test_the_loop_breaker_costs_the_same_at_any_length(monkeypatch, count):
+    """About ln(256 / 8) / 3 comparisons per token where nothing repeats; vLLM's check takes 249."""
+    monkeypatch.setattr(Compared, "times", 0)
+    rng = random.Random(7)
+    tokens = [Compared(rng.randrange(1000)) for _ in range(count)]
+    breaker = LoopBreaker(256, 8, 4)
+    for begin in range(0, count, 5):
+        assert breaker.accept(tokens[begin : begin + 5], signals_of([1.0] * 5), 0) is None
+    assert 0.5 < Compared.times / count < 1.5
+
+
+def test_the_loop_breaker_compares_no_token_twice(monkeypatch):
+    """Rows of one token, each a little too short to be a loop, are the worst there is."""
+    monkeypatch.setattr(Compared, "times", 0)
+    tokens = [Compared(token) for _ in range(40) for token in (*[0] * 63, 1 + _)]
+    assert LoopBreaker(32, 16, 4).accept(tokens, signals_of([1.0] * len(tokens)), 0) is None
+    assert Compared.times <= (32 - 16 + 1) * len(tokens)

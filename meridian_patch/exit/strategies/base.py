@@ -43,6 +43,7 @@ class Reason(StrEnum):
     HARD_CAP = "hard_cap"
     BUDGET = "budget"
     END_PROBABILITY = "end_probability"
+    LOOP = "loop"
 
 
 BOUNDS: Final = frozenset({Reason.HARD_CAP, Reason.BUDGET})

@@ -5,6 +5,7 @@ from meridian_patch.exit.strategies.base import Reason, Strategy
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
 from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
 
@@ -38,6 +39,12 @@ def build_strategies(
     if config.end_probability:
         strategies.append(
             EndProbability(config.end_probability_threshold, config.end_probability_patience)
+        )
+    if config.loop:
+        strategies.append(
+            LoopBreaker(
+                config.loop_max_pattern_size, config.loop_min_pattern_size, config.loop_min_count
+            )
         )
     if config.max_think_tokens is not None:
         lead = min(config.grace_tokens, config.max_think_tokens // _MOST_LEAD_SHARE)

@@ -55,12 +55,14 @@ class Script:
         ends: False for one that never ends by itself.
         rules: of its grammar, see ``grammar_rules``; None: none.
         binds_within: whether the grammar binds in the thought, too.
+        period: tokens after which a thought says the same again; 0: never.
     """
 
     seed: int
     turns: tuple[tuple[int, int], ...]
     rules: str | None = None
     binds_within: bool = False
+    period: int = 0
 
 
 class Speaker:
@@ -151,7 +153,8 @@ class Speaker:
             behind = index - think_tokens
             if behind >= 0 and self._ends:
                 return self._ends[0][behind] if behind < len(self._ends[0]) else self._ends[0][0]
-            return _word(self._script.seed, index, 65)
+            period = self._script.period
+            return _word(self._script.seed, index % period if period else index, 65)
         behind = index - answer_tokens
         if behind < 0:
             return _word(self._script.seed, index, 97)

@@ -1,7 +1,7 @@
 """The requests of a seed: who comes when, and what each will say."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meridian_patch.phase.boundaries import Boundaries
@@ -147,7 +147,7 @@ class Workload:
             ask.max_tokens = max(room - len(ask.prompt) - 4, 4)
             ask.session = index + 1 < chunks
             ask.images, ask.extra, ask.stops = [], {}, ()
-            ask.script = Script(ask.script.seed, ask.script.turns)
+            ask.script = replace(ask.script, rules=None, binds_within=False)
             ask.priority, ask.adapter, ask.salt = 0, 0, None
             asks.append(ask)
         for later in asks[1:]:
@@ -181,10 +181,12 @@ class Workload:
         )
         if kind == "runaways":
             turns = ((10**9, 0),)
+        seed = rng.randrange(10**6)
+        loops = self._case.strategy == "loop" and seed % 3
         ask = Ask(
             name or self._name(),
             prompt,
-            Script(rng.randrange(10**6), turns),
+            Script(seed, turns, period=3 + seed % 12 if loops else 0),
             room if rng.random() < 0.5 or kind == "runaways" else rng.randrange(1, room + 1),
             thinks=thinks,
         )
@@ -218,8 +220,11 @@ class Workload:
             ask.stops = (STOP_TOKEN, NEWLINE if rng.random() < 0.2 else STOP_TOKEN)
         if case.grammar != "never" and rng.random() < 0.4:
             rules = write_rules(rng.randrange(1, 30), rng.randrange(9))
-            ask.script = Script(
-                ask.script.seed, ask.script.turns[:1], rules, case.grammar == "within"
+            ask.script = replace(
+                ask.script,
+                turns=ask.script.turns[:1],
+                rules=rules,
+                binds_within=case.grammar == "within",
             )
             ask.stops = ()
             ask.grammar_delay = rng.choice((0, 0, 1, 5, 60))
@@ -233,6 +238,7 @@ class Workload:
                 {"meridian_priority": -MOST}, {"meridian_priority": MOST},
                 {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
                 {"meridian_min_think_tokens": MOST}, {"meridian_rpdi_lambda": 1.0000001},
+                {"meridian_loop_min_count": MOST}, {"meridian_loop_min_pattern_size": 0},
             ))  # fmt: skip
             if case.queue == "priority":
                 ask.priority = rng.choice((MIN64, MAX64))
