@@ -3,7 +3,8 @@
     python scripts/update_lock.py --installed
     python scripts/update_lock.py --wheel vllm-0.33.0-*.whl
 
-Reads source files only: the release need not be importable here.
+Reads source files only: the release need not be importable here. Says what differs from the release
+before.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from meridian_patch.patches import LOCK_FILE, PATCHES, load_lock
-from meridian_patch.patching.lock import compute_entry
+from meridian_patch.patching.lock import Entry, Kind, compute_entry
 from meridian_patch.patching.source import SourceTree, installed_root
 
 LOCK_PATH = Path(__file__).resolve().parent.parent / "meridian_patch" / LOCK_FILE
@@ -30,6 +31,20 @@ def read_version(tree: SourceTree) -> str:
             if "__version__" in names:
                 return Version(statement.value.value).public
     raise LookupError("vllm/_version.py does not assign a string to __version__")
+
+
+def differences(before: Entry, after: Entry) -> list[str]:
+    """Methods of which parameters or source differ: one line for each owner and each of the two."""
+    kinds: tuple[Kind, ...] = ("parameters", "source")
+    lines = []
+    for owner, locked in after.items():
+        for kind in kinds:
+            was = before[owner][kind] if owner in before else {}
+            now = locked[kind]
+            changed = [name for name in now if now[name] != was.get(name)]
+            if changed:
+                lines.append(f"{owner} {kind}: {' '.join(changed)}")
+    return lines or ["nothing"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,6 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     releases = sorted(lock, key=Version)
     LOCK_PATH.write_text(json.dumps({each: lock[each] for each in releases}, indent=2) + "\n")
     print(f"{LOCK_PATH.name}: locked {version}; releases: {', '.join(releases)}")
+    place = releases.index(version)
+    if place:
+        before = releases[place - 1]
+        print(f"different from {before}:", *differences(lock[before], entry), sep="\n  ")
     return 0
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from meridian_patch.calibrate.outcome import Goal, StrategyOutcome
-from meridian_patch.calibrate.thresholds import KINDS
 from meridian_patch.config.schema import SCHEMA_VERSION, Config
+from meridian_patch.exit.strategies.build import SWITCHES
 
 CURVE_COLUMNS = ("threshold", "saving_ratio", "accuracy", "lost", "lost_bound", "is_safe")
 _WIDTH = 98
@@ -100,8 +100,7 @@ def render_profile(
 def _exit_section(config: Config, outcomes: Sequence[StrategyOutcome]) -> dict[str, Any]:
     """The section in force; strategies and bounds that were not calibrated are off."""
     values = config.exit.model_dump(mode="json", exclude={"max_think_tokens", "trace"})
-    off = ("end_probability", "loop", *KINDS)
-    values |= {"mode": "observe"} | dict.fromkeys(off, False)
+    values |= {"mode": "observe"} | dict.fromkeys(SWITCHES, False)
     for outcome in outcomes:
         if outcome.chosen is not None:
             values[outcome.kind.name] = True

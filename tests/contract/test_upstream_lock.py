@@ -166,8 +166,9 @@ def test_script_locks_a_wheel_it_cannot_import(
     update_lock: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From a wheel of source files alone the script writes the entry of its release."""
+    """From a wheel of source files alone the script writes an entry, and says what is new."""
     wheel = tmp_path / "vllm-9.9.9-py3-none-any.whl"
     modules = {
         "vllm",
@@ -187,7 +188,23 @@ def test_script_locks_a_wheel_it_cannot_import(
     assert update_lock.main(["--wheel", str(wheel)]) == 0
     written = json.loads(target.read_text())
     assert list(written) == [*LOCKED_VERSIONS, "9.9.9"]
-    assert written["9.9.9"] == compute_entry(installed, PATCHES)
+    entry = compute_entry(installed, PATCHES)
+    assert written["9.9.9"] == entry
+    before = load_lock()[LOCKED_VERSIONS[-1]]
+    said = capsys.readouterr().out
+    assert f"different from {LOCKED_VERSIONS[-1]}:\n" in said
+    assert said.splitlines()[2:] == [f"  {line}" for line in update_lock.differences(before, entry)]
+
+
+def test_what_differs_between_releases_is_named(update_lock: ModuleType) -> None:
+    """Changed and new methods, by owner; attributes and what is equal are left out."""
+    before = {"m:A": {"parameters": {"f": "(a)", "g": "()"}, "source": {"f": "1"}}}
+    after = {
+        "m:A": {"parameters": {"f": "(b)", "g": "()"}, "source": {"f": "1"}},
+        "m:B": {"parameters": {}, "source": {"h": "2"}},
+    }
+    assert update_lock.differences(before, after) == ["m:A parameters: f", "m:B source: h"]
+    assert update_lock.differences(before, before) == ["nothing"]
 
 
 def test_script_refuses_what_is_not_vllm(

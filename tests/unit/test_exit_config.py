@@ -8,7 +8,7 @@ from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.config.request_options import RequestOptions, parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
-from meridian_patch.exit.strategies.build import build_strategies
+from meridian_patch.exit.strategies.build import SWITCHES, build_strategies
 from meridian_patch.exit.text_breaks import find_breaks
 
 SET = "MERIDIAN_PATCH_SET_EXIT__"
@@ -30,6 +30,16 @@ def test_every_strategy_can_be_switched():
     config = ExitConfig(eat=False, end_probability=True, loop=True, max_think_tokens=900)
     reasons = [s.reason for s in build_strategies(config, find_breaks([]), 800)]
     assert reasons == ["rpdi", "end_probability", "loop", "hard_cap", "budget"]
+
+
+def test_each_switch_is_that_of_one_strategy():
+    """A switch is named as the reason of its strategy; without switches there are bounds alone."""
+    assert {"eat", "rpdi", "end_probability"} <= set(SWITCHES)
+    off = dict.fromkeys(SWITCHES, False)
+    for switch in SWITCHES:
+        (strategy,) = build_strategies(ExitConfig(**off | {switch: True}), find_breaks([]))
+        assert strategy.reason == switch
+    assert not build_strategies(ExitConfig(**off), find_breaks([]))
 
 
 @pytest.mark.parametrize("mode", ["off", "observe", "enforce"])

@@ -1,5 +1,7 @@
 """Builds the strategies of one thought from the configuration."""
 
+from typing import Final
+
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.strategies.base import Reason, Strategy
 from meridian_patch.exit.strategies.eat import Eat
@@ -8,6 +10,13 @@ from meridian_patch.exit.strategies.hard_cap import HardCap
 from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
+
+SWITCHES: Final = tuple(
+    reason.value
+    for reason in Reason
+    if (field := ExitConfig.model_fields.get(reason.value)) and field.annotation is bool
+)
+"""Strategies that the configuration switches on and off: a switch is named as its reason."""
 
 # At most 1/8 of max_think_tokens may be given up to find the end of a line.
 _MOST_LEAD_SHARE = 8

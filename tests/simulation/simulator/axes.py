@@ -1,8 +1,11 @@
 """What a simulated configuration may be: the axes, their values, and how a seed draws them."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
+
+from meridian_patch.exit.strategies.build import SWITCHES
+from meridian_patch.policy.profiles import Rules
 
 
 class Axis(NamedTuple):
@@ -19,7 +22,7 @@ class Axis(NamedTuple):
     weights: tuple[float, ...] | None = None
 
 
-RULES = ("order", "victims", "step_cut", "pacing", "admission", "time_sharing")
+RULES = tuple(field.name for field in fields(Rules))
 BOUNDARY_KINDS = (
     "token", "framed", "spelled", "several", "overlapping", "channel", "unprobed", "none",
 )  # fmt: skip
@@ -52,12 +55,12 @@ AXES: dict[str, Axis] = {
     "lora": Axis("none", ("none", "scarce"), (3, 1)),
     "connector": Axis("none", ("none", "load", "delayed", "offload"), (9, 1, 1, 1)),
     "profile": Axis("latency", ("latency", "throughput", "fair", "noop"), (4, 1, 1, 1)),
-    "rule": Axis("profile", ("profile", *RULES), (6, 1, 1, 1, 1, 1, 1)),
+    "rule": Axis("profile", ("profile", *RULES), (6, *[1] * len(RULES))),
     "machine": Axis("slow", ("slow", "fast")),
     "haste": Axis("default", ("default", "eager")),
     "exit": Axis("off", ("off", "observe", "enforce"), (1, 2, 2)),
     "gap": Axis(64, (1, 4, 64), (2, 1, 1)),
-    "strategy": Axis("eat", ("eat", "rpdi", "end_probability", "loop", "cap"), (6, 1, 1, 1, 1)),
+    "strategy": Axis("eat", (*SWITCHES, "cap"), (6, *[1] * len(SWITCHES))),
     "tiers": Axis(True, (True, False), (4, 1)),
     "history": Axis("strip", ("strip", "keep", "keep_in_tool_loop"), (3, 1, 1)),
     "boundary": Axis("token", BOUNDARY_KINDS, (6, 1, 1, 1, 1, 1, 1, 1)),

@@ -37,6 +37,7 @@ from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 from meridian_patch.engine.scheduler import assembly
 from meridian_patch.engine.scheduler import scheduler as ours
+from meridian_patch.exit.strategies.build import SWITCHES
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.replay.offload import OffloadTier, transfer_config
@@ -276,10 +277,7 @@ def _exit_settings(case: Case) -> dict[str, Any]:
         "grace_tokens": 4,
         "probe_min_gap_tokens": case.gap,
         "probe_max_gap_tokens": max(case.gap, 16 if case.gap < 64 else 128),
-        "eat": "true" if case.strategy == "eat" else "false",
-        "rpdi": "true" if case.strategy == "rpdi" else "false",
-        "end_probability": "true" if case.strategy == "end_probability" else "false",
-        "loop": "true" if case.strategy == "loop" else "false",
+        **{switch: str(case.strategy == switch).lower() for switch in SWITCHES},
         "loop_max_pattern_size": 12,
         "loop_min_pattern_size": 4,
         "loop_min_count": 3,

@@ -120,7 +120,8 @@ TAIL = """## Left out
   vLLM fails in both on a CPU.
 - **The example connector in a KV pool that is too small, or with prompts in chunks.** Stock vLLM
   then loads blocks that are not the request's.
-- **vLLM 0.33.** It has no CPU build; its sources are checked by fingerprint alone.
+- **Other locked releases** ([which](patches.md)). They have no CPU build; their sources are checked
+  by fingerprint alone.
 """
 
 
