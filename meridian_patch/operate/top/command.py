@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from meridian_patch.errors import MeridianError
+from meridian_patch.errors import ConfigError, MeridianError
 from meridian_patch.operate.http_client import ServerClient, read_key
-from meridian_patch.operate.options import seconds
-from meridian_patch.operate.scrape import Scrape, parse
-from meridian_patch.operate.top import recording
+from meridian_patch.operate.options import port, seconds
 from meridian_patch.operate.top.keys import is_asked_to_quit, single_keys
 from meridian_patch.operate.top.render import WIDTH, render
-from meridian_patch.operate.top.view import View, check_vllm, view
+from meridian_patch.operate.top.source import LiveServer, recorded
+from meridian_patch.operate.top.view import View, view
+from meridian_patch.operate.top.web.command import HOST, PORT, show_live, show_recording
 
 _DEFAULT_URL = "http://localhost:8000"
 # As shells report a program that a closed pipe ended.
@@ -37,6 +36,11 @@ def add_top(commands: Any) -> None:
     top.add_argument("--record", type=Path, help="also append the scrapes to this file")
     top.add_argument("--replay", type=Path, help="show the scrapes of this file, ask no server")
     top.add_argument("--api-key-file", type=Path, help="file with the server's API key")
+    top.add_argument("--web", action="store_true", help="show it in a browser, not in the terminal")
+    top.add_argument("--host", help=f"address that the page is served at ({HOST})")
+    top.add_argument(
+        "--port", type=port, help=f"port that it is served at ({PORT}); 0: any free one"
+    )
     top.set_defaults(run=_run)
 
 
@@ -55,80 +59,70 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _show(parsed: argparse.Namespace) -> int:
+    if parsed.web:
+        return _web(parsed)
+    if parsed.host is not None or parsed.port is not None:
+        raise ConfigError("--host and --port are of the web page: add --web")
     if parsed.replay is not None:
         return _replay(parsed)
-    client = ServerClient(parsed.url, read_key(parsed.api_key_file))
-    return _once(client, parsed) if parsed.once else _watch(client, parsed)
+    server = _server(parsed)
+    return _once(server, parsed) if parsed.once else _watch(server, parsed)
+
+
+def _server(parsed: argparse.Namespace) -> LiveServer:
+    return LiveServer(ServerClient(parsed.url, read_key(parsed.api_key_file)), parsed.record)
+
+
+def _web(parsed: argparse.Namespace) -> int:
+    """Show it in browsers until an interrupt; keys are not read, so that it may run detached."""
+    if parsed.once or parsed.as_json:
+        raise ConfigError("--web goes with neither --once nor --json")
+    host = HOST if parsed.host is None else parsed.host
+    place = host, PORT if parsed.port is None else parsed.port
+
+    def is_ended() -> bool:
+        return is_asked_to_quit(parsed.interval, has_keys=False)
+
+    if parsed.replay is not None:
+        show_recording(parsed.replay, is_ended, *place)
+    else:
+        show_live(_server(parsed), parsed.interval, is_ended, *place)
+    return 0
 
 
 def _replay(parsed: argparse.Namespace) -> int:
     """Show the windows of a recording one after the other; with --once the last one."""
-    shown = list(_windows(recording.read(parsed.replay)))
+    shown = [each for _, each in recorded(parsed.replay)]
     for each in shown[-1:] if parsed.once else shown:
         _print(each, str(parsed.replay), parsed)
     return 0
 
 
-def _windows(scrapes: Iterator[Scrape]) -> Iterator[View]:
-    before = next(scrapes)
-    for after in scrapes:
-        # The clock may have been set back, and a recording may be of several sessions.
-        if after.at_s > before.at_s:
-            yield view(before, after)
-        before = after
-
-
-def _once(client: ServerClient, parsed: argparse.Namespace) -> int:
-    before = _scrape(client, parsed)
+def _once(server: LiveServer, parsed: argparse.Namespace) -> int:
+    before = server.scrape()
     time.sleep(parsed.interval)
-    _print(view(before, _scrape(client, parsed)), client.url, parsed)
+    _print(view(before, server.scrape()), server.url, parsed)
     return 0
 
 
-def _watch(client: ServerClient, parsed: argparse.Namespace) -> int:
+def _watch(server: LiveServer, parsed: argparse.Namespace) -> int:
     """Scrape and draw until ``q``."""
-    first = _scrape(client, parsed)
+    first = server.scrape()
     with single_keys() as has_keys:
-        views = _views(client, first, parsed, has_keys=has_keys)
+        views = server.watch(first, lambda: is_asked_to_quit(parsed.interval, has_keys=has_keys))
         if parsed.as_json:
             for each in views:
                 told = {"error": str(each)} if isinstance(each, MeridianError) else each.as_dict()
                 print(json.dumps(told), flush=True)
             return 0
-        waiting = Text(f"meridian top  {client.url}  waiting for a second scrape")
+        waiting = Text(f"meridian top  {server.url}  waiting for a second scrape")
         with Live(waiting, console=Console(highlight=False), auto_refresh=False) as live:
             for each in views:
                 if isinstance(each, MeridianError):
                     live.update(Text(f"{each}; trying again"), refresh=True)
                 else:
-                    live.update(render(each, client.url), refresh=True)
+                    live.update(render(each, server.url), refresh=True)
     return 0
-
-
-def _views(
-    client: ServerClient, first: Scrape, parsed: argparse.Namespace, *, has_keys: bool
-) -> Iterator[View | MeridianError]:
-    """A view per interval until ``q``; an error where the server does not tell."""
-    before = first
-    while not is_asked_to_quit(parsed.interval, has_keys=has_keys):
-        try:
-            after = _scrape(client, parsed)
-        except MeridianError as error:
-            yield error
-            continue
-        yield view(before, after)
-        before = after
-
-
-def _scrape(client: ServerClient, parsed: argparse.Namespace) -> Scrape:
-    text = client.metrics()
-    now, time_of_day = time.monotonic(), time.time()
-    scrape = parse(text, now)
-    check_vllm(scrape)
-    if parsed.record is not None:
-        # Recordings of several starts of the machine may share a file: the time of day orders them.
-        recording.append(parsed.record, text, time_of_day)
-    return scrape
 
 
 def _print(shown: View, source: str, parsed: argparse.Namespace) -> None:

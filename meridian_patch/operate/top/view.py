@@ -1,5 +1,6 @@
 """From two scrapes to what the screen shows. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -52,8 +53,8 @@ class View:
     verdict: Verdict
 
     def as_dict(self) -> dict[str, Any]:
-        """The view as JSON knows it."""
-        return asdict(self)
+        """The view as JSON knows it; a number that is not finite, of a strange page, is None."""
+        return {name: finite(value) for name, value in asdict(self).items()}
 
 
 def view(before: Scrape, after: Scrape) -> View:
@@ -127,3 +128,10 @@ def _prompt_share(window: Window) -> float | None:
 
 def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON: numbers that are not finite are None, in mappings too."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

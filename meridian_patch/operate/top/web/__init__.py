@@ -1,0 +1,1 @@
+"""``meridian top --web``: the same in a browser, with the last minutes as charts."""
