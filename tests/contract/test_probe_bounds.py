@@ -62,7 +62,7 @@ def watch(driver):
 def test_a_probe_fits_into_the_model_with_the_token_it_samples(driver_for, prompt_tokens):
     """A runaway thought is probed up to the limit, and behind it no probe is made."""
     driver = driver_for(engine_args={"max_model_len": 256})
-    suffix = len(driver.scheduler.early_exit.probes._suffix)
+    suffix = driver.scheduler.early_exit.probes.suffix_tokens
     for number in range(3):
         driver.add(thinker(f"r{number}", 1000, prompt_tokens=prompt_tokens))
     seen = watch(driver)
@@ -115,7 +115,7 @@ def test_a_padded_probe_keeps_no_request_out(monkeypatch, demo_model):
     driver = exit_driver(monkeypatch, demo_model, **{**PROBED, **gap})
     scheduler = driver.scheduler
     probes = scheduler.early_exit.probes
-    assert len(probes._suffix) == 1
+    assert probes.suffix_tokens == 1
     driver.add(thinker("thinks", 300, prompt_tokens=BLOCK_SIZE))
     while not probes.are_next:
         driver.step()
@@ -206,7 +206,7 @@ def test_a_block_that_eagle_drops_is_computed_again(driver_for):
         driver.add(thinker(f"r{number}", 200, prompt_tokens=31 + 9 * number))
     seen = watch(driver)
     driver.drain()
-    suffix = len(driver.scheduler.early_exit.probes._suffix)
+    suffix = driver.scheduler.early_exit.probes.suffix_tokens
     assert max(each.computed for each in seen) == 2 * BLOCK_SIZE - 1 + suffix
     for each in seen:
         full = (each.length - suffix) // BLOCK_SIZE * BLOCK_SIZE
@@ -223,7 +223,7 @@ def test_a_probe_whose_window_is_gone_is_not_made(driver_for):
             driver.step()
     seen = watch(driver)
     driver.drain()
-    suffix = len(driver.scheduler.early_exit.probes._suffix)
+    suffix = driver.scheduler.early_exit.probes.suffix_tokens
     assert len(seen) > 200
     assert max(each.computed for each in seen) <= BLOCK_SIZE + suffix
     assert is_empty(driver)
@@ -235,7 +235,7 @@ def test_probes_of_long_thoughts_are_spread_over_steps(driver_for):
     scheduler = driver.scheduler
     for number in range(6):
         driver.add(thinker(f"r{number}", 380 + number))
-    suffix = len(scheduler.early_exit.probes._suffix)
+    suffix = scheduler.early_exit.probes.suffix_tokens
     seen = watch(driver)
     driver.drain()
     steps = defaultdict(list)

@@ -18,7 +18,7 @@ def test_every_second_step_has_a_probe(is_v2):
     assert len(made) == len(seen[PLAIN]) == len(seen[PROBED]) == 20
     assert all(set(seconds) == set(CALLS) for side in seen.values() for seconds in side)
     # What is computed of it is a block and the trial boundary at most.
-    assert probes.most_computed_tokens <= probes._block_size + len(probes._suffix)
+    assert probes.most_computed_tokens <= probes._block_size + probes.suffix_tokens
     assert not micro._scheduler.phase_counters.totals.get("fallback:exception")
 
 

@@ -4,6 +4,14 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from full_pool import (
+    BLOCKS,
+    job,
+    newcomer,
+    num_preempted_for_room,
+    share_time_alone,
+    taught_driver,
+)
 from scheduler_driver import (
     BLOCK_SIZE,
     Job,
@@ -25,47 +33,19 @@ from meridian_patch.engine.scheduler.admission_checks import (
 )
 from meridian_patch.phase.tracker import Phase
 
-BUDGET = 512
-BLOCKS = 40
-
 
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch):
-    """Time-sharing that may displace any thought of 200 tokens, and nothing else decides."""
-    for name, value in {
-        "time_budget_us": "10000000",
-        "admission": "false",
-        "step_cut": "false",
-        "sharing_min_tokens": "200",
-        "sharing_overhead": "1.0",
-    }.items():
-        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
-
-
-def job(name, seed, *, prompt=60, think=50, answer=20, **more):
-    tokens = make_prompt(random.Random(seed), prompt, thinks=True, shared=1000 + seed)
-    return Job(name, tuple(tokens), think, answer, **more)
+    share_time_alone(monkeypatch)
 
 
 def full_pool(demo_model, *, prompt=60, **options):
     """Two long thinkers hold most of the pool; the step-time model knows what tokens cost."""
-    options = {"blocks": BLOCKS, "max_num_batched_tokens": BUDGET, **options}
-    driver = driver_for(demo_model, **options)
-    for number in range(12):
-        driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
-        driver.drain()
+    driver = taught_driver(demo_model, **options)
     driver.add(job("long", 50, prompt=prompt, think=700, answer=5))
     driver.add(job("other", 51, think=500, answer=5))
     step_until(driver, "long", Phase.THINK, 290)
     return driver
-
-
-def newcomer(blocks, name="new", seed=52):
-    return job(name, seed, prompt=BLOCK_SIZE * blocks, think=2, answer=3)
-
-
-def num_preempted_for_room(driver):
-    return driver.scheduler.phase_counters.totals.get("preemption:think", 0)
 
 
 def test_blocks_that_a_running_request_holds_are_not_needed(demo_model):

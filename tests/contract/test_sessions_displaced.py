@@ -1,42 +1,30 @@
 """Time-sharing displaces streaming sessions as it does other requests, and loses none."""
 
-import random
-
 import pytest
-from scheduler_driver import BLOCK_SIZE, Job, make_prompt
-from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from full_pool import (
+    BLOCKS,
+    job,
+    newcomer,
+    num_preempted_for_room,
+    share_time_alone,
+    taught_driver,
+)
+from tier_driver import SYNC_AND_ASYNC, step_until
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.tracker import Phase
 
-BLOCKS = 40
 PAUSED = RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch):
-    """Time-sharing that may displace any thought of 200 tokens, and nothing else decides."""
-    for name, value in {
-        "time_budget_us": "10000000",
-        "admission": "false",
-        "step_cut": "false",
-        "sharing_min_tokens": "200",
-        "sharing_overhead": "1.0",
-    }.items():
-        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
-
-
-def job(name, seed, *, prompt=60, think=50, answer=20, **more):
-    tokens = make_prompt(random.Random(seed), prompt, thinks=True, shared=1000 + seed)
-    return Job(name, tuple(tokens), think, answer, **more)
+    share_time_alone(monkeypatch)
 
 
 def full_pool(demo_model, session, *, is_async):
     """A session and another thinker hold most of the pool; what tokens cost is known."""
-    driver = driver_for(demo_model, blocks=BLOCKS, max_num_batched_tokens=512, is_async=is_async)
-    for number in range(12):
-        driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
-        driver.drain()
+    driver = taught_driver(demo_model, is_async=is_async)
     opened = driver.send_chunk(session)
     driver.add(job("other", 51, think=500, answer=5))
     driver.scheduler.requests["other"].num_preemptions = 1000
@@ -51,14 +39,6 @@ def steps_until(driver, condition):
     raise AssertionError("it never came to that")
 
 
-def displaced(driver):
-    return driver.scheduler.phase_counters.totals.get("preemption:think", 0)
-
-
-def newcomer():
-    return job("new", 52, prompt=BLOCK_SIZE * (BLOCKS - 22), think=2, answer=3)
-
-
 @SYNC_AND_ASYNC
 def test_a_session_makes_room(demo_model, is_async):
     """Under asynchronous scheduling a token of a running request is always on the way."""
@@ -66,9 +46,9 @@ def test_a_session_makes_room(demo_model, is_async):
         demo_model, job("s", 50, think=700, answer=5, max_tokens=800), is_async=is_async
     )
     step_until(driver, "s", Phase.THINK, 290)
-    driver.add(newcomer())
+    driver.add(newcomer(BLOCKS - 22))
     steps_until(driver, lambda: driver.deliveries["new"])
-    assert displaced(driver) == 1
+    assert num_preempted_for_room(driver) == 1
     assert session.num_preemptions == 1
     steps_until(driver, lambda: session.status == PAUSED)
     assert len(driver.deliveries["s"]) == 700 + 1 + 5 + 1
@@ -86,9 +66,9 @@ def test_a_session_whose_last_token_is_on_the_way_makes_room(demo_model, is_queu
     last = len(first.prompt) + said - 1
     steps_until(driver, lambda: session.num_computed_tokens == last)
     assert session.num_in_flight_tokens
-    driver.add(newcomer())
+    driver.add(newcomer(BLOCKS - 22))
     driver.step()
-    assert (displaced(driver), session.num_preemptions) == (1, 1)
+    assert (num_preempted_for_room(driver), session.num_preemptions) == (1, 1)
     driver.jobs["s"] = chunk
     if not is_queued:
         assert session.status == PAUSED
@@ -107,7 +87,7 @@ def test_a_session_that_goes_on_stays_ahead_of_later_requests(demo_model):
     driver, session = full_pool(demo_model, first, is_async=True)
     last = len(first.prompt) + first.max_tokens - 1
     steps_until(driver, lambda: session.num_computed_tokens == last)
-    driver.add(newcomer())
+    driver.add(newcomer(BLOCKS - 22))
     driver.step()
     assert session.status == PAUSED
     driver.scheduler.max_num_active_reqs = 0

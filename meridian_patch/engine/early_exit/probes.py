@@ -113,6 +113,11 @@ class Probes:
         """Ids of the live probes."""
         return tuple(self._live)
 
+    @property
+    def suffix_tokens(self) -> int:
+        """Number of tokens that a probe has behind its parent's."""
+        return len(self._suffix)
+
     def subtract_from(self, counts: tuple[int, int]) -> tuple[int, int]:
         """Numbers of running and of waiting requests without the probes among them.
 
