@@ -18,7 +18,8 @@ def parse_arm(text: str, reserved: Collection[str]) -> tuple[str, dict[str, str]
     """Name and environment of an arm written as ``NAME:KEY=VALUE,...``.
 
     Args:
-        text: keys are as in a configuration file.
+        text: keys are as in a configuration file, or ``config`` for the path of such a file, whose
+            values are used for all keys that are not given.
         reserved: names of arms without settings of ours.
 
     Raises:
@@ -33,7 +34,9 @@ def parse_arm(text: str, reserved: Collection[str]) -> tuple[str, dict[str, str]
         )
     if name in reserved:
         raise BenchError(f"--arm is {text!r}: {name} has no settings of ours; use another name")
-    return name, override({key.strip(): value.strip() for key, _, value in settings})
+    values = {key.strip(): value.strip() for key, _, value in settings}
+    file = {"MERIDIAN_PATCH_CONFIG": values.pop("config")} if "config" in values else {}
+    return name, file | override(values)
 
 
 def override(settings: Mapping[str, object]) -> dict[str, str]:

@@ -1,19 +1,28 @@
 """The demo: stock and patched vLLM in turn, on the same requests, under the same KV pressure.
 
-``python -P -m meridian_patch.demo.run`` is ``meridian bench serve`` on the tiny reasoner with
-settings that suit any machine. It takes the same options; only ``--seeds`` is a number.
+Four servers of the tiny reasoner: stock vLLM, stock vLLM again (what these two differ by is chance,
+and so is as much between the others), patched, and patched with the early exit that was calibrated
+for this model. ``python -P -m meridian_patch.demo.run`` is ``meridian bench serve`` with settings
+that suit any machine. It takes the same options; only ``--seeds`` is a number.
 """
 
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
+from importlib.resources import files
 
 from meridian_patch.bench.interrupts import run_program
 from meridian_patch.bench.options import read_whole
+from meridian_patch.bench.served.arms import NOOP
 from meridian_patch.bench.served.command import add_serve, run_serve
 
 _MODULE = "meridian_patch.demo.run"
-_DEFAULTS = "--arms stock,noop,patched --rate auto --restart --out out/demo"
+_DEFAULTS = "--workload mixed --rate auto --requests 80 --pause 1 --headlines --out out/demo"
+_ARMS = "stock,stock-again,patched"
+# With what `meridian calibrate` chose for the tiny reasoner.
+_EXIT_ARM = "exit"
+_PROFILE = files("meridian_patch.configs").joinpath("profiles/tiny_reasoner_exit.yaml")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,19 +32,36 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    return run_serve(parse(arguments), shlex.join(["python", "-P", "-m", _MODULE, *arguments]))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The demo's options as those of ``meridian bench serve``.
+
+    Raises:
+        BenchError: a wrong number of seeds.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -P -m {_MODULE}",
         description=__doc__,
         epilog=f"Further options are those of 'meridian bench serve'. Defaults here: {_DEFAULTS}",
     )
-    parser.add_argument("--seeds", default="1", help="traces per arm, a whole number above 0")
+    parser.add_argument("--seeds", default="2", help="traces per arm, a whole number above 0")
+    parser.add_argument(
+        "--noop", action="store_true", help="one more arm: our scheduler deciding as stock does"
+    )
     own, others = parser.parse_known_args(arguments)
     pairs = read_whole("--seeds", own.seeds)
     has_trace = any(option.startswith("--trace") for option in others)
     traces = ["--pairs", own.seeds] if has_trace else ["--seeds", f"1-{pairs}"]
     serve = add_serve(argparse.ArgumentParser(prog=parser.prog).add_subparsers())
+    serve.set_defaults(arms=None)
     parsed = serve.parse_args([*_DEFAULTS.split(), *traces, *others])
-    return run_serve(parsed, shlex.join(["python", "-P", "-m", _MODULE, *arguments]))
+    if parsed.arms is None:
+        parsed.arms = f"{_ARMS},{NOOP}" if own.noop else _ARMS
+        if parsed.model is None and not parsed.arm:
+            parsed.arm = [f"{_EXIT_ARM}:config={_PROFILE}"]
+    return parsed
 
 
 if __name__ == "__main__":

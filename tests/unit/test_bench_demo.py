@@ -4,7 +4,9 @@ import socket
 
 import pytest
 
-from meridian_patch.demo.run import main
+from meridian_patch.bench.served.arms import arm_environment, read_arms
+from meridian_patch.config.load import load_config
+from meridian_patch.demo.run import main, parse
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
@@ -21,7 +23,7 @@ def run(capsys, *arguments: str) -> tuple[int, str]:
         (["--rate", "fast"], "--rate is 'fast', expected a number above 0"),
         (["--arms", "stock,turbo"], "unknown arm 'turbo'; known: stock, noop, patched"),
         (["--arms", "stock,stock"], "arm 'stock' is named twice"),
-        (["--blocks", "64"], "--blocks is 64, expected at least 65"),
+        (["--blocks", "64"], "--blocks is 64, expected at least 129"),
     ],
 )
 def test_wrong_option_is_refused(capsys, arguments, message):
@@ -57,8 +59,24 @@ def test_request_too_long_for_the_servers_is_refused(capsys, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"id": "a", "arrival_s": 0, "messages": [{"role": "user", "content": "q?"}], '
-        '"expected": "1", "max_tokens": 4096}\n'
+        '"expected": "1", "max_tokens": 8192}\n'
     )
     code, err = run(capsys, "--trace", str(trace))
     assert code == 1
-    assert "request a: max_tokens is 4096, expected less than 2048" in err
+    assert "request a: max_tokens is 8192, expected less than 4096" in err
+
+
+def test_the_demo_shows_the_product_beside_stock_twice():
+    """By default also early exit as calibrated; with --noop our scheduler deciding as stock."""
+    parsed = parse([])
+    arms = [arm.name for arm in read_arms(parsed.arms, parsed.arm, {})]
+    assert arms == ["stock", "stock-again", "patched", "exit"]
+    early = read_arms("", parsed.arm, {})[0]
+    assert load_config(arm_environment(early.environment, {})).config.exit.mode == "enforce"
+    assert parse(["--noop"]).arms == "stock,stock-again,patched,noop"
+
+
+def test_another_model_or_other_arms_leave_the_calibrated_exit_out(tmp_path):
+    """The thresholds are those of the tiny reasoner."""
+    assert parse(["--model", str(tmp_path)]).arm == []
+    assert parse(["--arms", "stock,patched"]).arm == []

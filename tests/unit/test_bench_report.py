@@ -3,6 +3,7 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from meridian_patch.bench.served import plots
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.report import (
     BORROWED_NOTE,
+    CHANCE_NOTE,
     Origin,
     build_rows,
     column_titles,
     has_borrowed,
+    headline_table,
     terminal_table,
     write_report,
 )
@@ -25,6 +28,7 @@ from meridian_patch.bench.served.summary import (
     ArmRun,
     SeedRun,
     Spread,
+    chance_factor,
     misses_over_stock,
     seed_ratios,
     summarise,
@@ -164,10 +168,11 @@ def test_report_page_and_data_agree(drawn):
     assert data["arms"]["stock"]["by_seed"]["1"]["answer_preemptions"] is None
 
 
-def test_report_embeds_three_plots(drawn):
-    """The page needs no other file: all plots are PNG data in it."""
+def test_report_embeds_its_plots(drawn):
+    """The page needs no other file: all plots are PNG data in it. The first is also a file."""
     page = drawn.read_text()
-    assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 3
+    assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 4
+    assert (drawn.parent / "answers.png").read_bytes().startswith(b"\\x89PNG")
     assert "measured-cpu · 2026-01-02T03:04:05+00:00 · a CPU, 2 cores" in page
 
 
@@ -188,7 +193,7 @@ def test_report_of_requests_without_an_answer(tmp_path):
     for record in run.records:
         record.token_ids = [10] * 6
     page = write_report(tmp_path, [ArmRun("stock", [run])], origin()).read_text()
-    assert page.count("data:image/png") == 3
+    assert page.count("data:image/png") == 4
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -230,6 +235,54 @@ def test_table_of_seeds_fits_a_narrow_terminal():
     assert "…" not in text
     assert "1,000..2,500" in text
     assert "answer stalls > 250 ms" in text
+
+
+def with_stock_again(*stalls_s: float) -> list[ArmRun]:
+    """Stock stalls for 1 s on each seed, stock again as given, patched for 0.1 s."""
+    seeds = range(1, len(stalls_s) + 1)
+    return [
+        ArmRun("stock", [seed_run(seed, 1.0, {}) for seed in seeds]),
+        ArmRun("stock-again", [seed_run(s, stalls_s[s - 1], {}) for s in seeds]),
+        ArmRun("patched", [seed_run(seed, 0.1, {}) for seed in seeds]),
+    ]
+
+
+def test_what_two_stock_servers_differ_by_is_chance():
+    """The largest factor over seeds, either way round; none without a second stock server."""
+    arms = [summarise(run) for run in with_stock_again(2.0, 0.25)]
+    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx(4)
+    assert chance_factor(arms, "accuracy") == 1
+    arms = [summarise(run) for run in with_stock_again(0.2)]
+    assert chance_factor(arms, "answer_stalls") == inf
+    assert chance_factor([arms[0], arms[2]], "answer_gap_max_s") is None
+
+
+@pytest.mark.parametrize(
+    ("again_s", "by_chance", "ratio"),
+    [(2.0, "0.5..2", "0.1"), (20.0, "0.05..20", "same (0.1)")],
+)
+def test_a_ratio_within_chance_is_called_the_same(tmp_path, again_s, by_chance, ratio):
+    """Such a ratio is grey on the page and in the terminal; others are not."""
+    runs = with_stock_again(again_s)
+    row = next(r for r in build_rows([summarise(run) for run in runs]) if "worst" in r.label)
+    assert [str(cell) for cell in row.ratios] == [by_chance, ratio]
+    is_grey = ratio.startswith("same")
+    assert (row.ratios[1].short.style == "bright_black") is is_grey
+    page = write_report(tmp_path, runs, origin()).read_text()
+    assert (f'<td class="same">{ratio}</td>' in page) is is_grey
+    assert CHANCE_NOTE in page
+
+
+def test_headlines_fit_a_narrow_terminal():
+    """Four arms in 80 columns, without the second stock server's own figures."""
+    runs = [*with_stock_again(2.0, 0.25), replace(three_arms()[2], name="exit")]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(headline_table([summarise(run) for run in runs], ""))
+    text = console.export_text()
+    assert "…" not in text
+    for words in ("worst answer gap, ms", "think tokens", "by chance", "exit"):
+        assert words in text
+    assert "stock-again" not in text
 
 
 def turns_run(name: str, hit_tokens: float) -> ArmRun:

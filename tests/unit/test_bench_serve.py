@@ -22,7 +22,7 @@ from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.served.load import deal, play_in_processes
 from meridian_patch.bench.served.plan import (
-    TURNS_SIZES,
+    SIZES,
     any_settings,
     find_model,
     packaged_model,
@@ -89,7 +89,6 @@ def refused(capsys, *arguments: str) -> str:
         (["--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
         (["--trace", "t.jsonl", "--seeds", "1"], "leave one of them out"),
         (["--workload", "turns", "--blocks", "128"], "--blocks is 128, expected at least 129"),
-        (["--workload", "turns", "--rate", "auto"], "--rate is 'auto'"),
         (["--workload", "turns", "--pause", "0"], "--pause is '0'"),
         (["--arms", "stock,ample", "--model", "a/b"], "ample has 20 times the KV pool"),
     ],
@@ -163,8 +162,32 @@ def test_turns_are_a_workload():
     sizes = [
         (s.kv_blocks, s.max_model_len) for s in (a.settings(found.settings) for a in found.arms)
     ]
-    assert sizes == [(20 * TURNS_SIZES[0], TURNS_SIZES[1]), TURNS_SIZES, TURNS_SIZES]
+    blocks, context = SIZES["turns"]
+    assert sizes == [(20 * blocks, context), (blocks, context), (blocks, context)]
     assert "conversations per second" in found.workload
+
+
+def test_a_file_configures_an_arm(tmp_path):
+    """The arm's own keys go before those of its file."""
+    file = tmp_path / "early.yaml"
+    file.write_text("version: 1\nexit: {mode: enforce, grace_tokens: 9}\n")
+    [early] = read_arms("", [f"early:config={file},exit.grace_tokens=3"], {})
+    config = load_config(arm_environment(early.environment, {})).config
+    assert (config.exit.mode, config.exit.grace_tokens) == ("enforce", 3)
+    with pytest.raises(BenchError, match=r"arm early: .*nowhere"):
+        read_arms("", ["early:config=/nowhere"], {})
+
+
+def test_problems_and_conversations_are_mixed():
+    """Half of each, at half the rate each; ids differ."""
+    found = comparison_of("--workload", "mixed", "--requests", "40", "--rate", "4", "--seeds", "5")
+    [trace] = found.traces.values()
+    lengths = [len(turns) for turns in conversations(trace)]
+    assert (sum(lengths), lengths.count(1) >= 20, max(lengths) > 1) == (40, True, True)
+    assert len({request.id for request in trace}) == 40
+    assert "2 per second" in found.workload
+    assert "0.5 conversations per second" in found.workload
+    assert (found.settings.kv_blocks, found.settings.max_model_len) == SIZES["mixed"]
 
 
 def test_kept_thoughts_need_the_other_template():

@@ -59,7 +59,7 @@ def read_arms(names: str, described: Sequence[str], base: Mapping[str, str]) -> 
 
     Args:
         names: comma list of ``KNOWN_ARMS``.
-        described: arms as ``NAME:KEY=VALUE,...``.
+        described: arms as ``NAME:KEY=VALUE,...``, with ``config=FILE`` among them.
         base: environment that the servers inherit.
 
     Raises:

@@ -29,9 +29,7 @@ _COUNTED_SHARE = 0.9
 _ROOMY_POOL = 8
 
 
-def measure_capacity(
-    settings: ServerSettings, load: Load, mix: Mix, folder: Path, console: Console
-) -> float:
+def measure_capacity(settings: ServerSettings, load: Load, folder: Path, console: Console) -> float:
     """Start a stock server and measure how many requests it completes per second.
 
     All requests come at once, and the KV pool holds them all.
@@ -39,7 +37,6 @@ def measure_capacity(
     Args:
         settings: of the server.
         load: how it is driven.
-        mix: what the requests are like; their arrivals do not matter.
         folder: takes the server's log.
         console: shows how far it is.
 
@@ -47,7 +44,7 @@ def measure_capacity(
         BenchError: the server failed, or a request did.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = make_trace(replace(mix, requests=_REQUESTS, rate_per_s=1.0), _SEED)
+    drawn = make_trace(Mix(_REQUESTS, rate_per_s=1.0), _SEED)
     trace = [replace(request, arrival_s=0.0) for request in drawn]
     arm, run = replace(KNOWN_ARMS[STOCK], pool_factor=_ROOMY_POOL), ArmRun(STOCK)
     env, log = dict(envs.environment()), folder / "server-capacity.log"
@@ -63,16 +60,16 @@ def measure_capacity(
     return completed_per_s([record.token_s[-1] for record in played.records])
 
 
-def bearable_mix(
-    mix: Mix, settings: ServerSettings, load: Load, folder: Path, console: Console
-) -> tuple[Mix, str]:
-    """Set the mix to a rate that this machine can serve; also say what stock completes.
+def bearable_rate(
+    settings: ServerSettings, load: Load, folder: Path, console: Console
+) -> tuple[float, str]:
+    """Requests per second that this machine can serve; also say what stock completes.
 
     Args and errors as of ``measure_capacity``.
     """
-    capacity = measure_capacity(settings, load, mix, folder, console)
+    capacity = measure_capacity(settings, load, folder, console)
     words = f"Stock completes {capacity:.2f} per second here when all come at once and fit."
-    return replace(mix, rate_per_s=round(CAPACITY_SHARE * capacity, 2)), words
+    return round(CAPACITY_SHARE * capacity, 2), words
 
 
 def completed_per_s(ends_s: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meridian_patch.bench.interrupts import EXIT_INTERRUPTED, end_like_ctrl_c
 
-WORKLOADS = ("problems", "turns")
+WORKLOADS = ("problems", "turns", "mixed")
 HISTORIES = ("stripped", "kept", "plain")
 
 
@@ -35,13 +35,14 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,...",
-        help="one more arm with settings of its own, such as calm:policy.max_preemptions=5",
+        help="one more arm with settings of its own, such as calm:policy.max_preemptions=5, or a "
+        "configuration file, such as early:config=profile.yaml",
     )
     serve.add_argument(
         "--workload",
         default="problems",
         choices=WORKLOADS,
-        help="single problems in bursts, or turns of conversations, with the prefix cache's hits",
+        help="single problems in bursts, turns of conversations, or half of each",
     )
     serve.add_argument(
         "--trace", type=Path, help="JSON lines that every pair plays, in place of a drawn workload"
@@ -70,6 +71,9 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="new servers for every pair, another arm's first: servers of the same settings differ "
         "for as long as they live",
+    )
+    serve.add_argument(
+        "--headlines", action="store_true", help="print the most important figures only"
     )
     serve.add_argument("--clients", default="2", help="client processes (default: 2)")
     serve.add_argument(

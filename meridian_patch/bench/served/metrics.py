@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,8 @@ from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.demo.problems import grade
 
 STALL_S = 0.25
+# A gap that a reader notices.
+PAUSE_S = 0.1
 
 Figures = dict[str, float | None]
 
@@ -67,6 +70,7 @@ FIGURE_KINDS = (
     FigureKind("answer_itl_p99_s", "answer ITL p99", "ms"),
     FigureKind("answer_gap_max_s", "worst answer gap", "ms"),
     FigureKind("answer_stalls", f"answer stalls > {STALL_S * 1000:.0f} ms"),
+    FigureKind("answer_pauses_s", "answers stood still", "s"),
     FigureKind("answer_preemptions", "answer preemptions"),
     FigureKind("think_preemptions", "think preemptions"),
     FigureKind("preemptions", "preemptions, all"),
@@ -74,6 +78,8 @@ FIGURE_KINDS = (
     FigureKind("silence_max_s", "longest silence", "ms"),
     FigureKind("e2e_p50_s", "end to end p50", "s"),
     FigureKind("tokens_per_s", "tokens/s"),
+    FigureKind("think_tokens_mean", "think tokens per request"),
+    FigureKind("computed_tokens", "prompt tokens computed"),
     FigureKind("accuracy", "graded accuracy", "%"),
     FigureKind("failed_requests", "failed requests"),
 )
@@ -189,6 +195,7 @@ def run_figures(
     ended = [record for record in records if record.finish_reason is not None]
     graded = [record for record in ended if record.request.expected]
     right = sum(grade(record.answer, record.request.expected) for record in graded)
+    thought = _think_tokens(ended, end_marker)
     counted = (name for names in _COUNTERS.values() for name in names.values())
     kinds = {kind.name for kind in (*FIGURE_KINDS, *TURN_KINDS)}
     return {
@@ -205,9 +212,12 @@ def run_figures(
         "answer_itl_p99_s": quantile(gaps, 0.99),
         "answer_gap_max_s": max(gaps, default=None),
         "answer_stalls": float(sum(gap > STALL_S for gap in gaps)),
+        "answer_pauses_s": sum(gap for gap in gaps if gap > PAUSE_S),
         "silence_max_s": longest_silence(records),
         "e2e_p50_s": quantile([t.e2e_s for t in times], 0.5),
         "tokens_per_s": _tokens_per_s(records),
+        "think_tokens_mean": fmean(thought) if thought else None,
+        "computed_tokens": _computed_tokens(counters),
         "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
         "hit_share": _hit_share(counters),
@@ -234,6 +244,20 @@ def _hit_share(counters: Mapping[str, float]) -> float | None:
     """Prompt tokens found in the prefix cache over prompt tokens, both at first admission."""
     asked = counters.get("prompt_tokens")
     return counters.get("hit_tokens", 0.0) / asked if asked else None
+
+
+def _computed_tokens(counters: Mapping[str, float]) -> float | None:
+    """Prompt tokens that the prefix cache did not have, at first admission."""
+    asked = counters.get("prompt_tokens")
+    return asked - counters.get("hit_tokens", 0.0) if asked is not None else None
+
+
+def _think_tokens(records: Iterable[RequestRecord], end_marker: Sequence[int]) -> list[int]:
+    """Tokens before each answer; all tokens of a request whose thought did not end."""
+    if not end_marker:
+        return []
+    firsts = ((record, first_answer_index(record.token_ids, end_marker)) for record in records)
+    return [len(record.token_ids) if first is None else first for record, first in firsts]
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -3,10 +3,12 @@
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -14,15 +16,17 @@ from meridian_patch import envs
 from meridian_patch.bench.arms import override
 from meridian_patch.bench.options import read_positive, read_seeds, read_whole
 from meridian_patch.bench.served.arms import ServedArm, read_arms
-from meridian_patch.bench.served.capacity import bearable_mix
+from meridian_patch.bench.served.capacity import bearable_rate
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.run import Comparison, check_ports
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.workload import (
+    TURNS,
     Mix,
     ServedRequest,
     Turns,
     make_conversations,
+    make_mixed,
     make_trace,
     read_trace,
 )
@@ -31,8 +35,10 @@ from meridian_patch.errors import BenchError
 FIRST_SEED = 11
 DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
-PROBLEMS_SIZES = (96, 2048)
-TURNS_SIZES = (224, 4096)
+SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (160, 4096)}
+_REQUESTS = {"problems": "160", "turns": "96", "mixed": "160"}
+# Per second; of turns, conversations.
+_RATES = {"problems": "8", "turns": "0.7", "mixed": "5"}
 # The CPU build wants a multiple of 32.
 _BLOCK_SIZE = 32
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -51,12 +57,10 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
     Raises:
         BenchError: a wrong option, or stock failed.
     """
-    is_turns = parsed.workload == "turns"
     arms = read_arms(parsed.arms, parsed.arm, envs.environment())
     blocks = read_whole("--blocks", parsed.blocks) if parsed.blocks is not None else None
     extra = _serve_args(parsed.serve_args)
-    sizes = TURNS_SIZES if is_turns else PROBLEMS_SIZES
-    settings = any_settings(find_model(parsed.model), blocks, extra, sizes)
+    settings = any_settings(find_model(parsed.model), blocks, extra, SIZES[parsed.workload])
     _check_ample(arms, settings)
     if parsed.history == "kept" and settings.model == packaged_model():
         arms, settings = _keeping_thoughts(arms, settings)
@@ -67,24 +71,25 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         history=parsed.history,
     )
     port, seeds = _port(parsed.port, len(arms)), _seeds(parsed)
-    requests = read_whole("--requests", parsed.requests or ("96" if is_turns else "160"))
     if parsed.trace is not None:
         trace = read_trace(parsed.trace)
         traces: dict[int, Sequence[ServedRequest]] = dict.fromkeys(seeds, trace)
         words = f"{len(trace)} requests from {parsed.trace}."
-    elif is_turns:
-        rate = read_positive("--rate", parsed.rate or "0.7")
-        turns = Turns(requests, rate, read_positive("--pause", parsed.pause))
-        traces = {seed: make_conversations(turns, seed) for seed in seeds}
-        words = str(turns)
     else:
+        requests = read_whole("--requests", parsed.requests or _REQUESTS[parsed.workload])
+        why = ""
         if parsed.rate == "auto":
             check_ports(port, len(arms))
-            mix, why = bearable_mix(Mix(requests, 1.0), settings, load, parsed.out, console)
+            rate, why = bearable_rate(settings, load, parsed.out, console)
+            if parsed.workload == "turns":
+                rate = round(rate / fmean(TURNS), 3)
         else:
-            mix, why = Mix(requests, read_positive("--rate", parsed.rate or "8")), ""
-        traces = {seed: make_trace(mix, seed) for seed in seeds}
-        words = f"{mix} {why}".strip()
+            rate = read_positive("--rate", parsed.rate or _RATES[parsed.workload])
+        draw, words = _workload(
+            parsed.workload, requests, rate, read_positive("--pause", parsed.pause)
+        )
+        traces = {seed: draw(seed) for seed in seeds}
+        words = f"{words} {why}".strip()
     return Comparison(
         arms=arms,
         settings=settings,
@@ -95,7 +100,31 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         folder=parsed.out,
         command=command,
         restarts=parsed.restart,
+        headlines_only=parsed.headlines,
     )
+
+
+def _workload(
+    name: str, requests: int, rate: float, pause_s: float
+) -> tuple[Callable[[int], list[ServedRequest]], str]:
+    """How a trace is drawn from a seed, and the workload in words.
+
+    Args:
+        name: one of ``command.WORKLOADS``.
+        requests: per trace.
+        rate: requests per second; of ``turns``, conversations per second.
+        pause_s: mean seconds from an answer to the next turn.
+    """
+    if name == "turns":
+        turns = Turns(requests, rate, pause_s)
+        return partial(make_conversations, turns), str(turns)
+    if name == "problems":
+        mix = Mix(requests, rate)
+        return partial(make_trace, mix), str(mix)
+    half = requests // 2
+    mix = Mix(requests - half, rate / 2, history_share=0.0)
+    turns = Turns(half, round(rate / 2 / fmean(TURNS), 3), pause_s, hard_share=mix.hard_share)
+    return partial(make_mixed, mix, turns), f"{mix} Beside them {turns}"
 
 
 def packaged_model() -> Path:
@@ -126,7 +155,7 @@ def any_settings(
     model: Path | str,
     blocks: int | None,
     extra: tuple[str, ...],
-    sizes: tuple[int, int] = PROBLEMS_SIZES,
+    sizes: tuple[int, int] = SIZES["problems"],
 ) -> ServerSettings:
     """Servers of a model: the tiny reasoner's own settings, or vLLM's defaults for any other.
 
@@ -134,7 +163,7 @@ def any_settings(
         model: from ``find_model``.
         blocks: KV pool of each server in blocks; None for the default.
         extra: further options of every server.
-        sizes: of the tiny reasoner, ``PROBLEMS_SIZES`` or ``TURNS_SIZES``.
+        sizes: of the tiny reasoner, one of ``SIZES``.
 
     Raises:
         BenchError: the pool of a tiny reasoner does not hold one request.

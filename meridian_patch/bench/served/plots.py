@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from meridian_patch.bench.plots import arm_styles, finish_axes, to_png
-from meridian_patch.bench.served.metrics import STALL_S, RequestTimes, request_times
+from meridian_patch.bench.served.metrics import PAUSE_S, STALL_S, RequestTimes, request_times
 from meridian_patch.bench.served.summary import SeedRun
 
 _PHASE_COLOURS = {
@@ -22,10 +22,50 @@ _PHASE_COLOURS = {
     "answering": "#009E73",
     "answer stalled": "#D55E00",
 }
+_FLOWS, _STANDS = "#B9DDCF", "#D55E00"
 # Gaps above this are drawn large: there are few of them, and they are what is looked for.
 _STANDS_OUT_MS = 100.0
 
 Runs = Mapping[str, SeedRun]
+
+
+def answers_as_read(runs: Runs, caption: str) -> bytes:
+    """One line per answer, from its first token on; where it stood still is marked; by arm."""
+    answers = {arm: _answers(run) for arm, run in runs.items()}
+    rows = max(map(len, answers.values()), default=1)
+    figure = Figure(figsize=(3.6 * len(runs), max(2.4, min(6.0, 1.4 + 0.03 * rows))))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (arm, times) in zip(panels, answers.items(), strict=True):
+        stood_s = 0.0
+        for row, one in enumerate(times):
+            first_s = one.submit_s + (one.ttfat_s or 0.0)
+            length_s = one.submit_s + one.e2e_s - first_s
+            axes.broken_barh([(0.0, length_s)], (row - 0.3, 0.6), facecolors=_FLOWS, lw=0)
+            pauses = [
+                (end - gap - first_s, gap)
+                for gap, end in zip(one.answer_gaps_s, one.answer_gap_ends_s, strict=True)
+                if gap > PAUSE_S
+            ]
+            stood_s += sum(gap for _, gap in pauses)
+            axes.broken_barh(pauses, (row - 0.5, 1.0), facecolors=_STANDS, lw=0)
+        finish_axes(figure, axes, f"{arm}: stood still for {stood_s:,.1f} s")
+        axes.set_xlabel("seconds since the answer began")
+        axes.grid(axis="y", visible=False)
+        axes.set_yticks([])
+    panels[0].set_ylabel("answers, the longest on top")
+    panels[0].set_xlim(left=0)
+    panels[0].invert_yaxis()
+    figure.legend(
+        handles=[
+            Patch(color=_FLOWS, label="text comes"),
+            Patch(color=_STANDS, label=f"stands still for more than {PAUSE_S * 1000:.0f} ms"),
+        ],
+        loc="outside upper center",
+        ncols=2,
+        frameon=False,
+    )
+    return to_png(figure, caption)
 
 
 def gap_timeline(runs: Runs, caption: str) -> bytes:
@@ -150,6 +190,12 @@ def _count_stalls(times: Sequence[RequestTimes]) -> str:
 def _times(run: SeedRun) -> list[RequestTimes]:
     times = (request_times(record, run.end_marker) for record in run.records)
     return [t for t in times if t is not None]
+
+
+def _answers(run: SeedRun) -> list[RequestTimes]:
+    """Those that have an answer, the longest first."""
+    found = [t for t in _times(run) if t.ttfat_s is not None]
+    return sorted(found, key=lambda t: t.e2e_s - (t.ttfat_s or 0.0), reverse=True)
 
 
 def _plain_milliseconds(value: float, _position: int) -> str:

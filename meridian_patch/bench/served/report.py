@@ -2,20 +2,22 @@
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
+from math import isinf
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.served import plots
-from meridian_patch.bench.served.arms import NOOP
+from meridian_patch.bench.served.arms import NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.metrics import FigureKind
 from meridian_patch.bench.served.server import ServerSettings
@@ -25,6 +27,7 @@ from meridian_patch.bench.served.summary import (
     Ratio,
     SeedRun,
     Spread,
+    chance_factor,
     compared_arms,
     counted_seeds,
     harm_over_stock,
@@ -35,11 +38,25 @@ from meridian_patch.bench.served.summary import (
 )
 
 FORMAT_VERSION = 2
-PAGE_NAME, DATA_NAME = "report.html", "results.json"
+PAGE_NAME, DATA_NAME, PICTURE_NAME = "report.html", "results.json", "answers.png"
 WORST_GAP = "answer_gap_max_s"
+HEADLINES = (
+    "answer_pauses_s",
+    WORST_GAP,
+    "answer_stalls",
+    "ttfat_mean_s",
+    "think_tokens_mean",
+    "accuracy",
+    "computed_tokens",
+    "tokens_per_s",
+)
 BORROWED_NOTE = (
     "* counted in the noop arm (our scheduler class deciding as stock does): stock counts "
     "preemptions, but not in which phase the victim was"
+)
+CHANCE_NOTE = (
+    "by chance: how far two stock servers were apart, at most over seeds; a ratio within it shows "
+    "nothing"
 )
 _BORROWED = ("answer_preemptions", "think_preemptions")
 # Values are kept in seconds and shares.
@@ -73,10 +90,10 @@ class Origin:
 
 
 def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
-    """Write the page and the same as JSON, for all arms that played anything.
+    """Write the page, the same as JSON, and the picture of the answers on its own.
 
     Args:
-        folder: takes both.
+        folder: takes them.
         runs: one per arm.
         origin: how they were obtained.
 
@@ -85,6 +102,9 @@ def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
     """
     arms = [summarise(run) for run in runs]
     document = report_data(arms, origin)
+    picture = picture_of(runs, origin)
+    if picture is not None:
+        (folder / PICTURE_NAME).write_bytes(picture)
     (folder / DATA_NAME).write_text(json.dumps(document, indent=1) + "\n")
     page = folder / PAGE_NAME
     page.write_text(_render(arms, runs, origin))
@@ -137,6 +157,7 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
         title=table_title(arms),
         titles=column_titles(arms),
         rows=rows,
+        chance_note=CHANCE_NOTE if is_played_twice(arms) else "",
         note=BORROWED_NOTE if has_borrowed(rows) else "",
         worst={name: ratio.by_seed for name, ratio in worst.items() if ratio},
         plots=_plots(runs, origin.caption),
@@ -147,15 +168,16 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
 
 def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
     """Plots of the first seed of each arm; none when no arm played one."""
-    shown: dict[str, SeedRun] = {}
-    for run in runs:
-        seeds = counted_seeds(run)
-        if seeds and seeds[0].records:
-            shown[run.name] = seeds[0]
+    shown = _first_seeds(runs)
     if not shown:
         return []
-    pair = {name: run for name, run in shown.items() if name != NOOP} or shown
+    pair = _differing(shown)
     return [
+        {
+            "title": "Answers as their readers saw them",
+            "text": "One line per answer, the same requests in each panel.",
+            "data": data_url(plots.answers_as_read(pair, caption)),
+        },
         {
             "title": "Answer gaps over the run",
             "text": "Each point is a gap between two tokens of an answer, at the time it ended. "
@@ -176,6 +198,22 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
     ]
 
 
+def picture_of(runs: Sequence[ArmRun], origin: Origin) -> bytes | None:
+    """The first of the page's plots, as PNG; None when no arm played anything."""
+    shown = _first_seeds(runs)
+    return plots.answers_as_read(_differing(shown), origin.caption) if shown else None
+
+
+def _first_seeds(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:
+    seeds = {run.name: counted_seeds(run) for run in runs}
+    return {name: found[0] for name, found in seeds.items() if found and found[0].records}
+
+
+def _differing(shown: Mapping[str, SeedRun]) -> Mapping[str, SeedRun]:
+    """Stock and the arms that decide otherwise; all arms where there is no such arm."""
+    return {name: run for name, run in shown.items() if name not in (NOOP, STOCK_AGAIN)} or shown
+
+
 def data_url(png: bytes) -> str:
     """The picture as a data URL, so that a page is one file."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
@@ -189,20 +227,31 @@ class Cell:
         middle: the value, or the median over seeds.
         span: lowest and highest, empty for a single value.
         mark: footnote mark, or empty.
+        is_chance: two servers of the same code differ by as much.
     """
 
     middle: str
     span: str = ""
     mark: str = ""
+    is_chance: bool = False
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.middle, self._bracketed, self.mark) if part)
+        return " ".join(part for part in (self._first, self._bracketed, self.mark) if part)
 
     @property
-    def stacked(self) -> str:
-        """The span below the value, for narrow columns."""
-        first = f"{self.middle} {self.mark}" if self.mark else self.middle
-        return f"{first}\n{self.span}" if self.span else first
+    def short(self) -> Text:
+        """Without the span; grey where it is chance."""
+        text = f"{self._first} {self.mark}" if self.mark else self._first
+        return Text(text, style="bright_black" if self.is_chance else "")
+
+    @property
+    def stacked(self) -> Text:
+        """The span below the value, for narrow columns; grey where it is chance."""
+        return self.short.append(f"\n{self.span}") if self.span else self.short
+
+    @property
+    def _first(self) -> str:
+        return f"same ({self.middle})" if self.is_chance else self.middle
 
     @property
     def _bracketed(self) -> str:
@@ -214,8 +263,12 @@ _ABSENT = Cell("-")
 
 @dataclass(frozen=True)
 class FigureRow:
-    """One figure: a cell per arm, then one per arm that is compared with stock."""
+    """One figure: a cell per arm, then what is chance, then a ratio per arm compared with stock.
 
+    What is chance is said where stock was played a second time.
+    """
+
+    name: str
     label: str
     cells: tuple[Cell, ...]
     ratios: tuple[Cell, ...]
@@ -230,27 +283,42 @@ def build_rows(arms: Sequence[ArmSummary]) -> list[FigureRow]:
     compared = compared_arms(arms)
     rows = [
         FigureRow(
+            kind.name,
             f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
             tuple(_arm_cell(kind, arm, by_name.get(NOOP)) for arm in arms),
-            tuple(_mean_cell(ratio_to_stock(arms, name, kind.name), 1.0) for name in compared),
+            _ratio_cells(arms, kind.name),
         )
         for kind in shown_kinds(arms)
     ]
     none = tuple(_ABSENT for _ in arms)
+    by_chance = (_ABSENT,) if is_played_twice(arms) else ()
     misses = [misses_over_stock(arms, name) for name in compared]
     if any(misses):
         cells = tuple(_mean_cell(ratio, 1.0) for ratio in misses)
-        rows.insert(1, FigureRow("avoidable misses, stock = 1", none, cells))
+        label = "avoidable misses, stock = 1"
+        rows.insert(1, FigureRow("avoidable_misses", label, none, by_chance + cells))
     if compared:
         harm = tuple(_mean_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
-        rows.append(FigureRow("harm p99 in TTFAT, %", none, harm))
+        rows.append(FigureRow("harm_p99", "harm p99 in TTFAT, %", none, by_chance + harm))
     return rows
 
 
 def column_titles(arms: Sequence[ArmSummary]) -> list[str]:
     """Column titles, the label column left out."""
     names = [f"{arm.name} (partial)" if arm.is_partial else arm.name for arm in arms]
-    return [*names, *(f"{name} / {STOCK}" for name in compared_arms(arms))]
+    by_chance = ["by chance"] if is_played_twice(arms) else []
+    return [*names, *by_chance, *(f"{name} / {STOCK}" for name in compared_arms(arms))]
+
+
+def _ratio_cells(arms: Sequence[ArmSummary], name: str) -> tuple[Cell, ...]:
+    """What is chance, where stock was played twice, then the ratios of the arms compared."""
+    factor = chance_factor(arms, name)
+    ratios = [ratio_to_stock(arms, arm, name) for arm in compared_arms(arms)]
+    if factor is None:
+        return tuple(_mean_cell(ratio, 1.0) for ratio in ratios)
+    spread = "any" if isinf(factor) else f"{_number(1 / factor)}..{_number(factor)}"
+    shown = Cell("1" if factor == 1 else spread)
+    return (shown, *(_mean_cell(ratio, 1.0, factor) for ratio in ratios))
 
 
 def table_title(arms: Sequence[ArmSummary]) -> str:
@@ -268,9 +336,36 @@ def has_borrowed(rows: Sequence[FigureRow]) -> bool:
 
 
 def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
-    """The table for a terminal."""
+    """The table for a terminal: every figure, with its spread over seeds."""
     rows = build_rows(arms)
-    note = BORROWED_NOTE if has_borrowed(rows) else None
+    table = _empty_table(title, BORROWED_NOTE if has_borrowed(rows) else None)
+    for name in column_titles(arms):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.label, *(cell.stacked for cell in (*row.cells, *row.ratios)))
+    return table
+
+
+def headline_table(arms: Sequence[ArmSummary], title: str) -> Table:
+    """The figures that a first look is for, without their spreads and without the second stock."""
+    table = _empty_table(title, CHANCE_NOTE if is_played_twice(arms) else None)
+    shown = [number for number, arm in enumerate(arms) if arm.name != STOCK_AGAIN]
+    titles = column_titles(arms)
+    for name in [*(titles[number] for number in shown), *titles[len(arms) :]]:
+        table.add_column(name, justify="right")
+    rows = {row.name: row for row in build_rows(arms)}
+    for row in (rows[name] for name in HEADLINES if name in rows):
+        cells = [row.cells[number] for number in shown]
+        table.add_row(row.label, *(cell.short for cell in (*cells, *row.ratios)))
+    return table
+
+
+def is_played_twice(arms: Sequence[ArmSummary]) -> bool:
+    """True where a second stock server says what is chance."""
+    return {STOCK, STOCK_AGAIN} <= {arm.name for arm in arms}
+
+
+def _empty_table(title: str, note: str | None) -> Table:
     table = Table(
         title=title,
         caption=note,
@@ -281,10 +376,6 @@ def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
         padding=0,
     )
     table.add_column("", no_wrap=True)
-    for name in column_titles(arms):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row.label, *(cell.stacked for cell in (*row.cells, *row.ratios)))
     return table
 
 
@@ -295,11 +386,13 @@ def _arm_cell(kind: FigureKind, arm: ArmSummary, noop: ArmSummary | None) -> Cel
     return _spread_cell(spread, _SCALES.get(kind.unit, 1.0))
 
 
-def _mean_cell(ratio: Ratio | None, scale: float) -> Cell:
+def _mean_cell(ratio: Ratio | None, scale: float, chance: float = 0.0) -> Cell:
+    """A mean and its interval; ``chance``: a factor, and a ratio within it shows nothing."""
     if ratio is None:
         return _ABSENT
     span = "..".join(_number(end * scale) for end in ratio.interval or ())
-    return Cell(_number(ratio.mean * scale), span)
+    is_chance = chance > 0 and 1 / chance <= ratio.mean <= chance
+    return Cell(_number(ratio.mean * scale), span, is_chance=is_chance)
 
 
 def _spread_cell(spread: Spread | None, scale: float, mark: str = "") -> Cell:

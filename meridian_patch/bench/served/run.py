@@ -25,7 +25,13 @@ from meridian_patch.bench.served.arms import ServedArm, arm_environment
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.load import Load, play_in_processes
 from meridian_patch.bench.served.metrics import difference, read_counters
-from meridian_patch.bench.served.report import Origin, table_title, terminal_table, write_report
+from meridian_patch.bench.served.report import (
+    Origin,
+    headline_table,
+    table_title,
+    terminal_table,
+    write_report,
+)
 from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
 from meridian_patch.bench.served.summary import ArmRun, SeedRun, summarise
 from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace, write_trace
@@ -51,6 +57,7 @@ class Comparison:
         folder: takes logs, traces and reports.
         command: as typed.
         restarts: each seed has servers of its own, and logs.
+        headlines_only: the table printed has the most important figures; the page has all.
     """
 
     arms: Sequence[ServedArm]
@@ -62,6 +69,7 @@ class Comparison:
     folder: Path
     command: str
     restarts: bool = False
+    headlines_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,9 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     if not any(run.seeds for run in played):
         return code
     arms = [summarise(run) for run in played]
-    console.print(terminal_table(arms, f"{machine.how}{table_title(arms)}"))
+    title = f"{machine.how}{table_title(arms)}"
+    table = headline_table if comparison.headlines_only else terminal_table
+    console.print(table(arms, title))
     page = write_report(folder, played, origin)
     console.print(f"report: {page}", highlight=False)
     return code

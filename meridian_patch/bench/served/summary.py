@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, median
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.served.arms import AMPLE, NOOP
+from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (
     FIGURE_KINDS,
@@ -168,6 +169,26 @@ def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | N
     return _ratio(seed_ratios(*pair, name)) if pair else None
 
 
+def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
+    """By how much two servers of the same code differ in one figure, as a factor of at least 1.
+
+    The largest ratio between ``stock-again`` and ``stock`` over seeds, whichever is larger. A ratio
+    between its inverse and it shows nothing. None without both arms.
+    """
+    pair = _pair(arms, STOCK_AGAIN)
+    if pair is None:
+        return None
+    again, stock = pair
+    factors = [1.0]
+    for seed in again.seeds.keys() & stock.seeds.keys():
+        one, other = again.seeds[seed].get(name), stock.seeds[seed].get(name)
+        if one is None or other is None or one == other:
+            continue
+        low, high = sorted((one, other))
+        factors.append(high / low if low > 0 else inf)
+    return max(factors)
+
+
 def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
     """p99 over requests of (arm - stock) / stock in TTFAT of the same request, by seed.
 
@@ -208,12 +229,12 @@ def misses_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
 
 
 def compared_arms(arms: Sequence[ArmSummary]) -> list[str]:
-    """Arms to show beside stock; noop, which decides as stock does, only without any other."""
+    """Arms to show beside stock; those that decide as stock does only without any other."""
     names = [arm.name for arm in arms]
     if STOCK not in names:
         return []
     others = [name for name in names if name != STOCK]
-    return [name for name in others if name != NOOP] or others
+    return [name for name in others if name not in (NOOP, STOCK_AGAIN)] or others
 
 
 def _pair(arms: Sequence[ArmSummary], arm: str) -> tuple[ArmSummary, ArmSummary] | None:

@@ -1,6 +1,7 @@
 """Workloads of a served comparison: which chat request is sent when.
 
-A trace is drawn from a seed, as single problems or as conversations, or read from JSON lines::
+A trace is drawn from a seed, as single problems, as conversations or as both mixed, or read from
+JSON lines::
 
     {"id": "1-0", "arrival_s": 0.12, "messages": [{"role": "user", "content": "p=7, q=p+5. q?"}],
      "expected": "2", "max_tokens": 1024}
@@ -20,6 +21,7 @@ from meridian_patch.demo.problems import MAX_STEPS, make_problem
 from meridian_patch.errors import BenchError
 
 ROLES = ("system", "user", "assistant")
+TURNS = (2, 6)
 _OPTIONAL = ("extra", "follows")
 # What the client itself decides: a trace must not change how the stream is read or compared.
 _RESERVED = ("model", "messages", "max_tokens", "stream", "return_token_ids", "n")
@@ -105,7 +107,7 @@ class Turns:
     requests: int
     rate_per_s: float
     pause_mean_s: float = 4.0
-    turns: tuple[int, int] = (2, 6)
+    turns: tuple[int, int] = TURNS
     system_prompts: int = 6
     system_tokens: int = 400
     hard_share: float = 0.7
@@ -173,6 +175,11 @@ def make_conversations(turns: Turns, seed: int) -> list[ServedRequest]:
             opening, follows = [], request.id
         conversation += 1
     return trace[: turns.requests]
+
+
+def make_mixed(mix: Mix, turns: Turns, seed: int) -> list[ServedRequest]:
+    """Draw single problems and conversations that come beside each other."""
+    return [*make_conversations(turns, seed), *make_trace(mix, seed)]
 
 
 def conversations(trace: Iterable[ServedRequest]) -> list[list[ServedRequest]]:
