@@ -70,7 +70,8 @@ def group_is_gone(group: int) -> bool:
 def demo_run(tmp_path_factory, demo_model) -> tuple[str, Path]:
     """One short demo of noop and patched; its output and folder."""
     folder = tmp_path_factory.mktemp("demo")
-    options = ("--arms", "noop,patched", "--requests", "80", "--seeds", "2", "--rate", "16")
+    arms = ("--arms", "noop,patched", "--workload", "problems")
+    options = (*arms, "--requests", "80", "--seeds", "2", "--rate", "16", "--restart")
     demo = start_demo(folder, demo_model, *options)
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
@@ -106,17 +107,18 @@ def test_every_request_is_answered_right(demo_run):
 def test_table_and_report_are_shown(demo_run):
     """The output ends in the table and the path of a page that holds its plots."""
     output, folder = demo_run
-    for words in ("answer preemptions", "worst answer gap", "TTFAT p99", "noop", "patched"):
+    for words in ("answers stood still", "worst answer gap", "TTFAT mean", "noop", "patched"):
         assert words in output
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 4
     assert "measured-cpu" in page
 
 
 @pytest.mark.nightly
 def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
     """Without --rate, a share of what stock completes here, and the report says so."""
-    demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "20")
+    options = ("--arms", "noop", "--workload", "problems", "--requests", "20")
+    demo = start_demo(tmp_path, demo_model, *options)
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
     said = json.loads((tmp_path / "results.json").read_text())["workload"]
@@ -133,7 +135,7 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
     demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "60", "--rate", "2")
     server = server_of(demo)
     # The third trace request at the earliest: warm-up requests come before the metrics are read.
-    wait_for("Resetting prefix cache", tmp_path / "server-noop-1.log")
+    wait_for("Resetting prefix cache", tmp_path / "server-noop.log")
     time.sleep(5)
     os.killpg(server, signal.SIGKILL)
     output, _ = demo.communicate(timeout=60)
@@ -154,7 +156,7 @@ def test_interrupt_leaves_no_server(tmp_path, demo_model, number):
     # With a rate the first server is the arm's: none measures what the machine can take.
     demo = start_demo(tmp_path, demo_model, "--arms", "stock", "--rate", "1")
     server = server_of(demo)
-    wait_for("EngineCore", tmp_path / "server-stock-1.log")
+    wait_for("EngineCore", tmp_path / "server-stock.log")
     demo.send_signal(number)
     output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130

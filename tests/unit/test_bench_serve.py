@@ -174,7 +174,7 @@ def test_a_file_configures_an_arm(tmp_path):
     [early] = read_arms("", [f"early:config={file},exit.grace_tokens=3"], {})
     config = load_config(arm_environment(early.environment, {})).config
     assert (config.exit.mode, config.exit.grace_tokens) == ("enforce", 3)
-    with pytest.raises(BenchError, match=r"arm early: .*nowhere"):
+    with pytest.raises(BenchError, match=r"arm 'early': .*nowhere"):
         read_arms("", ["early:config=/nowhere"], {})
 
 
