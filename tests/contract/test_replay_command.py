@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from pictures import watch_pictures
 from replay_runs import replay_run
 
 from meridian_patch import cli
@@ -87,6 +88,24 @@ def test_sweep_takes_lists_and_draws_goodput(fake, tmp_path):
     data = json.loads((tmp_path / "results.json").read_text())
     assert len({(r["workload"], r["pool_tokens"], r["rate_per_s"]) for r in data["rows"]}) == 4
     assert (tmp_path / "goodput.png").exists()
+
+
+def test_pictures_hold_all_their_words(fake, tmp_path, monkeypatch):
+    """Of one panel and of several; the limits of goodput and the command are long."""
+    cut = watch_pictures(monkeypatch)
+    fake(lambda _key, _number: replay_run(timeline=timeline()))
+    for workloads in ("s-prod", "s-prod,s-plain,s-turns"):
+        arguments = ["--workload", workloads, "--requests", "5", "--rate", "1", "--pool", "200000"]
+        assert meridian("sweep", *arguments, "--out", tmp_path) == 0
+    assert cut == []
+
+
+def test_the_first_picture_stands_above_the_table(fake, tmp_path):
+    fake(lambda _key, _number: replay_run())
+    assert meridian("replay", *QUICK, "--seeds", "1", "--out", tmp_path) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("How soon answers begin, and how long") < page.index("<table>")
+    assert page.count("How soon answers begin, and how long") == 2  # title and alternative text
 
 
 def test_a_failed_replay_is_named_and_the_others_are_reported(fake, tmp_path, capsys):

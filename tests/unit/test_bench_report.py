@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from pictures import watch_pictures
 from rich.console import Console
 
 from meridian_patch.bench.machine import Machine, describe_machine
@@ -85,7 +86,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves plots out of pages: to draw one takes a second."""
-    for plot in ("gap_timeline", "phase_bars", "distributions"):
+    for plot in ("requests_over_time", "gap_timeline", "distributions"):
         monkeypatch.setattr(plots, plot, lambda *_: b"")
 
 
@@ -171,8 +172,8 @@ def test_report_page_and_data_agree(drawn):
 def test_report_embeds_its_plots(drawn):
     """The page needs no other file: all plots are PNG data in it. The first is also a file."""
     page = drawn.read_text()
-    assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 4
-    assert (drawn.parent / "answers.png").read_bytes().startswith(b"\\x89PNG")
+    assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 3
+    assert (drawn.parent / "answers.png").read_bytes().startswith(b"\x89PNG")
     assert "measured-cpu · 2026-01-02T03:04:05+00:00 · a CPU, 2 cores" in page
 
 
@@ -187,13 +188,47 @@ def test_report_is_written_when_an_arm_failed(tmp_path):
     assert data["over_stock"]["patched"] == {}
 
 
+@pytest.mark.parametrize("number", [1, 5])
+def test_pictures_hold_all_their_words(tmp_path, monkeypatch, number):
+    """With one arm and with many, and a command of several lines."""
+    cut = watch_pictures(monkeypatch)
+    long = replace(origin(), command="demo " + "--arm calm:policy.max_preemptions=5 " * 8)
+    names = ("stock", "patched", "exit", "calm", "policy-without-time-sharing")[:number]
+    write_report(tmp_path, [replace(three_arms()[0], name=name) for name in names], long)
+    assert cut == []
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_picture_shows_stock_and_the_first_arm_beside_it(tmp_path, monkeypatch):
+    """Who waited and when: the second stock server and further arms are on the page only."""
+    drawn = []
+    monkeypatch.setattr(
+        plots, "requests_over_time", lambda runs, _caption: drawn.append([*runs]) or b""
+    )
+    runs = [*with_stock_again(2.0), replace(three_arms()[2], name="exit")]
+    write_report(tmp_path, runs, origin())
+    assert sorted(drawn) == [["stock", "patched"], ["stock", "patched", "exit"]]
+
+
+def test_halts_within_answers_are_counted_over_the_picture(monkeypatch):
+    """Each panel says how many answers stood still, and how long."""
+    titles = []
+    monkeypatch.setattr(plots, "finish_axes", lambda _figure, _axes, title: titles.append(title))
+    runs = {run.name: run.seeds[0] for run in with_stock_again(0.05)[:2]}
+    plots.requests_over_time(runs, "")
+    assert titles == [
+        "stock: 10 answers stood still, for 10.0 s in all, up to 1.0 s at a time",
+        "stock-again: no answer stood still",
+    ]
+
+
 def test_report_of_requests_without_an_answer(tmp_path):
     """A run whose thoughts never ended can still be drawn."""
     run = seed_run(1, 1.0, {})
     for record in run.records:
         record.token_ids = [10] * 6
     page = write_report(tmp_path, [ArmRun("stock", [run])], origin()).read_text()
-    assert page.count("data:image/png") == 4
+    assert page.count("data:image/png") == 3
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -257,6 +292,7 @@ def test_what_two_stock_servers_differ_by_is_chance():
     assert chance_factor([arms[0], arms[2]], "answer_gap_max_s") is None
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("again_s", "by_chance", "ratio"),
     [(2.0, "0.5..2", "0.1"), (20.0, "0.05..20", "same (0.1)")],

@@ -1,6 +1,6 @@
 """Plots of a served comparison, as PNG."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,60 +9,50 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import PercentFormatter
 
-from meridian_patch.bench.plots import arm_styles, finish_axes, to_png
+from meridian_patch.bench.plots import (
+    arm_styles,
+    finish_axes,
+    finish_gap_tail,
+    label_log_axis,
+    plain_number,
+    to_png,
+)
 from meridian_patch.bench.served.metrics import PAUSE_S, STALL_S, RequestTimes, request_times
 from meridian_patch.bench.served.summary import SeedRun
 
-_PHASE_COLOURS = {
-    "waiting, prefill": "#DDDDDD",
-    "thinking": "#56B4E9",
-    "thinking, paused": "#D3EAF8",
-    "answering": "#009E73",
-    "answer stalled": "#D55E00",
-}
-_FLOWS, _STANDS = "#B9DDCF", "#D55E00"
+_WAITS, _THINKS, _ANSWERS = "waits", "thinks", "answers"
+_STANDS = f"answer stands still for more than {PAUSE_S * 1000:.0f} ms"
+_COLOURS = {_WAITS: "#D0D0D0", _THINKS: "#A9D3EE", _ANSWERS: "#009E73", _STANDS: "#D55E00"}
 # Gaps above this are drawn large: there are few of them, and they are what is looked for.
 _STANDS_OUT_MS = 100.0
 
 Runs = Mapping[str, SeedRun]
 
 
-def answers_as_read(runs: Runs, caption: str) -> bytes:
-    """One line per answer, from its first token on; where it stood still is marked; by arm."""
-    answers = {arm: _answers(run) for arm, run in runs.items()}
-    rows = max(map(len, answers.values()), default=1)
-    figure = Figure(figsize=(3.6 * len(runs), max(2.4, min(6.0, 1.4 + 0.03 * rows))))
-    figure.set_layout_engine("constrained")
-    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, (arm, times) in zip(panels, answers.items(), strict=True):
-        stood_s = 0.0
-        for row, one in enumerate(times):
-            first_s = one.submit_s + (one.ttfat_s or 0.0)
-            length_s = one.submit_s + one.e2e_s - first_s
-            axes.broken_barh([(0.0, length_s)], (row - 0.3, 0.6), facecolors=_FLOWS, lw=0)
-            pauses = [
-                (end - gap - first_s, gap)
-                for gap, end in zip(one.answer_gaps_s, one.answer_gap_ends_s, strict=True)
-                if gap > PAUSE_S
-            ]
-            stood_s += sum(gap for _, gap in pauses)
-            axes.broken_barh(pauses, (row - 0.5, 1.0), facecolors=_STANDS, lw=0)
-        finish_axes(figure, axes, f"{arm}: stood still for {stood_s:,.1f} s")
-        axes.set_xlabel("seconds since the answer began")
+def requests_over_time(runs: Runs, caption: str) -> bytes:
+    """One line per request: it waits, thinks, answers, stands still; one panel per arm."""
+    rows = _rows(runs.values())
+    height = max(1.3, min(4.0, 0.5 + 0.021 * len(rows)))
+    figure = Figure(figsize=(10, 0.7 + height * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (arm, run) in zip(panels, runs.items(), strict=True):
+        for record in run.records:
+            times = request_times(record, run.end_marker)
+            if times is not None:
+                _draw_request(axes, rows[record.request.id], times, record.token_s)
+        finish_axes(figure, axes, f"{arm}: {_pauses_in_words(_times(run))}")
         axes.grid(axis="y", visible=False)
         axes.set_yticks([])
-    panels[0].set_ylabel("answers, the longest on top")
+        axes.set_ylabel("requests")
+    panels[-1].set_xlabel("seconds since the first request came")
     panels[0].set_xlim(left=0)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(rows), -1)
     figure.legend(
-        handles=[
-            Patch(color=_FLOWS, label="text comes"),
-            Patch(color=_STANDS, label=f"stands still for more than {PAUSE_S * 1000:.0f} ms"),
-        ],
-        loc="outside upper center",
-        ncols=2,
+        handles=[Patch(color=colour, label=name) for name, colour in _COLOURS.items()],
+        loc="outside upper left",
+        ncols=len(_COLOURS),
         frameon=False,
     )
     return to_png(figure, caption)
@@ -87,39 +77,11 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
     )
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.5)
-    axes.yaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
+    label_log_axis(axes.yaxis, plain_number)
     axes.set_xlabel("time since the start of the trace (s)")
     axes.set_ylabel("gap between two answer tokens (ms)")
-    figure.legend(handles=handles, loc="outside upper right", frameon=False, ncols=len(runs))
+    figure.legend(handles=handles, loc="outside upper left", frameon=False, ncols=3)
     finish_axes(figure, axes, "Answer gaps: what a reader waits in the middle of an answer")
-    return to_png(figure, caption)
-
-
-def phase_bars(runs: Runs, caption: str) -> bytes:
-    """One bar per request: waiting, thinking, answering, stalls; one panel per arm."""
-    rows = max((len(run.records) for run in runs.values()), default=1)
-    figure = Figure(
-        figsize=(max(11, 5 * len(runs)), max(3.6, min(11.0, 1.6 + 0.085 * rows))),
-        layout="constrained",
-    )
-    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, (arm, run) in zip(panels, runs.items(), strict=True):
-        ordered = sorted(run.records, key=lambda record: record.submit_s)
-        for row, record in enumerate(ordered):
-            times = request_times(record, run.end_marker)
-            if times is not None:
-                _draw_bar(axes, row, times, record.token_s)
-        axes.set_xlabel("time since the start of the trace (s)")
-        finish_axes(figure, axes, f"{arm}: {_count_stalls(_times(run))}")
-        axes.grid(axis="y", visible=False)
-    panels[0].set_ylabel("request, by arrival")
-    panels[0].invert_yaxis()
-    figure.legend(
-        handles=[Patch(color=colour, label=name) for name, colour in _PHASE_COLOURS.items()],
-        loc="outside upper center",
-        ncols=len(_PHASE_COLOURS),
-        frameon=False,
-    )
     return to_png(figure, caption)
 
 
@@ -138,65 +100,65 @@ def distributions(runs: Runs, caption: str) -> bytes:
         ttfat = np.sort([t.ttfat_s for t in times if t.ttfat_s is not None])
         if ttfat.size:
             right.step(ttfat, np.arange(1, ttfat.size + 1) / ttfat.size, where="post", **style)
-    left.set_xscale("log")
-    left.set_yscale("log")
-    left.set_xlim(left=0.5)
-    left.axvline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
-    left.xaxis.set_major_formatter(FuncFormatter(_plain_milliseconds))
-    left.set_xlabel("answer gap (ms)")
-    left.set_ylabel("share of gaps at least this long")
-    right.set_xlabel("submit to first answer token (s)")
-    right.set_ylabel("share of requests")
+    right.set_xlabel("seconds from the request to its first answer token")
+    right.set_ylabel("requests whose answer has begun")
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
     right.set_xlim(left=0)
     right.set_ylim(0, 1.02)
     handles = [Line2D([], [], color=styles[arm][0], lw=2.0, label=arm) for arm in runs]
     left.legend(handles=handles, loc="upper right", frameon=False)
-    finish_axes(figure, left, "Tail of the answer gaps")
-    finish_axes(figure, right, "Time to first answer token (TTFAT)")
+    finish_gap_tail(figure, left, STALL_S, shortest_ms=0.5)
+    finish_axes(figure, right, "How soon answers begin (TTFAT)")
     return to_png(figure, caption)
 
 
-def _draw_bar(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float]) -> None:
+def _rows(runs: Iterable[SeedRun]) -> dict[str, int]:
+    """Row of each request, by id: as the first arm got them, which decides when turns follow."""
+    rows: dict[str, int] = {}
+    for run in runs:
+        for record in sorted(run.records, key=lambda record: record.submit_s):
+            rows.setdefault(record.request.id, len(rows))
+    return rows
+
+
+def _draw_request(axes: Axes, row: int, times: RequestTimes, token_s: Sequence[float]) -> None:
     first = times.submit_s + times.ttft_s
     last = times.submit_s + times.e2e_s
-    boundary = times.boundary_s
-    if boundary is None:  # it never stopped thinking, or never began
-        boundary = last if times.ttfat_s is None else first
-    pauses = [(a, b - a) for a, b in pairwise(token_s) if b - a > STALL_S and b <= boundary]
-    stalls = [
-        (end - gap, gap)
-        for gap, end in zip(times.answer_gaps_s, times.answer_gap_ends_s, strict=True)
-        if gap > STALL_S
-    ]
-    if times.ttot_s is not None and times.ttot_s > STALL_S:
-        stalls.append((boundary, times.ttot_s))
+    answer = last if times.ttfat_s is None else times.submit_s + times.ttfat_s
+    halts = [(a, b - a) for a, b in pairwise(token_s) if b - a > PAUSE_S and b <= answer]
     spans = {
-        "waiting, prefill": [(times.submit_s, times.ttft_s)],
-        "thinking": [(first, boundary - first)],
-        "thinking, paused": pauses,
-        "answering": [(boundary, last - boundary)],
-        "answer stalled": stalls,
+        _WAITS: ([(times.submit_s, times.ttft_s)], 0.5),
+        _THINKS: ([(first, answer - first)], 0.5),
+        _ANSWERS: ([(answer, last - answer)], 1.0),
+        # Taller than the rest: it is what is looked for.
+        _STANDS: (list(_pauses(times)), 1.6),
     }
-    for name, ranges in spans.items():
-        axes.broken_barh(ranges, (row - 0.42, 0.84), facecolors=_PHASE_COLOURS[name], lw=0)
+    for name, (ranges, height) in spans.items():
+        axes.broken_barh(
+            ranges, (row - height / 2, height), facecolors=_COLOURS[name], lw=0, zorder=2
+        )
+    axes.broken_barh(halts, (row - 0.25, 0.5), facecolors=_COLOURS[_WAITS], lw=0, zorder=2)
 
 
-def _count_stalls(times: Sequence[RequestTimes]) -> str:
-    stalled = sum(gap > STALL_S for t in times for gap in t.answer_gaps_s)
-    late = sum(t.ttot_s is not None and t.ttot_s > STALL_S for t in times)
-    return f"{stalled} answer stalls, {late} answers late to begin"
+def _pauses(times: RequestTimes) -> Iterator[tuple[float, float]]:
+    """Start and length of each gap within the answer that a reader notices."""
+    for gap, end in zip(times.answer_gaps_s, times.answer_gap_ends_s, strict=True):
+        if gap > PAUSE_S:
+            yield end - gap, gap
+
+
+def _pauses_in_words(times: Sequence[RequestTimes]) -> str:
+    of_answers = [[gap for _, gap in _pauses(one)] for one in times]
+    gaps = [gap for of_answer in of_answers for gap in of_answer]
+    if not gaps:
+        return "no answer stood still"
+    number = sum(map(bool, of_answers))
+    return (
+        f"{number} answer{'s' * (number > 1)} stood still, for {sum(gaps):,.1f} s in all, "
+        f"up to {max(gaps):,.1f} s at a time"
+    )
 
 
 def _times(run: SeedRun) -> list[RequestTimes]:
     times = (request_times(record, run.end_marker) for record in run.records)
     return [t for t in times if t is not None]
-
-
-def _answers(run: SeedRun) -> list[RequestTimes]:
-    """Those that have an answer, the longest first."""
-    found = [t for t in _times(run) if t.ttfat_s is not None]
-    return sorted(found, key=lambda t: t.e2e_s - (t.ttfat_s or 0.0), reverse=True)
-
-
-def _plain_milliseconds(value: float, _position: int) -> str:
-    return f"{value:g}"

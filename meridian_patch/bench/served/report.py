@@ -174,21 +174,16 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
     pair = _differing(shown)
     return [
         {
-            "title": "Answers as their readers saw them",
-            "text": "One line per answer, the same requests in each panel.",
-            "data": data_url(plots.answers_as_read(pair, caption)),
+            "title": "Who waited, and when",
+            "text": "One line per request, the same line in each panel. Requests wait for their "
+            "turn or because they were preempted; a halt within an answer is what its reader sees.",
+            "data": data_url(plots.requests_over_time(pair, caption)),
         },
         {
             "title": "Answer gaps over the run",
             "text": "Each point is a gap between two tokens of an answer, at the time it ended. "
             "Above the dashed line it counts as a stall.",
             "data": data_url(plots.gap_timeline(shown, caption)),
-        },
-        {
-            "title": "What each request was doing",
-            "text": "One bar per request, in the order of arrival, the same requests in each "
-            "panel. A stalled answer is seen by its reader; a paused thought is not.",
-            "data": data_url(plots.phase_bars(pair, caption)),
         },
         {
             "title": "Distributions",
@@ -199,9 +194,9 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
 
 
 def picture_of(runs: Sequence[ArmRun], origin: Origin) -> bytes | None:
-    """The first of the page's plots, as PNG; None when no arm played anything."""
-    shown = _first_seeds(runs)
-    return plots.answers_as_read(_differing(shown), origin.caption) if shown else None
+    """Who waited and when: stock and the first arm beside it, as PNG; None without any run."""
+    shown = dict(list(_differing(_first_seeds(runs)).items())[:2])
+    return plots.requests_over_time(shown, origin.caption) if shown else None
 
 
 def _first_seeds(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:

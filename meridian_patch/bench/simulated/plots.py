@@ -1,17 +1,34 @@
 """Plots of a comparison, as PNG."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from matplotlib.ticker import PercentFormatter
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.plots import arm_colours, finish_axes, to_png
+from meridian_patch.bench.plots import (
+    arm_colours,
+    finish_axes,
+    finish_gap_tail,
+    label_log_axis,
+    plain_number,
+    to_png,
+)
 from meridian_patch.bench.simulated.figures import GOODPUT, SweepRow
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
 from meridian_patch.bench.simulated.run import ReplayRun, Timeline
 
+_KV_LINE: dict[str, Any] = {
+    "color": "#222222",
+    "lw": 0.7,
+    "alpha": 0.7,
+    "label": "KV pool in use (right axis)",
+}
 _PHASE_COLOURS = {"prefill": "#BBBBBB", "think": "#56B4E9", "answer": "#009E73"}
 
 # The runs of one point by arm and seed.
@@ -35,19 +52,15 @@ def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
         # Each bin stands at its lower border: its gaps are at least that long.
         right.step(GAP_BORDERS_S[:-1][shown] * 1000, at_least[shown], **style)
     left.set_xscale("log")
+    label_log_axis(left.xaxis, plain_number)
     left.set_ylim(0, 1.02)
-    left.set_xlabel("submit to first answer token (s)")
-    left.set_ylabel("share of requests")
+    left.yaxis.set_major_formatter(PercentFormatter(1.0))
+    left.set_xlabel("seconds from the request to its first answer token")
+    left.set_ylabel("requests whose answer has begun")
     left.legend(frameon=False, loc="lower right")
-    right.set_xscale("log")
-    right.set_xlim(left=1.0)
-    right.set_yscale("log")
-    right.axvline(STALL_S * 1000, color="#444444", lw=0.9, ls="--")
-    right.set_xlabel("answer gap (ms)")
-    right.set_ylabel("share of gaps at least this long")
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    finish_axes(figure, left, "Time to first answer token (TTFAT)")
-    finish_axes(figure, right, "Tail of the answer gaps")
+    finish_axes(figure, left, "How soon answers begin (TTFAT)")
+    finish_gap_tail(figure, right, STALL_S, shortest_ms=1.0)
     return to_png(figure, caption)
 
 
@@ -70,10 +83,16 @@ def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:
         axes.plot(ends, ends, color="#444444", lw=0.9, ls="--")
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xlabel("TTFAT with stock (s)")
-        worse = float(np.mean(ours > 1.05 * stock))
-        finish_axes(figure, axes, f"{arm}: {worse:.0%} more than 5 % later")
-    panels[0].set_ylabel("TTFAT of the same request (s)")
+        label_log_axis(axes.xaxis, plain_number)
+        label_log_axis(axes.yaxis, plain_number)
+        axes.set_xlabel("first answer token with stock (s)")
+        place = {"transform": axes.transAxes, "color": "#555555", "size": 9}
+        axes.text(0.03, 0.97, "above the line: later than with stock", va="top", **place)
+        axes.text(0.97, 0.03, "below: sooner", ha="right", **place)
+        later, sooner = np.mean(ours > 1.05 * stock), np.mean(ours < stock / 1.05)
+        words = f"{sooner:.0%} sooner, {later:.0%} later (by > 5%)"
+        finish_axes(figure, axes, f"{arm}: {words}")
+    panels[0].set_ylabel("first answer token of the same request (s)")
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return to_png(figure, caption)
 
@@ -92,15 +111,17 @@ def timelines(shown: Mapping[str, Timeline], title: str, caption: str) -> bytes:
         )
         axes.plot(timeline.at_s, timeline.waiting, color="#D55E00", lw=1.1, label="waiting")
         usage = axes.twinx()
-        usage.plot(timeline.at_s, 100 * timeline.kv_usage, color="#222222", lw=0.7, alpha=0.7)
+        usage.plot(timeline.at_s, 100 * timeline.kv_usage, **_KV_LINE)
         usage.set_ylim(0, 105)
-        usage.set_ylabel("KV pool (%), line", fontsize=8)
+        usage.set_ylabel("KV pool (%)", fontsize=8)
         usage.spines[["top"]].set_visible(False)
         axes.set_ylabel("requests")
         axes.set_ylim(bottom=0)
         finish_axes(figure, axes, f"{arm}, {title}")
         axes.spines["right"].set_visible(True)
-    panels[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=4)
+        axes.set_xlim(left=0)
+    handles = [*panels[0].get_legend_handles_labels()[0], Line2D([], [], **_KV_LINE)]
+    figure.legend(handles=handles, loc="outside upper right", frameon=False, ncols=5)
     panels[-1].set_xlabel("virtual time (s)")
     return to_png(figure, caption)
 
@@ -113,20 +134,22 @@ def goodput_load(rows: Sequence[SweepRow], limits: str, caption: str) -> bytes:
     width = min(3, len(groups))
     height = -(-len(groups) // width)
     figure = Canvas(figsize=(1.5 + 4.4 * width, 0.8 + 3.4 * height), layout="constrained")
-    panels = figure.subplots(height, width, squeeze=False).flat
+    panels = list(figure.subplots(height, width, squeeze=False).flat)
     colours = arm_colours(dict.fromkeys(row.arm for row in rows))
     for axes, ((workload, pool), group) in zip(panels, groups.items(), strict=False):
         _draw_goodput(axes, group, colours)
         finish_axes(figure, axes, f"{workload}, {pool:,} tokens")
         axes.set_xlabel("offered requests/s")
-    for axes in list(panels)[len(groups) :]:
+    for axes in panels[len(groups) :]:
         axes.set_visible(False)
-    figure.supylabel(f"requests/s within limits: {limits}", fontsize=9)
+    panels[0].set_ylabel("requests/s within the limits")
+    words = textwrap.fill(f"Within the limits: {limits}", int(11 * figure.get_figwidth()))
+    figure.suptitle(words, fontsize=10, x=0.01, ha="left")
     return to_png(figure, caption)
 
 
 def _draw_goodput(axes: Axes, rows: Sequence[SweepRow], colours: Mapping[str, str]) -> None:
-    for arm in dict.fromkeys(row.arm for row in rows):
+    for number, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
         points = [
             (row.point.rate_per_s, row.figures[GOODPUT])
             for row in rows
@@ -138,7 +161,9 @@ def _draw_goodput(axes: Axes, rows: Sequence[SweepRow], colours: Mapping[str, st
             rates,
             [figure.value or 0.0 for _, figure in points],
             marker="o",
-            ms=4,
+            ms=max(4, 9 - 2.5 * number),
+            # As in the distributions: equal ones do not hide each other.
+            lw=max(1.2, 4.0 - number),
             color=colours[arm],
             label=arm,
         )
@@ -146,7 +171,7 @@ def _draw_goodput(axes: Axes, rows: Sequence[SweepRow], colours: Mapping[str, st
             if figure.interval is not None:
                 axes.vlines(rate, *figure.interval, colors=colours[arm], alpha=0.4)
     ends = [0, max((row.point.rate_per_s or 0 for row in rows), default=0)]
-    axes.plot(ends, ends, color="#444444", lw=0.7, ls="--")
+    axes.plot(ends, ends, color="#444444", lw=0.7, ls="--", label="all that are offered")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)

@@ -116,8 +116,8 @@ def write_results(folder: Path, results: Results, rows: Sequence[SweepRow]) -> l
     across = []
     if results.is_sweep:
         limits = results.limits
-        text = f"TTFAT slowdown <= {limits.slowdown:g}, own answer ITL p99 <= "
-        text += f"{limits.itl_s * 1000:g} ms"
+        text = f"the answer began at most {limits.slowdown:g} times as late as on an idle engine, "
+        text += f"and 99% of its gaps are at most {limits.itl_s * 1000:g} ms"
         png = plots.goodput_load(rows, text, results.caption)
         across.append(_Plot("Goodput over load", "goodput.png", png))
     for plot in (*across, *(plot for section in sections for plot in section.plots)):
