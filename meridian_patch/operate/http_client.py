@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from meridian_patch.errors import ConfigError, MeridianError
+from meridian_patch.operate.text import printable
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
 _MOST_SHOWN = 200
@@ -36,7 +37,9 @@ class Reply(NamedTuple):
     @property
     def begin(self) -> str:
         """Status and the body's beginning, in one line."""
-        return f"HTTP {self.status}: {' '.join(self.text.split())[:_MOST_SHOWN]}".rstrip(": ")
+        return f"HTTP {self.status}: {printable(' '.join(self.text.split())[:_MOST_SHOWN])}".rstrip(
+            ": "
+        )
 
 
 class _StayingHandler(urllib.request.HTTPRedirectHandler):

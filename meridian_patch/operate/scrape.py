@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from meridian_patch.errors import MeridianError
+from meridian_patch.operate.text import printable
 
 RUNNING: Final = "vllm:num_requests_running"
 """On every page of a vLLM server, unless it was started with ``--disable-log-stats``."""
@@ -75,9 +76,10 @@ def parse(text: str, at_s: float) -> Scrape:
     try:
         families = list(text_string_to_metric_families(text))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise ScrapeError(f"this is no page of metrics: {error}") from error
+        raise ScrapeError(f"this is no page of metrics: {printable(str(error))}") from error
     for sample in chain.from_iterable(family.samples for family in families):
-        samples.setdefault(sample.name, []).append(sample)
+        labels = {name: printable(value) for name, value in sample.labels.items()}
+        samples.setdefault(sample.name, []).append(sample._replace(labels=labels))
     if not samples:
         raise ScrapeError("the page of metrics holds no samples")
     return Scrape(at_s, samples)

@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,18 @@ def test_replay_shows_every_window(capsys):
     assert len(printed.out.splitlines()) == 2
 
 
+def test_a_recording_that_was_cut_off_names_the_page(tmp_path, capsys):
+    """As when the machine stopped while a page was written."""
+    file = tmp_path / "recorded.txt"
+    file.write_text(RECORDING.read_text()[:-30])
+    code, printed = run(["--replay", file], capsys)
+    assert code == 1
+    assert printed.err == (
+        f"meridian: recording {file}, page 3: the page of metrics is cut off: "
+        "its last line has no end\n"
+    )
+
+
 @pytest.mark.parametrize("text", ("", "vllm:x 1\n", "# meridian scrape at 1 s\nvllm:x 1\n"))
 def test_a_file_that_is_no_recording_is_one_line(text, tmp_path, capsys):
     file = tmp_path / "other.txt"
@@ -194,6 +207,20 @@ def wait_until(is_done, limit_s=60.0):
     while not is_done():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_each_window_is_printed_where_nothing_can_be_drawn_over(server):
+    """Into a pipe, or on a terminal without movement: live, not all at the end."""
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "top", server.url]
+    with subprocess.Popen(
+        [*command, "--interval", "0.1"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            heads = [line for line in islice(process.stdout, 40) if line.startswith("meridian top")]
+        finally:
+            process.send_signal(2)
+            process.stdout.close()
+    assert len(heads) > 2
 
 
 def test_live_json_is_one_object_per_line(server):

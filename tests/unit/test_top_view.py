@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from meridian_patch.operate.http_client import Reply
 from meridian_patch.operate.scrape import ScrapeError, parse
 from meridian_patch.operate.top import recording
 from meridian_patch.operate.top.render import render
@@ -180,6 +181,32 @@ def test_every_cut_of_a_recorded_page_is_whole_or_refused(scrapes):
             view(scrapes[0], parse(page[:end], 9.0))
         except ScrapeError:
             continue
+
+
+def test_a_bucket_whose_bound_is_no_number():
+    """A proxy, or another program, may write anything there."""
+    name = "vllm:e2e_request_latency_seconds"
+    page = f'{name}_bucket{{le="x"}} 2\n{name}_count 2\n{name}_sum 2\n'
+    with pytest.raises(ScrapeError, match=f"a bound of histogram {name} is no number"):
+        view(parse("vllm:x 1\n", 0.0), parse(page, 1.0))
+
+
+def test_what_a_server_sends_cannot_steer_the_terminal():
+    """Neither a label nor a line that cannot be read."""
+    page = 'vllm:num_requests_running{model_name="\x1b[2Jm"} 1\n'
+    assert view(parse(page, 0.0), parse(page, 1.0)).model == "?[2Jm"
+    with pytest.raises(ScrapeError) as refused:
+        parse('vllm:x{a="\x1b[2J} 1\n', 0.0)
+    assert "\x1b" not in str(refused.value)
+    assert Reply(500, "\x1b[2J no").begin == "HTTP 500: ?[2J no"
+
+
+def test_the_verdict_is_seen_on_a_low_terminal(scrapes):
+    """Of a screen that does not fit, rich shows the upper lines."""
+    stream = io.StringIO()
+    shown = view(scrapes[0], scrapes[1])
+    Console(file=stream, width=80, highlight=False).print(render(shown, "x"))
+    assert "bottleneck: seats" in stream.getvalue().splitlines()[1]
 
 
 def test_another_programs_metrics():

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -110,24 +110,32 @@ def _watch(server: LiveServer, parsed: argparse.Namespace) -> int:
     first = server.scrape()
     with single_keys() as has_keys:
         views = server.watch(first, lambda: is_asked_to_quit(parsed.interval, has_keys=has_keys))
-        if parsed.as_json:
+        console = Console(highlight=False)
+        if parsed.as_json or console.is_dumb_terminal or not console.is_terminal:
+            # Nothing is drawn over: each window follows the one before.
             for each in views:
-                told = {"error": str(each)} if isinstance(each, MeridianError) else each.as_dict()
-                print(json.dumps(told), flush=True)
+                _print(each, server.url, parsed)
+                sys.stdout.flush()
             return 0
         waiting = Text(f"meridian top  {server.url}  waiting for a second scrape")
-        with Live(waiting, console=Console(highlight=False), auto_refresh=False) as live:
+        with Live(waiting, console=console, auto_refresh=False) as live:
             for each in views:
-                if isinstance(each, MeridianError):
-                    live.update(Text(f"{each}; trying again"), refresh=True)
-                else:
-                    live.update(render(each, server.url), refresh=True)
+                live.update(_screen(each, server.url), refresh=True)
     return 0
 
 
-def _print(shown: View, source: str, parsed: argparse.Namespace) -> None:
+def _print(shown: View | MeridianError, source: str, parsed: argparse.Namespace) -> None:
     if parsed.as_json:
-        print(json.dumps(shown.as_dict()))
+        told = {"error": str(shown)} if isinstance(shown, MeridianError) else shown.as_dict()
+        print(json.dumps(told))
     else:
         console = Console(highlight=False)
-        console.print(render(shown, source), width=min(WIDTH, console.width))
+        console.print(_screen(shown, source), width=min(WIDTH, console.width))
+
+
+def _screen(shown: View | MeridianError, source: str) -> RenderableType:
+    return (
+        Text(f"{shown}; trying again")
+        if isinstance(shown, MeridianError)
+        else render(shown, source)
+    )

@@ -27,7 +27,8 @@ def read(path: Path) -> Iterator[Scrape]:
     """The scrapes of a recording, the first one first.
 
     Raises:
-        ScrapeError: the file cannot be read, is no recording, or holds fewer than two pages.
+        ScrapeError: the file cannot be read, is no recording, holds fewer than two pages, or one
+            that is not whole.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,5 +41,8 @@ def read(path: Path) -> Iterator[Scrape]:
             f"recording {path} holds {len(pages)} pages, expected two or more, each behind a line "
             "'# meridian scrape at SECONDS s'; make one with meridian top --record"
         )
-    for at_s, page in zip(times, pages, strict=True):
-        yield parse(page, float(at_s))
+    for number, (at_s, page) in enumerate(zip(times, pages, strict=True), start=1):
+        try:
+            yield parse(page, float(at_s))
+        except ScrapeError as error:
+            raise ScrapeError(f"recording {path}, page {number}: {error}") from error

@@ -17,13 +17,13 @@ _CALM = frozenset(("none", "unknown"))
 
 
 def render(shown: View, source: str) -> Group:
-    """The whole screen.
+    """The whole screen; the verdict comes first, since a low terminal shows the upper lines only.
 
     Args:
         shown: what to draw.
         source: the address or file that it is from.
     """
-    return Group(_head(shown, source), _facts(shown), _latencies(shown.latencies), _verdict(shown))
+    return Group(_head(shown, source), _verdict(shown), _facts(shown), _latencies(shown.latencies))
 
 
 def _head(shown: View, source: str) -> Text:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from prometheus_client.samples import Sample
 
-from meridian_patch.operate.scrape import Scrape
+from meridian_patch.operate.scrape import Scrape, ScrapeError
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -89,7 +89,11 @@ class Window:
         return None if count is None or self.seconds <= 0 else count / self.seconds
 
     def latency(self, name: str) -> Latency | None:
-        """Figures of a histogram; None: nothing was observed, or it is not whole."""
+        """Figures of a histogram; None: nothing was observed, or it is not whole.
+
+        Raises:
+            ScrapeError: a bound of a bucket is no number.
+        """
         count, total = self.count(f"{name}_count"), self.count(f"{name}_sum")
         buckets = self._buckets(name)
         if not count or total is None or not buckets or buckets[-1][1] <= 0:
@@ -103,9 +107,16 @@ class Window:
         return sample.value if sample.value < before else sample.value - before
 
     def _buckets(self, name: str) -> list[tuple[float, float]]:
-        """Upper bounds with the observations up to them, rising."""
+        """Upper bounds with the observations up to them, rising.
+
+        Raises:
+            ScrapeError: a bound is no number.
+        """
         rises = self.by(f"{name}_bucket", "le")
-        return sorted((float(bound), count) for bound, count in rises.items())
+        try:
+            return sorted((float(bound), count) for bound, count in rises.items())
+        except ValueError as error:
+            raise ScrapeError(f"a bound of histogram {name} is no number: {error}") from error
 
 
 def quantile(buckets: list[tuple[float, float]], share: float) -> Quantile:
