@@ -75,12 +75,13 @@ def test_arguments_go_to_pytest_as_they_are(run):
     assert pure.endswith("-p without_vllm tests/unit tests/property -x")
 
 
-def test_properties_are_tested_beside_the_pure_unit_tests(run):
-    """Neither has vLLM, and types are checked once."""
+def test_properties_and_benches_are_tested_beside_the_other_unit_tests(run):
+    """Neither lane has vLLM, and types are checked once."""
     code, said, asked = run("--pure")
     assert code == 0
-    folders = [each.partition("-p without_vllm ")[2] for each in asked]
-    assert folders == ["tests/property", "tests/unit"]
+    chosen = [each.partition("-p without_vllm ")[2] for each in asked]
+    benches = "tests/unit/test_bench_*"
+    assert chosen == [f"tests/property {benches}.py", f"tests/unit --ignore-glob {benches}"]
     assert said.count("== mypy passed") == 1
     _, said, asked = run("--pure", fails="tests/property")
     assert len(asked) == 2
