@@ -326,9 +326,9 @@ OUTPUT_PROCESSOR: Final = Patch(
     build="meridian_patch.engine.api.tracing:build_output_processor",
     versions=SUPPORTED,
     contract=Contract(
-        calls=("do_tracing",),
-        behaviour=("do_tracing", "process_outputs"),
-        reads=(),
+        calls=("do_tracing", "process_outputs", "_update_stats_from_finished"),
+        behaviour=("do_tracing", "process_outputs", "_update_stats_from_finished"),
+        reads=("request_states",),
         lookups=(
             "vllm.v1.engine.async_llm:AsyncLLM.__init__",
             "vllm.v1.engine.llm_engine:LLMEngine.__init__",
@@ -337,12 +337,12 @@ OUTPUT_PROCESSOR: Final = Patch(
     ),
     process="api_server",
     why=(
-        "A trace of a slow request should say how long it thought and what ended it. The subclass "
-        "adds that to the span which stock exports for the request; without "
-        "`--otlp-traces-endpoint` it is never called."
+        "Stock's times and counts of outputs do not know thinking from answering. The subclass "
+        "takes the changes of phases out of the engine's outputs, and times each phase. It also "
+        "adds how a request thought to the span that stock exports for it."
     ),
-    upstream="none: spans have no attribute for a plug-in's data",
-    remove_when="vLLM lets a plug-in add attributes to a request's span",
+    upstream="none: vLLM's statistics have no phases, and spans no attribute for a plug-in's data",
+    remove_when="vLLM lets a plug-in see the outputs of requests, and add to their spans",
 )
 
 

@@ -397,6 +397,21 @@ class RequestsConfig(StrictModel):
     )
 
 
+class ResponsesConfig(StrictModel):
+    """What responses say besides their texts."""
+
+    reasoning_tokens: bool = Field(
+        default=True,
+        description="Whether `usage` counts the [tokens of thoughts](requests.md#reasoning-tokens) "
+        "as `reasoning_tokens`. False leaves stock's count, which is 0 for many templates.",
+    )
+    times: bool = Field(
+        default=True,
+        description="Whether the field `meridian` of a choice that thought has its "
+        "[times](requests.md#how-thinking-ended).",
+    )
+
+
 class Config(StrictModel):
     """The whole configuration."""
 
@@ -425,6 +440,9 @@ class Config(StrictModel):
     )
     requests: RequestsConfig = Field(
         default_factory=RequestsConfig, description="Which options requests may set."
+    )
+    responses: ResponsesConfig = Field(
+        default_factory=ResponsesConfig, description="What responses say besides their texts."
     )
     provenance: dict[str, Any] | None = Field(
         default=None,

@@ -19,10 +19,10 @@ def install() -> None:
         return
     added: Any = field(default=None)
     added.name = FIELD
-    added.type = dict[str, int] | None
+    added.type = dict[str, float] | None
     # Load-bearing: `dataclasses.fields()` recognises a field by this marker; it is copied from
     # another field.
     added._field_type = fields["kv_cache_usage"]._field_type
     fields[FIELD] = added
-    SchedulerStats.__annotations__[FIELD] = dict[str, int] | None
+    SchedulerStats.__annotations__[FIELD] = dict[str, float] | None
     setattr(SchedulerStats, FIELD, None)

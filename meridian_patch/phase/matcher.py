@@ -33,6 +33,8 @@ class BoundaryMatcher:
     def __init__(self, boundaries: Boundaries) -> None:
         self._edges: list[dict[int, int]] = [{}]
         self._events: list[Event] = [Event.NONE]
+        # Tokens of the boundary that a state completes; 0: it completes none.
+        self._lengths: list[int] = [0]
         self._endings: dict[int, list[tuple[TokenIds, Event]]] = {}
         self._longest = 0
         # Tokens of the longest start sequence.
@@ -51,6 +53,10 @@ class BoundaryMatcher:
             state = self._failures[state]
         state = self._edges[state].get(token_id, ROOT)
         return state, self._events[state]
+
+    def marker_tokens(self, state: int) -> int:
+        """Number of tokens of the boundary that ``state`` completes; 0: it completes none."""
+        return self._lengths[state]
 
     def last_boundary(self, token_ids: Sequence[int]) -> tuple[Event, int]:
         """The last boundary in ``token_ids``, searched from the end, and the index of its start.
@@ -91,10 +97,12 @@ class BoundaryMatcher:
                 self._edges[state][token_id] = len(self._edges)
                 self._edges.append({})
                 self._events.append(Event.NONE)
+                self._lengths.append(0)
             state = self._edges[state][token_id]
         if self._events[state] not in {Event.NONE, event}:
             raise ValueError(f"tokens {sequence} both open and end thinking")
         self._events[state] = event
+        self._lengths[state] = len(sequence)
         self._longest = max(self._longest, len(sequence))
         endings = self._endings.setdefault(sequence[-1], [])
         endings.append((sequence, event))
@@ -113,5 +121,6 @@ class BoundaryMatcher:
                 failures[child] = self._edges[fallback].get(token_id, ROOT)
                 if self._events[child] is Event.NONE:
                     self._events[child] = self._events[failures[child]]
+                    self._lengths[child] = self._lengths[failures[child]]
                 queue.append(child)
         return failures

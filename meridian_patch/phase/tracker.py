@@ -45,6 +45,10 @@ class RequestPhase:
     own_thought: int | None = None
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
+    # Those among them that are tokens of end boundaries.
+    marker_tokens: int = 0
+    # Known tokens when tracking began: the prompt's.
+    given_tokens: int = 0
     # True once a boundary ended thinking in this request's output.
     is_handed_off: bool = False
     # For an attentive request: number of known tokens from which on it must be observed.
@@ -130,7 +134,9 @@ class PhaseTracker:
             if event is Event.START:
                 first_phase, own_thought = Phase.THINK, begin
             match_state = self._matcher.state_after(known)
-        state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, len(known))
+        given = len(known)
+        state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, given)
+        state.given_tokens = given
         state.own_thought = own_thought
         if self._boundaries and event is not Event.NONE:
             # Without any boundary there is no thought, and the search is skipped.
@@ -254,6 +260,9 @@ class PhaseTracker:
         state.match_state, event = self._matcher.step(state.match_state, token_id)
         if event is Event.END and state.phase is Phase.THINK:
             state.is_handed_off = True
+            # A marker that the prompt began has fewer tokens of its own.
+            own = known - state.given_tokens
+            state.marker_tokens += min(self._matcher.marker_tokens(state.match_state), own)
             self._enter(state, Phase.ANSWER, known)
             return True
         if event is Event.START and state.phase is Phase.ANSWER:

@@ -20,26 +20,26 @@ class PhaseCounters:
     """
 
     def __init__(self) -> None:
-        self._events: dict[str, int] = {}
+        self._events: dict[str, float] = {}
         # Totals since the start, for the status report and tests.
-        self.totals: dict[str, int] = {}
+        self.totals: dict[str, float] = {}
         # Requests by phase, as last drained.
         self._requests: dict[str, int] = {}
 
-    def count(self, event: str, label: str, number: int = 1) -> None:
-        """Count ``number`` events."""
+    def count(self, event: str, label: str, number: float = 1) -> None:
+        """Count ``number`` events, tokens or seconds."""
         key = f"{event}:{label}"
         self._events[key] = self._events.get(key, 0) + number
         self.totals[key] = self.totals.get(key, 0) + number
 
-    def drain(self) -> dict[str, int]:
+    def drain(self) -> dict[str, float]:
         """Events since the last call."""
         events, self._events = self._events, {}
         return events
 
     def drain_with(
         self, entered: Iterable[tuple[str, int]], requests: Iterable[tuple[str, int]]
-    ) -> dict[str, int]:
+    ) -> dict[str, float]:
         """Events since the last call, with the counts of a phase tracker.
 
         Args:
@@ -73,8 +73,20 @@ EXIT_GIVEN_UP = "exit_given_up"
 INVALID = "invalid_signals"
 IGNORED_FIELD = "ignored_field"
 STEP = "step"
+STEP_SECONDS = "step_seconds"
+LIMITED = "limited_step"
+POLICY_SECONDS = "policy_seconds"
+RECOMPUTED = "recomputed_tokens"
+SAVED = "estimated_saved"
 # A gauge: how many requests are in each phase now.
 REQUESTS = "requests"
+# A gauge that is 1: the label is the package's version.
+INFO = "info"
+# Observed in the API server, from the outputs of its own requests.
+TTFAT = "ttfat"
+GAP = "gap"
+PHASE_SECONDS = "phase_seconds"
+TOKENS = "tokens"
 
 # Parts of the scheduler, as labels.
 PHASE_TRACKER, POLICY, KV_TIERS, EARLY_EXIT = PARTS = (

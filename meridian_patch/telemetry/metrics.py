@@ -22,6 +22,7 @@ class Kind(StrEnum):
 
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,11 @@ class Metric:
     Attributes:
         event: name under which ``PhaseCounters`` counts it.
         name: as registered with Prometheus, which appends ``_total`` to counters.
-        kind: counter or gauge.
+        kind: Prometheus type.
         label: the one further label.
-        values: every value that the label may have; each counter is exported as 0 from the start.
+        values: every value that the label may have; counters and histograms are exported as 0 from
+            the start.
+        buckets: upper bounds of a histogram, in its unit, without infinity.
         unit: what is counted.
         help: the HELP text, one sentence without markup.
         operator: what the value means for an operator and what to do, in Markdown.
@@ -44,6 +47,7 @@ class Metric:
     kind: Kind = Kind.COUNTER
     label: str
     values: tuple[str, ...]
+    buckets: tuple[float, ...] = ()
     unit: str
     help: str
     operator: str
@@ -61,6 +65,18 @@ def _texts(values: Iterable[str]) -> tuple[str, ...]:
 _PHASES = _texts(Phase)
 _TIERS = tuple(tier.label for tier in Tier)
 _REASONS = _texts(Reason)
+# Where tokens of outputs may stand.
+_SAID = _texts((Phase.THINK, Phase.ANSWER))
+
+# 0.1, 0.25 and 1 second are gaps that a reader notices: counts above them are read from buckets.
+_GAP_BUCKETS_S = (
+    *(0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
+    *(2.5, 5.0, 10.0, 30.0),
+)
+_WAIT_BUCKETS_S = (
+    *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0),
+    *(180.0, 300.0, 600.0, 1200.0, 2400.0),
+)
 
 METRICS: Final = (
     Metric(
@@ -252,6 +268,131 @@ METRICS: Final = (
             "steps may take too long; please report it. Updated every 64 steps, not under policy "
             "`noop`"
         ),
+    ),
+    Metric(
+        event=counters.STEP_SECONDS,
+        name="meridian_step_seconds",
+        label="kind",
+        values=("measured", "error"),
+        unit="seconds",
+        help="Time of the steps that were predicted, and by how much predictions missed it.",
+        operator=(
+            "`error` divided by `measured` is the mean error of predicted step times, as a share; "
+            "above a third, answers keep their latency poorly: look for other load on the machine. "
+            "Updated every 64 steps, not under policy `noop`"
+        ),
+    ),
+    Metric(
+        event=counters.LIMITED,
+        name="meridian_limited_steps",
+        label="limit",
+        values=("tokens", "requests"),
+        unit="steps",
+        help="Steps whose token budget or number of requests the policy limited.",
+        operator=(
+            "nothing; it shows how often the policy acts. Divided by "
+            '`meridian_steps_total{kind="ran"}` it is the share of steps'
+        ),
+    ),
+    Metric(
+        event=counters.POLICY_SECONDS,
+        name="meridian_policy_seconds",
+        label="stage",
+        values=("limits", "order"),
+        unit="seconds",
+        help="Time that the policy took before steps, by what it decided.",
+        operator=(
+            "Divided by the time of all steps it should stay below one hundredth: if it does not, "
+            "please report it. Updated every 64 steps, not under policy `noop`"
+        ),
+    ),
+    Metric(
+        event=counters.RECOMPUTED,
+        name="meridian_recomputed_tokens",
+        label="phase",
+        values=_PHASES,
+        unit="tokens",
+        help="Tokens that preempted requests computed again when they resumed, by phase.",
+        operator=(
+            "The price of preemptions: tokens that were still cached do not count. If it is a "
+            "large share of all tokens, lower `max_num_seqs`, or give the cache more memory"
+        ),
+    ),
+    Metric(
+        event=counters.SAVED,
+        name="meridian_estimated_think_tokens_saved",
+        label="mode",
+        values=("observe", "enforce"),
+        unit="tokens",
+        help="Estimate of the think tokens that early exit saves, by mode.",
+        operator=(
+            "`observe`: tokens between the verdict and the thought's own end, which `enforce` "
+            "would have saved. `enforce`: for each closed thought, how much longer thoughts of "
+            "its length went on that ended by themselves; none before 20 of those. Thoughts that "
+            "were closed are missing among them, so it is rather too low"
+        ),
+    ),
+    Metric(
+        event=counters.TTFAT,
+        name="meridian_time_to_first_answer_token_seconds",
+        kind=Kind.HISTOGRAM,
+        label="thought",
+        values=("yes", "no"),
+        buckets=_WAIT_BUCKETS_S,
+        unit="seconds",
+        help="Time from a request's arrival to its first answer token, by whether it thought.",
+        operator=(
+            "What a reader waits for. `no` is vLLM's time to first token; it is observed when the "
+            "request ends, because until then it may still think. If `yes` rises and "
+            '`meridian_request_phase_seconds{phase="think"}` does not, requests wait too long '
+            "before they think: add capacity, or admit less"
+        ),
+    ),
+    Metric(
+        event=counters.GAP,
+        name="meridian_inter_token_seconds",
+        kind=Kind.HISTOGRAM,
+        label="phase",
+        values=(*_SAID, "ttot"),
+        buckets=_GAP_BUCKETS_S,
+        unit="seconds",
+        help="Time between a request's outputs, by phase; ttot: from the end of thinking to the answer.",
+        operator=(
+            "`answer` is what a reader sees. Stalls are read from the buckets: "
+            '`..._count{phase="answer"}` minus `..._bucket{phase="answer",le="0.25"}` are the '
+            "gaps above 250 ms; 0.1 and 1.0 are bounds, too. They should be rare: if not, "
+            "compare `meridian_preemptions_total` and `meridian_limited_steps_total`"
+        ),
+    ),
+    Metric(
+        event=counters.PHASE_SECONDS,
+        name="meridian_request_phase_seconds",
+        kind=Kind.HISTOGRAM,
+        label="phase",
+        values=_SAID,
+        buckets=_WAIT_BUCKETS_S,
+        unit="seconds",
+        help="Time that an ended request spent in a phase, from its first token to its last.",
+        operator="nothing; it shows which phase takes the time. Preemptions are included",
+    ),
+    Metric(
+        event=counters.TOKENS,
+        name="meridian_output_tokens",
+        label="phase",
+        values=_SAID,
+        unit="tokens",
+        help="Tokens of outputs by phase; a boundary belongs to the phase that it ends.",
+        operator="nothing; its rate is the throughput by phase",
+    ),
+    Metric(
+        event=counters.INFO,
+        name="meridian_info",
+        kind=Kind.GAUGE,
+        label="version",
+        values=(),
+        unit="is 1",
+        help="The version of meridian_patch that exports these metrics.",
+        operator="nothing; where it is missing, the server is not patched",
     ),
 )
 """All metrics, in the order of docs/metrics.md."""

@@ -1,12 +1,12 @@
 """Exports the table of metrics with Prometheus, in the API server process.
 
-Uses plain counters and gauges with a multiprocess mode, because custom collectors do not work with
-several API servers.
+Uses plain counters, histograms, and gauges with a multiprocess mode, because custom collectors do
+not work with several API servers.
 """
 
 from collections.abc import Mapping
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from meridian_patch.telemetry.metrics import METRICS, Kind, Metric
 
@@ -26,9 +26,14 @@ class PhaseMetrics:
         self._model_name = model_name
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
         for metric in METRICS:
             if metric.kind is Kind.COUNTER:
                 self._counters[metric.event] = Counter(*_arguments(metric), registry=registry)
+            elif metric.kind is Kind.HISTOGRAM:
+                self._histograms[metric.event] = Histogram(
+                    *_arguments(metric), registry=registry, buckets=metric.buckets
+                )
             else:
                 self._gauges[metric.event] = Gauge(
                     *_arguments(metric), registry=registry, multiprocess_mode="mostrecent"
@@ -41,11 +46,26 @@ class PhaseMetrics:
                 labels = (self._model_name, str(engine), value)
                 if metric.kind is Kind.COUNTER:
                     self._counters[metric.event].labels(*labels)
+                elif metric.kind is Kind.HISTOGRAM:
+                    self._histograms[metric.event].labels(*labels)
                 else:
                     # With several API servers, only a gauge that was set is exported.
                     self._gauges[metric.event].labels(*labels).set(0)
 
-    def record(self, stats: Mapping[str, int], engine: int) -> None:
+    def observe(self, values: Mapping[str, Mapping[float, int]], engine: int) -> None:
+        """Add one step's observations to histograms.
+
+        Args:
+            values: ``<event>:<label value>`` to observed values and how often each was observed.
+            engine: index of the engine.
+        """
+        for key, times_of in values.items():
+            event, _, label = key.partition(":")
+            child = self._histograms[event].labels(self._model_name, str(engine), label)
+            for value, times in times_of.items():
+                _observe_times(child, value, times)
+
+    def record(self, stats: Mapping[str, float], engine: int) -> None:
         """Add one step's counts and set its gauges.
 
         Args:
@@ -59,6 +79,16 @@ class PhaseMetrics:
                 self._gauges[event].labels(*labels).set(value)
             else:
                 self._counters[event].labels(*labels).inc(value)
+
+
+def _observe_times(child: Histogram, value: float, times: int) -> None:
+    """Observe a value several times at the cost of one: requests of a step share their gaps."""
+    # Load-bearing: what `observe` does, for one.
+    child._sum.inc(value * times)
+    for index, bound in enumerate(child._upper_bounds):
+        if value <= bound:
+            child._buckets[index].inc(times)
+            break
 
 
 def _arguments(metric: Metric) -> tuple[str, str, tuple[str, ...]]:

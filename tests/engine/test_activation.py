@@ -23,6 +23,7 @@ QUESTION = "p=7, q=p+5, r=q*3. r?"
 PATCHES = {patch.name for patch in patches.PATCHES}
 SCHEDULER_CLS = "meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler"
 API_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
+PARSER = ("--reasoning-parser", "deepseek_r1")
 
 
 def one_answer(model: Path, **changes) -> list[dict]:
@@ -45,11 +46,12 @@ def assert_live_in_engine_core(reports: list[dict], launcher_pid: int) -> None:
 
 def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
     """VLLM_PLUGINS=meridian_patch patches EngineCore and exports metrics from the API server."""
-    with Server([*API_SERVER, str(demo_model)], PATCHED, tmp_path) as server:
+    with Server([*API_SERVER, str(demo_model), *PARSER], PATCHED, tmp_path) as server:
         reply = server.chat(QUESTION, max_tokens=200)
         reports, metrics = server.status(), server.get("/metrics")
         assert_live_in_engine_core(reports, server.pid)
-    assert reply["usage"]["completion_tokens"] > 0
+    usage = reply["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
     assert "TYPE meridian_requests" in metrics
 
 
@@ -72,8 +74,12 @@ def test_import_patches_an_llm(demo_model, tmp_path):
 
 def test_an_installed_package_changes_nothing(demo_model, tmp_path):
     """Without any of the three ways a server with all plug-ins loaded runs stock."""
-    with Server([*API_SERVER, str(demo_model)], {}, tmp_path) as server:
-        assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
+    with Server([*API_SERVER, str(demo_model), *PARSER], {}, tmp_path) as server:
+        reply = server.chat(QUESTION, max_tokens=200)
+        assert reply["choices"][0]["message"]["reasoning"]
+        # Stock does not know that the template opened the thought.
+        assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+        assert "meridian" not in reply["choices"][0]
         assert server.status() == []
         metrics = server.get("/metrics")
         findings = {each.check: each for each in check_server(ServerClient(server.url), [])}

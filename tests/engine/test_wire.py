@@ -1,6 +1,7 @@
 """A real server and a real `vllm.LLM`: wrong fields are refused, and how thinking ended is told."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ BODIES = {
     RESPONSES: {"input": QUESTION, "max_output_tokens": 300},
     "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 300},
 }
+THINK_END_ID = 257
 EXPECTED = "vllm_xargs field meridian_exit is 'on', expected 'off', 'observe' or 'enforce'"
 
 
@@ -37,6 +39,7 @@ EXPECTED = "vllm_xargs field meridian_exit is 'on', expected 'off', 'observe' or
 def server(demo_model, tmp_path_factory):
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(demo_model), "--served-model-name", "m"]
+    command += ["--enable-per-request-metrics"]
     folder = tmp_path_factory.mktemp("wire")
     with Server(command, PATCHED, folder) as started:
         yield started
@@ -60,11 +63,19 @@ def events(server, path, **body) -> list[dict]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+TIMES = ("think_ms", "ttfat_ms", "answer_ms", "preemptions")
+
+
+def untimed(summary: dict) -> dict:
+    """A summary without what differs from run to run."""
+    return {key: value for key, value in summary.items() if key not in TIMES}
+
+
 def told(events: list[dict]) -> dict[int, dict]:
     """Choice -> its summary; it stands in the chunk that ends the choice, and nowhere else."""
     choices = [choice for event in events for choice in event["choices"]]
     assert all(choice["finish_reason"] for choice in choices if "meridian" in choice)
-    return {each["index"]: each["meridian"] for each in choices if "meridian" in each}
+    return {each["index"]: untimed(each["meridian"]) for each in choices if "meridian" in each}
 
 
 @pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
@@ -105,7 +116,7 @@ def test_chat_tells_how_thinking_ended(server):
     assert thought[1]
     assert 0 < summary["think_tokens"] < len(choice["token_ids"])
     assert reply["kv_transfer_params"] is None
-    assert told(events(server, CHAT)) == {0: summary}
+    assert told(events(server, CHAT)) == {0: untimed(summary)}
     # What is said besides must not depend on us.
     text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events(server, CHAT))
     assert text == choice["message"]["content"]
@@ -133,23 +144,25 @@ def test_it_tells_what_could_not_be_enforced(server):
     (choice,) = whole(server, CHAT, vllm_xargs=asked)["choices"]
     assert choice["meridian"]["exit_reason"] == "natural"
     assert choice["meridian"]["not_enforced"] == {"eat": "floor", "rpdi": "floor"}
-    assert told(events(server, CHAT, vllm_xargs=asked)) == {0: choice["meridian"]}
+    assert told(events(server, CHAT, vllm_xargs=asked)) == {0: untimed(choice["meridian"])}
     asked["meridian_min_think_tokens"] = 0
     (choice,) = whole(server, CHAT, vllm_xargs=asked)["choices"]
     assert choice["meridian"]["not_enforced"] == {"eat": "warm_up", "rpdi": "warm_up"}
-    # Without an end of thinking that is all there is to say.
+    # Without an end of thinking that is all there is to say, times aside.
     (cut,) = whole(server, CHAT, max_tokens=5, vllm_xargs=asked)["choices"]
-    assert cut["meridian"] == {"not_enforced": {"eat": "warm_up", "rpdi": "warm_up"}}
+    assert untimed(cut["meridian"]) == {"not_enforced": {"eat": "warm_up", "rpdi": "warm_up"}}
     (plain,) = whole(server, CHAT)["choices"]
     assert "not_enforced" not in plain["meridian"]
 
 
-def test_a_thought_cut_short_is_not_told(server):
-    """Without an end of thinking there is no field."""
-    (choice,) = whole(server, CHAT, max_tokens=5)["choices"]
+def test_a_thought_cut_short_has_no_end(server):
+    """Its times are told, and its tokens are in the usage; nothing ended it."""
+    reply = whole(server, CHAT, max_tokens=5)
+    (choice,) = reply["choices"]
     assert choice["finish_reason"] == "length"
-    assert "meridian" not in choice
-    assert told(events(server, CHAT, max_tokens=5)) == {}
+    assert set(choice["meridian"]) == {"think_ms", "preemptions"}
+    assert reasoning(reply["usage"]) == 5
+    assert told(events(server, CHAT, max_tokens=5)) == {0: {}}
 
 
 def test_a_stop_string_leaves_it_in(server):
@@ -158,7 +171,7 @@ def test_a_stop_string_leaves_it_in(server):
     answer = choice["message"]["content"].partition(THINK_END)[2]
     (cut,) = whole(server, CHAT, stop=THINK_END + answer[:1])["choices"]
     assert cut["stop_reason"] == THINK_END + answer[:1]
-    assert cut["meridian"] == choice["meridian"]
+    assert untimed(cut["meridian"]) == untimed(choice["meridian"])
 
 
 def test_completions_tell_it_per_choice(server):
@@ -167,7 +180,7 @@ def test_completions_tell_it_per_choice(server):
     body = {"prompt": [prompt, prompt], "n": 2, "temperature": 1.0}
     choices = whole(server, COMPLETIONS, **body)["choices"]
     ended = [THINK_END in choice["text"] for choice in choices]
-    assert [("meridian" in choice) for choice in choices] == ended
+    assert [("exit_reason" in choice["meridian"]) for choice in choices] == ended
     assert any(ended)
     streamed = events(server, COMPLETIONS, **body)
     texts = {}
@@ -175,7 +188,8 @@ def test_completions_tell_it_per_choice(server):
         for choice in event["choices"]:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert set(texts) == {0, 1, 2, 3}
-    assert set(told(streamed)) == {i for i, text in texts.items() if THINK_END in text}
+    seen = {i for i, summary in told(streamed).items() if "exit_reason" in summary}
+    assert seen == {i for i, text in texts.items() if THINK_END in text}
 
 
 def test_responses_tell_it(server):
@@ -184,7 +198,130 @@ def test_responses_tell_it(server):
     assert response["meridian"]["exit_reason"] == "natural"
     last = events(server, RESPONSES)[-1]
     assert last["type"] in ("response.completed", "response.incomplete")
-    assert last["response"]["meridian"] == response["meridian"]
+    assert untimed(last["response"]["meridian"]) == untimed(response["meridian"])
+
+
+def reasoning(usage: dict) -> int:
+    return usage["completion_tokens_details"]["reasoning_tokens"]
+
+
+def thought_tokens(choice: dict) -> int:
+    """Tokens of a choice's thought, by its token ids: the template opens it."""
+    ids = choice["token_ids"]
+    return ids.index(THINK_END_ID) if THINK_END_ID in ids else len(ids)
+
+
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS))
+def test_usage_counts_reasoning_tokens(server, path):
+    """By token ids, summed over the choices; without any reasoning parser."""
+    body = {"n": 2, "temperature": 1.0, "seed": 7, "return_token_ids": True}
+    if path == COMPLETIONS:
+        body["prompt"] = chat_prompt(server)
+    reply = whole(server, path, **body)
+    expected = sum(map(thought_tokens, reply["choices"]))
+    assert 0 < expected < reply["usage"]["completion_tokens"]
+    assert reasoning(reply["usage"]) == expected
+
+
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS))
+def test_usage_of_a_stream_counts_reasoning_tokens(server, path):
+    """Beside each chunk those of its choice so far, and at the end those of all choices."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"n": 2, "temperature": 1.0, "stream_options": options, "return_token_ids": True}
+    if path == COMPLETIONS:
+        body["prompt"] = chat_prompt(server)
+    *chunks, last = events(server, path, **body)
+    said = {0: {"token_ids": []}, 1: {"token_ids": []}}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        ids = said[choice["index"]]
+        ids["token_ids"] += choice.get("token_ids") or []
+        if ids["token_ids"]:
+            assert reasoning(chunk["usage"]) == thought_tokens(ids)
+    assert last["choices"] == []
+    assert reasoning(last["usage"]) == sum(map(thought_tokens, said.values()))
+
+
+def test_usage_of_responses_counts_reasoning_tokens(server):
+    """Whole and streamed."""
+    (choice,) = whole(server, CHAT, return_token_ids=True)["choices"]
+    response = whole(server, RESPONSES)
+    details = response["usage"]["output_tokens_details"]
+    assert details["reasoning_tokens"] == thought_tokens(choice) > 0
+    streamed = events(server, RESPONSES)[-1]["response"]["usage"]["output_tokens_details"]
+    assert streamed["reasoning_tokens"] == details["reasoning_tokens"]
+
+
+def test_a_request_that_does_not_think_has_no_reasoning_tokens(server):
+    """A plain prompt: the usage says 0, and there is no summary."""
+    reply = whole(server, COMPLETIONS, prompt=[65, 66, 67], max_tokens=4)
+    assert reasoning(reply["usage"]) == 0
+    assert "meridian" not in reply["choices"][0]
+
+
+def test_a_choice_tells_its_times(server):
+    """In milliseconds; vLLM's own metrics have them, too."""
+    started_s = time.monotonic()
+    reply = whole(server, CHAT)
+    took_ms = (time.monotonic() - started_s) * 1000
+    (choice,) = reply["choices"]
+    times = choice["meridian"]
+    assert 0 < times["think_ms"] < times["ttfat_ms"]
+    assert times["answer_ms"] > 0
+    assert times["ttfat_ms"] + times["answer_ms"] <= took_ms
+    assert times["preemptions"] == 0
+    metrics = reply["metrics"]
+    assert metrics["time_to_first_answer_token_ms"] == times["ttfat_ms"]
+    assert metrics["think_time_ms"] == times["think_ms"]
+    assert metrics["answer_time_ms"] == times["answer_ms"]
+    assert metrics["time_to_first_token_ms"] < times["ttfat_ms"]
+    *_, last = events(server, CHAT, stream_options={"include_usage": True})
+    assert last["metrics"]["time_to_first_answer_token_ms"] > last["metrics"]["think_time_ms"] > 0
+
+
+def sample(server, name: str) -> float:
+    """One sample of the metrics page, by name and further label."""
+    (line,) = (each for each in server.get("/metrics").splitlines() if name in fields(each))
+    return float(line.rpartition(" ")[2])
+
+
+def fields(line: str) -> list[str]:
+    """``name_label_value`` of a sample, in one string."""
+    name, _, rest = line.partition("{")
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+    further = [value for key, value in labels.items() if key not in ("model_name", "engine")]
+    return [" ".join([name, *further])]
+
+
+def test_metrics_tell_phases_apart(server):
+    """One request that thinks: one first answer token, a gap per token, and tokens by phase."""
+    names = {
+        "ttfat": "meridian_time_to_first_answer_token_seconds_count yes",
+        "plain": "meridian_time_to_first_answer_token_seconds_count no",
+        "think gaps": "meridian_inter_token_seconds_count think",
+        "answer gaps": "meridian_inter_token_seconds_count answer",
+        "ttot": "meridian_inter_token_seconds_count ttot",
+        "think": "meridian_output_tokens_total think",
+        "answer": "meridian_output_tokens_total answer",
+        "think times": "meridian_request_phase_seconds_count think",
+    }
+    before = {key: sample(server, name) for key, name in names.items()}
+    reply = whole(server, CHAT, return_token_ids=True)
+    grown = {key: sample(server, name) - before[key] for key, name in names.items()}
+    think = thought_tokens(reply["choices"][0])
+    answer = reply["usage"]["completion_tokens"] - think - 1
+    assert grown == {
+        "ttfat": 1,
+        "plain": 0,
+        # From the first think token to the boundary.
+        "think gaps": think,
+        "ttot": 1,
+        "answer gaps": answer - 1,
+        "think": think + 1,
+        "answer": answer,
+        "think times": 1,
+    }
+    assert "meridian_info{" in server.get("/metrics")
 
 
 def test_the_doctor_finds_nothing_to_mend(server, monkeypatch):

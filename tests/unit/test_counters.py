@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from meridian_patch.telemetry import counters
@@ -63,6 +64,42 @@ def test_metrics_have_the_documented_names_and_labels():
     }
 
 
+def test_a_value_seen_several_times_is_observed_as_often():
+    """At the cost of one: sum, count and buckets are those of single observations."""
+    values = {0.03: 5, 0.1: 2, 0.7: 1, 1e9: 3}
+    at_once, one_by_one = CollectorRegistry(), CollectorRegistry()
+    PhaseMetrics("m", at_once).observe({"gap:answer": values, "gap:think": {0.02: 1}}, engine=1)
+    metrics = PhaseMetrics("m", one_by_one)
+    child = metrics._histograms["gap"].labels("m", "1", "answer")
+    for value, times in values.items():
+        for _ in range(times):
+            child.observe(value)
+    metrics.observe({"gap:think": {0.02: 1}}, engine=1)
+
+    def read(registry):
+        return {
+            (sample.name, *sorted(sample.labels.items())): pytest.approx(sample.value)
+            for metric in registry.collect()
+            for sample in metric.samples
+            if not sample.name.endswith("_created")
+        }
+
+    assert read(at_once) == read(one_by_one)
+    above = (
+        'meridian_inter_token_seconds_bucket{engine="1",le="0.25",model_name="m",phase="answer"}'
+    )
+    assert f"{above} 7.0" in samples(at_once)
+
+
+def test_histograms_have_the_documented_bounds():
+    """Gaps above 100, 250 and 1000 ms are read from buckets; no other kind has buckets."""
+    for metric in METRICS:
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+    (gaps,) = (metric for metric in METRICS if metric.event == counters.GAP)
+    assert {0.1, 0.25, 1.0} <= set(gaps.buckets)
+
+
 def test_every_event_is_a_row_of_the_table():
     """Each name of counters.py is declared once, and no row has a name that is not there."""
     constants = {value for name, value in vars(counters).items() if name.isupper()}
@@ -77,9 +114,11 @@ def test_metrics_stand_at_zero_from_the_start():
     """Each value of each label is exported before anything happened, and no other."""
     registry = CollectorRegistry()
     PhaseMetrics("m", registry).initialize(0)
-    assert len(samples(registry)) == sum(len(each.values) for each in METRICS)
+    assert all(line.endswith(" 0.0") for line in samples(registry))
     for metric in METRICS:
-        found = [line for line in samples(registry) if line.startswith(f"{metric.exported_name}{{")]
+        # A histogram has a count beside its buckets and its sum.
+        name = metric.exported_name + "_count" * (metric.kind is Kind.HISTOGRAM)
+        found = [line for line in samples(registry) if line.startswith(f"{name}{{")]
         assert len(found) == len(metric.values)
         for value in metric.values:
             assert [line for line in found if f'{metric.label}="{value}"' in line]

@@ -1,14 +1,15 @@
-"""Chat completions: refuses wrong fields before a stream begins, and adds a summary per choice."""
+"""Chat completions: refuses wrong fields before a stream begins, and tells how choices thought."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
+from meridian_patch.engine.api.reasoning_usage import UsageDetails
 
 
 def build_chat_serving(original: type) -> type:
-    """``original`` with ``meridian_*`` fields checked and ``meridian`` in each choice."""
+    """``original`` with ``meridian_*`` fields checked, ``meridian`` in choices, and usage."""
 
     class SummaryServingChat(original):
         async def _check_model(self, request: Any) -> Any:
@@ -20,31 +21,33 @@ def build_chat_serving(original: type) -> type:
         async def chat_completion_stream_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
         ) -> AsyncIterator[str]:
-            summaries = Summaries()
-            results = _watch(result_generator, summaries)
+            summaries, details = Summaries(), UsageDetails()
+            results = _watch(result_generator, summaries, details)
             events = super().chat_completion_stream_generator(request, results, *args, **kwargs)
             async with aclosing(events):
                 async for event in events:
-                    yield summaries.add_to_event(event)
+                    yield details.add_to_event(summaries.add_to_event(event))
 
         async def chat_completion_full_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            summaries = Summaries()
-            results = _watch(result_generator, summaries)
+            summaries, details = Summaries(), UsageDetails()
+            results = _watch(result_generator, summaries, details)
             response = await super().chat_completion_full_generator(
                 request, results, *args, **kwargs
             )
             # An error response has no choices.
             summaries.add_to(getattr(response, "choices", ()))
+            details.add_to(response)
             return response
 
     return SummaryServingChat
 
 
-async def _watch(results: Any, summaries: Summaries) -> AsyncIterator[Any]:
+async def _watch(results: Any, summaries: Summaries, details: UsageDetails) -> AsyncIterator[Any]:
     async with aclosing(results):
         async for result in results:
             for output in result.outputs:
                 summaries.saw(output.index, output)
+                details.saw(output.index, output)
             yield result

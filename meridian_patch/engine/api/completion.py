@@ -1,10 +1,11 @@
-"""Completions: refuses wrong fields before a stream begins, and adds a summary per choice."""
+"""Completions: refuses wrong fields before a stream begins, and tells how choices thought."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
+from meridian_patch.engine.api.reasoning_usage import UsageDetails
 
 
 def build_completion_serving(original: type) -> type:
@@ -12,6 +13,7 @@ def build_completion_serving(original: type) -> type:
 
     It refuses a request with a wrong ``meridian_*`` field before it sends anything, and adds
     ``meridian`` to each choice that has a summary; in a stream, to the last chunk of the choice.
+    Usage counts reasoning tokens.
     """
 
     class SummaryServingCompletion(original):
@@ -29,14 +31,14 @@ def build_completion_serving(original: type) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> AsyncIterator[str]:
-            summaries = Summaries()
-            results = _watch(result_generator, summaries, request.n or 1)
+            summaries, details = Summaries(), UsageDetails()
+            results = _watch(result_generator, summaries, details, request.n or 1)
             events = super().completion_stream_generator(
                 request, engine_inputs, results, *args, **kwargs
             )
             async with aclosing(events):
                 async for event in events:
-                    yield summaries.add_to_event(event)
+                    yield details.add_to_event(summaries.add_to_event(event))
 
         def request_output_to_completion_response(
             self, final_res_batch: Any, *args: Any, **kwargs: Any
@@ -44,21 +46,27 @@ def build_completion_serving(original: type) -> type:
             response = super().request_output_to_completion_response(
                 final_res_batch, *args, **kwargs
             )
-            summaries = Summaries()
+            summaries, details = Summaries(), UsageDetails()
             # Load-bearing: upstream numbers choices consecutively over all prompts.
             outputs = (output for result in final_res_batch for output in result.outputs)
             for choice, output in enumerate(outputs):
                 summaries.saw(choice, output)
+                details.saw(choice, output)
             summaries.add_to(response.choices)
+            details.add_to(response)
             return response
 
     return SummaryServingCompletion
 
 
-async def _watch(results: Any, summaries: Summaries, per_prompt: int) -> AsyncIterator[Any]:
+async def _watch(
+    results: Any, summaries: Summaries, details: UsageDetails, per_prompt: int
+) -> AsyncIterator[Any]:
     async with aclosing(results):
         async for prompt, result in results:
             for output in result.outputs:
                 # Load-bearing: upstream computes the choice's index in the same way.
-                summaries.saw(prompt * per_prompt + output.index, output)
+                choice = prompt * per_prompt + output.index
+                summaries.saw(choice, output)
+                details.saw(choice, output)
             yield prompt, result

@@ -1,8 +1,10 @@
-"""Copies how a request's thinking ended from the engine's outputs to the caller's outputs."""
+"""Puts how a request thought, and for how long, on the caller's outputs."""
 
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import KEY, detach
+from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, tells_times
+from meridian_patch.phase.progress import PhaseProgress
 
 
 def build_request_state(original: type) -> type:
@@ -18,6 +20,8 @@ def build_request_state(original: type) -> type:
             # the turn before until that turn's first output.
             self.is_turn_over = False
             self.thinking_before: dict[str, Any] | None = None
+            # The turn's phases and times, which the output processor keeps up to date.
+            self.progress = PhaseProgress()
 
         def make_request_output(
             self,
@@ -36,6 +40,8 @@ def build_request_state(original: type) -> type:
             if summary is not None:
                 self.thinking.clear()
                 self.thinking.update(summary)
+            if finish_reason is not None and tells_times():
+                self.thinking.update(_times(self))
             output = super().make_request_output(
                 new_token_ids,
                 pooling_output,
@@ -47,6 +53,9 @@ def build_request_state(original: type) -> type:
             )
             # Load-bearing: True if the client may send further chunks of a streaming session.
             self.is_turn_over = finish_reason is not None and self.streaming_input
+            if self.is_turn_over:
+                # Now, because the output processor looks at the next output first.
+                self.progress = PhaseProgress()
             return output
 
         def _new_completion_output(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +67,7 @@ def build_request_state(original: type) -> type:
                 before.update(self.thinking)
                 self.thinking = before
             setattr(output, KEY, self.thinking)
+            setattr(output, PROGRESS, self.progress)
             return output
 
         def _is_merged_into(self, thinking: dict[str, Any]) -> bool:
@@ -70,3 +80,11 @@ def build_request_state(original: type) -> type:
             return any(getattr(each, KEY, None) is thinking for each in completions)
 
     return SummaryRequestState
+
+
+def _times(state: Any) -> dict[str, Any]:
+    """Times and preemptions of a request that thought; empty without vLLM's own statistics."""
+    times = milliseconds(state.progress)
+    if state.stats is None or not times:
+        return {}
+    return times | {"preemptions": state.stats.num_preemptions}

@@ -1,15 +1,16 @@
-"""Responses: refuses wrong fields before a stream begins, and adds a summary to the response."""
+"""Responses: refuses wrong fields before a stream begins, and tells how the response thought."""
 
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import KEY, check_fields
+from meridian_patch.engine.api.reasoning_usage import UsageDetails
 
 
 def build_responses_serving(original: type) -> type:
     """``original`` with ``meridian_*`` fields checked and ``meridian`` in the response.
 
-    The summary is left out for OpenAI's own models ("harmony"), where one response consists of
-    several requests.
+    Both are left out for OpenAI's own models ("harmony"), where one response consists of several
+    requests, and which stock counts itself.
     """
 
     class SummaryServingResponses(original):
@@ -32,10 +33,23 @@ def build_responses_serving(original: type) -> type:
             response = await super().responses_full_generator(
                 request, sampling_params, result_generator, context, *args, **kwargs
             )
+            # Load-bearing: only the context of a single request has it.
             last = getattr(context, "last_output", None)
             summary = getattr(last.outputs[0], KEY, None) if last and last.outputs else None
             if summary and hasattr(response, "output"):
                 setattr(response, KEY, summary)
+            if last and last.outputs and hasattr(response, "output"):
+                details = UsageDetails()
+                details.saw(0, last.outputs[0])
+                _add_details(response, details, context.num_output_tokens)
             return response
 
     return SummaryServingResponses
+
+
+def _add_details(response: Any, details: UsageDetails, num_tokens: int) -> None:
+    """Write reasoning tokens and times into the usage of a response."""
+    count = details.count_of(0, num_tokens)
+    if count is not None:
+        response.usage.output_tokens_details.reasoning_tokens = count
+    details.add_to_metrics(response)

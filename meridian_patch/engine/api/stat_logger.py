@@ -1,8 +1,11 @@
 """Exports the phase counts with vLLM's own Prometheus logger, in the API server process."""
 
+from importlib.metadata import version
 from typing import Any
 
 from meridian_patch.engine import stats_field
+from meridian_patch.engine.api import phase_times
+from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 
@@ -16,6 +19,8 @@ def build_prometheus_stat_logger(original: type) -> type:
             self._meridian = PhaseMetrics(vllm_config.model_config.served_model_name)
             for engine in self.engine_indexes:
                 self._meridian.initialize(engine)
+                info = f"{counters.INFO}:{version('meridian_patch')}"
+                self._meridian.record({info: 1}, engine)
 
         def record(
             self,
@@ -28,5 +33,9 @@ def build_prometheus_stat_logger(original: type) -> type:
             stats = getattr(scheduler_stats, stats_field.FIELD, None)
             if stats:
                 self._meridian.record(stats, engine_idx)
+            times = getattr(iteration_stats, phase_times.FIELD, None)
+            if times is not None:
+                self._meridian.record(times.counts(), engine_idx)
+                self._meridian.observe(times.values, engine_idx)
 
     return PhasePrometheusStatLogger

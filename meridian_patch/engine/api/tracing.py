@@ -1,4 +1,4 @@
-"""Adds how a request's thinking ended to the OpenTelemetry span that vLLM exports for it."""
+"""Follows the phases of requests, and adds how thinking ended to their OpenTelemetry spans."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,8 +7,13 @@ from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
+from vllm.logger import init_logger
 
+from meridian_patch.engine.api.phase_changes import detach_change
+from meridian_patch.engine.api.phase_times import follow_outputs, times_of
 from meridian_patch.exit.summary import Summary
+
+logger = init_logger("vllm.meridian_patch")
 
 PREFIX = "meridian"
 """Prefix of names: ``meridian.exit_reason``, ``meridian.would_exit.think_tokens``, ..."""
@@ -47,10 +52,42 @@ def adding(attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def build_output_processor(original: type) -> type:
-    """``original`` whose spans say how thinking ended."""
+    """``original`` that knows the phases of its requests; its spans say how thinking ended."""
 
     class TracedOutputProcessor(original):
         _is_added = False
+        _has_failed = False
+
+        def process_outputs(
+            self,
+            engine_core_outputs: list[Any],
+            engine_core_timestamp: float | None = None,
+            iteration_stats: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            # Load-bearing: the states of all requests under way. Upstream forgets those that end
+            # here.
+            try:
+                now_s = engine_core_timestamp or 0.0
+                follow_outputs(self.request_states, engine_core_outputs, now_s, iteration_stats)
+            except Exception:
+                if not self._has_failed:
+                    self._has_failed = True
+                    logger.exception("meridian_patch: the phases of a step were not followed")
+                for output in engine_core_outputs:
+                    detach_change(output)
+            return super().process_outputs(
+                engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **kwargs
+            )
+
+        def _update_stats_from_finished(
+            self, req_state: Any, finish_reason: Any, iteration_stats: Any, *args: Any
+        ) -> None:
+            super()._update_stats_from_finished(req_state, finish_reason, iteration_stats, *args)
+            progress = getattr(req_state, "progress", None)
+            if iteration_stats is not None and progress is not None:
+                times_of(iteration_stats).ended(progress)
 
         def do_tracing(
             self, engine_core_output: Any, req_state: Any, iteration_stats: Any, *args: Any

@@ -6,9 +6,11 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine.api.phase_changes import attach_changes
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.engine.scheduler.started_requests import started_requests
+from meridian_patch.phase.progress import PhaseChange
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.telemetry import counters
 
@@ -42,6 +44,8 @@ class PhasePart(SchedulerPart):
         self._lost: Iterable[str] = ()
         # Streaming sessions within a turn, by id.
         self._sessions: dict[str, Any] = {}
+        # Phases that changed in the step whose output is being processed, by request id.
+        self._changes: dict[str, PhaseChange] = {}
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         if request.resumable:
@@ -78,6 +82,9 @@ class PhasePart(SchedulerPart):
         lost, self._lost = self._lost, ()
         for request_id in lost:
             self._resync(request_id)
+        if self._changes:
+            changes, self._changes = self._changes, {}
+            attach_changes(results, changes)
         # Load-bearing: the status of a session that waits for its next chunk.
         for session in list(self._sessions.values()):
             if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -95,7 +102,7 @@ class PhasePart(SchedulerPart):
             return
         with self._guard.protect(self.name, request_id):
             if self._tracker.observe(request_id, seen):
-                self._on_changed(request_id)
+                self._changed(request_id)
             return
         self._resync(request_id)
 
@@ -103,7 +110,13 @@ class PhasePart(SchedulerPart):
         """Find the phase from all known tokens: an error may have hidden a boundary."""
         with self._guard.protect(self.name, request_id):
             if self._tracker.resync(request_id):
-                self._on_changed(request_id)
+                self._changed(request_id)
+
+    def _changed(self, request_id: str) -> None:
+        state = self._tracker.get(request_id)
+        if state is not None and self._tracker.has_boundaries:
+            self._changes[request_id] = PhaseChange.of(state)
+        self._on_changed(request_id)
 
     def _track(self, request: Any) -> None:
         # Load-bearing: all known tokens of a request, prompt first. Upstream appends accepted

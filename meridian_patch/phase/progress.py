@@ -1,0 +1,112 @@
+"""Follows a request's phase outside of EngineCore, from the changes that the tracker reports."""
+
+from typing import NamedTuple
+
+from meridian_patch.phase.tracker import Phase, RequestPhase
+
+THINK, ANSWER, TURNING = range(3)
+"""Where the last token of a request stands; ``TURNING``: the answer has no token yet."""
+
+
+class PhaseChange(NamedTuple):
+    """A request's phase after a step that changed it; plain values, sent between processes.
+
+    Attributes:
+        is_thinking: whether the request is in a thought.
+        begin: index of the first output token of this phase.
+        reasoning_tokens: output tokens of thoughts before it, without those of end boundaries.
+    """
+
+    is_thinking: bool
+    begin: int
+    reasoning_tokens: int
+
+    @classmethod
+    def of(cls, state: RequestPhase) -> "PhaseChange":
+        """What the tracker knows of a request that has tokens."""
+        return cls(
+            state.phase is Phase.THINK,
+            state.tokens_before - state.given_tokens,
+            state.think_tokens_before - state.marker_tokens,
+        )
+
+
+class PhaseProgress:
+    """Phase, counts and times of one request, or of one turn of a session.
+
+    A gap is the time between the outputs of two steps. It belongs to the phase of the token before
+    it; the one from an end boundary to the first answer token belongs to neither phase.
+
+    Attributes:
+        place: ``THINK``, ``ANSWER`` or ``TURNING``; None: unknown, so there is no count.
+        num_tokens: output tokens so far.
+        spent_s: seconds of gaps while thinking, and while answering.
+        last_s: engine time of the last output, in seconds; None: there was none.
+        ttfat_s: seconds from arrival to the first answer token; None: there is none yet. Until the
+            request has thought it is that of its first token, and a thought takes it back.
+        has_thought: whether the request ever thought.
+        is_told: whether ``ttfat_s`` is final and was observed.
+    """
+
+    __slots__ = (
+        "_change",
+        "has_thought",
+        "is_told",
+        "last_s",
+        "num_tokens",
+        "place",
+        "spent_s",
+        "ttfat_s",
+    )
+
+    def __init__(self) -> None:
+        self.place: int | None = None
+        self.num_tokens = 0
+        self.spent_s = [0.0, 0.0]
+        self.last_s: float | None = None
+        self.ttfat_s: float | None = None
+        self.has_thought = False
+        self.is_told = False
+        self._change: PhaseChange | None = None
+
+    def take(self, change: PhaseChange | None, num_new: int) -> int:
+        """Take in a step's tokens in the order in which they were accepted.
+
+        Args:
+            change: the phase after the step; None: it is the one before.
+            num_new: tokens of the step.
+
+        Returns:
+            How many of them are answer tokens.
+        """
+        before = self.place
+        self.num_tokens += num_new
+        if change is not None:
+            self._change = change
+        now = self._change
+        if now is None:
+            return 0
+        in_phase = min(max(self.num_tokens - now.begin, 0), num_new)
+        if now.is_thinking:
+            self.place = THINK
+            self.has_thought = True
+            if not self.is_told:
+                self.ttfat_s = None
+            # What stands before a thought that the model opened itself is no thought.
+            return 0 if before in (None, THINK) else num_new - in_phase
+        self.place = ANSWER if self.num_tokens > now.begin else TURNING
+        if now.reasoning_tokens or before == THINK:
+            self.has_thought = True
+        return in_phase
+
+    def reasoning_tokens(self, num_tokens: int) -> int | None:
+        """Tokens of thoughts, without boundaries, among the first ``num_tokens`` output tokens.
+
+        Thoughts that were still open count. None if the phase is unknown.
+        """
+        now = self._change
+        if now is None:
+            return None
+        if not now.is_thinking:
+            return min(now.reasoning_tokens, num_tokens)
+        return min(now.reasoning_tokens + max(num_tokens - now.begin, 0), num_tokens)

@@ -1,0 +1,273 @@
+"""Phases travel from vLLM's scheduler to its output processor, and into usage and metrics."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from scheduler_driver import THINK_END, THINK_START, WORD, Driver, Job, engine_config
+from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import output_processor as upstream
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from meridian_patch.config.schema import ResponsesConfig
+from meridian_patch.engine.api import phase_changes, reasoning_usage
+from meridian_patch.engine.api.phase_times import times_of
+from meridian_patch.engine.api.reasoning_usage import PROGRESS, UsageDetails
+from meridian_patch.engine.api.request_state import build_request_state
+from meridian_patch.engine.api.tracing import build_output_processor
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
+from meridian_patch.patching.candidate import MARK
+
+THINKS, PLAIN = (WORD, WORD, THINK_START), (WORD, WORD, WORD)
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch, demo_model):
+    """vLLM's output processor and request states with ours in their place."""
+    # The first configuration loads the plug-ins, which may patch this process.
+    engine_config(demo_model, is_async=False, blocks=200)
+    for name, build in (
+        ("RequestState", build_request_state),
+        ("OutputProcessor", build_output_processor),
+    ):
+        if not hasattr(getattr(upstream, name), MARK):
+            ours = build(getattr(upstream, name))
+            setattr(ours, MARK, name)
+            monkeypatch.setattr(upstream, name, ours)
+
+
+class Served:
+    """A scheduler of the driver, whose outputs go over the wire to an output processor."""
+
+    def __init__(self, model, *, is_async=False, blocks=200):
+        config = engine_config(model, is_async=is_async, blocks=blocks)
+        build, stock = build_phase_scheduler, Scheduler
+        if is_async:
+            build, stock = build_async_phase_scheduler, AsyncScheduler
+        self.driver = Driver.build(build(stock), config, is_async=is_async)
+        self.processor = upstream.OutputProcessor(None, log_stats=True)
+        self.seen = {}
+        self.stats = []
+        self.params = []
+        update = self.driver.scheduler.update_from_output
+
+        def update_from_output(*args, **kwargs):
+            sent = update(*args, **kwargs)
+            for client in sent.values():
+                self.take(client)
+            return sent
+
+        self.driver.scheduler.update_from_output = update_from_output
+
+    def add(self, job):
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(output_kind=kind, detokenize=False, max_tokens=job.max_tokens)
+        made = EngineCoreRequest(
+            request_id=job.request_id,
+            prompt_token_ids=list(job.prompt),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        made.external_req_id = job.request_id
+        queue = upstream.RequestOutputCollector(kind, job.request_id)
+        self.processor.add_request(made, None, None, 0, queue)
+        self.seen[job.request_id] = queue, []
+        self.driver.add(job)
+
+    def take(self, sent):
+        frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=sent.outputs))
+        arrived = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+        stats = IterationStats()
+        self.processor.process_outputs(arrived.outputs, self.driver.now_s, stats)
+        self.stats.append(times_of(stats))
+        for queue, outputs in self.seen.values():
+            while (result := queue.get_nowait()) is not None:
+                self.params.append(result.kv_transfer_params)
+                outputs.append(result.outputs[0])
+
+    def outputs(self, name):
+        return self.seen[name][1]
+
+
+JOBS = {
+    "thinks": Job("thinks", THINKS, 12, 7),
+    "plain": Job("plain", PLAIN, None, 9),
+    "cut": Job("cut", THINKS, 40, 7, max_tokens=20),
+    "own": Job("own", PLAIN, None, 30, opening=(THINK_START, *[WORD] * 5, THINK_END, WORD)),
+}
+EXPECTED = {"thinks": 12, "plain": 0, "cut": 20, "own": 5}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_counts_are_those_of_the_scheduler(demo_model, is_async):
+    """Per request, thoughts still open included; nothing of it is left for the caller to see."""
+    served = Served(demo_model, is_async=is_async)
+    for job in JOBS.values():
+        served.add(job)
+    served.driver.drain()
+    for name, expected in EXPECTED.items():
+        details = UsageDetails()
+        for output in served.outputs(name):
+            details.saw(0, output)
+        assert details.reasoning_tokens == expected, name
+    assert set(served.params) == {None}
+
+
+def test_times_are_the_engines(demo_model):
+    """Gaps by phase, on the driver's clock; one observation per request where it ends."""
+    served = Served(demo_model)
+    for job in JOBS.values():
+        served.add(job)
+    served.driver.drain()
+    total = {}
+    for times in served.stats:
+        for key, values in times.values.items():
+            total[key] = total.get(key, 0) + sum(values.values())
+    tokens = {name: sum(map(len, (o.token_ids for o in served.outputs(name)))) for name in JOBS}
+    # Thoughts with their boundaries.
+    assert sum(each.tokens[0] for each in served.stats) == (12 + 1) + 20 + (1 + 5 + 1)
+    assert sum(sum(each.tokens) for each in served.stats) == sum(tokens.values())
+    assert total["ttfat:yes"] == 2
+    assert total["ttfat:no"] == 1
+    assert total["phase_seconds:think"] == 3
+    assert total["gap:ttot"] == 2
+    every_gap = sum(count for key, count in total.items() if key.startswith("gap:"))
+    assert every_gap == sum(tokens.values()) - len(JOBS)
+    cut = served.outputs("cut")[-1]
+    assert set(cut.meridian) == {"think_ms", "preemptions"}
+    assert set(served.outputs("thinks")[-1].meridian) >= {"think_ms", "ttfat_ms", "answer_ms"}
+    assert served.outputs("plain")[-1].meridian == {}
+
+
+def test_preempted_requests_say_so(demo_model):
+    """Counted per request, and the tokens that are computed again by phase."""
+    served = Served(demo_model, blocks=12)
+    for number in range(4):
+        served.add(Job(f"r{number}", THINKS, 150, 10))
+    served.driver.drain()
+    told = [served.outputs(f"r{number}")[-1].meridian["preemptions"] for number in range(4)]
+    totals = served.driver.scheduler.phase_counters.totals
+    assert sum(told) == sum(n for key, n in totals.items() if key.startswith("preemption:")) > 0
+    again = sum(n for key, n in totals.items() if key.startswith("recomputed_tokens:"))
+    assert again > 0
+
+
+def test_a_stock_output_processor_gets_nothing(demo_model, monkeypatch):
+    """As with `--scheduler-cls` alone: it would hand our key to the caller."""
+    served = Served(demo_model)
+    monkeypatch.setattr(phase_changes, "output_processor", SimpleNamespace(OutputProcessor=object))
+    served.add(JOBS["thinks"])
+    served.driver.drain()
+    details = UsageDetails()
+    for output in served.outputs("thinks"):
+        details.saw(0, output)
+    assert details.reasoning_tokens is None
+    assert set(served.params) == {None}
+
+
+def test_a_failure_of_ours_is_not_the_requests(demo_model, monkeypatch):
+    """The outputs reach the caller as in stock, without our key."""
+    served = Served(demo_model)
+    served.add(JOBS["thinks"])
+    monkeypatch.setattr("meridian_patch.engine.api.tracing.follow_outputs", None)
+    served.driver.drain()
+    assert served.outputs("thinks")[-1].finish_reason == "stop"
+    assert set(served.params) == {None}
+
+
+def details_of(*choices):
+    """Details that saw these choices: progress and number of tokens."""
+    details = UsageDetails()
+    for index, (progress, said) in enumerate(choices):
+        details.saw(index, SimpleNamespace(**{PROGRESS: progress}, token_ids=[WORD] * said))
+    return details
+
+
+@pytest.fixture
+def choices(demo_model):
+    """Two choices: 12 of 20 tokens are reasoning, and 20 of 20."""
+    served = Served(demo_model)
+    for name in ("thinks", "cut"):
+        served.add(JOBS[name])
+    served.driver.drain()
+    return [(getattr(served.outputs(name)[-1], PROGRESS), 20) for name in ("thinks", "cut")]
+
+
+def test_a_response_has_the_sum(choices):
+    """In stock's own model; a response of an error has no usage."""
+    response = ChatCompletionResponse(
+        model="m", choices=[], usage=UsageInfo(), metrics=PerRequestMetrics()
+    )
+    details_of(*choices).add_to(response)
+    said = response.model_dump(mode="json")
+    assert said["usage"]["completion_tokens_details"] == {"reasoning_tokens": 32}
+    # Times are of one request.
+    assert "think_time_ms" not in said["metrics"]
+    details_of(choices[0]).add_to(response)
+    times = response.model_dump(mode="json")["metrics"]
+    assert times["time_to_first_answer_token_ms"] > 0
+    assert times["think_time_ms"] == pytest.approx(12 * 10.1, rel=0.3)
+    details_of(choices[0]).add_to(SimpleNamespace(error="no usage"))
+
+
+def test_a_stream_has_counts_of_what_it_said(choices):
+    """Beside a choice that choice's, so far; at the end the sum; other events pass to the byte."""
+    details = details_of(*choices)
+
+    def said(chunk):
+        event = details.add_to_event(f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n")
+        usage = json.loads(event.removeprefix("data: "))["usage"]
+        return usage["completion_tokens_details"]["reasoning_tokens"]
+
+    assert said({"choices": [{"index": 0}], "usage": {"completion_tokens": 5}}) == 5
+    assert said({"choices": [{"index": 0}], "usage": {"completion_tokens": 15}}) == 12
+    assert said({"choices": [{"index": 1}], "usage": {"completion_tokens": 15}}) == 15
+    assert said({"choices": [], "usage": {"completion_tokens": 40}}) == 32
+    for event in ('data: {"choices":[],"usage":null}\n\n', "data: [DONE]\n\n"):
+        assert details.add_to_event(event) is event
+
+
+def test_it_can_be_switched_off(choices, monkeypatch):
+    """Stock's count then stays, in events too, and no time is told."""
+    off = ResponsesConfig(reasoning_tokens=False, times=False)
+    monkeypatch.setattr(reasoning_usage, "_config", lambda: off)
+    details = details_of(choices[0])
+    response = SimpleNamespace(usage=UsageInfo(), metrics=PerRequestMetrics())
+    details.add_to(response)
+    assert response.usage.completion_tokens_details is None
+    assert details.times == {}
+    event = 'data: {"choices":[],"usage":{"completion_tokens":1}}\n\n'
+    assert json.loads(details.add_to_event(event)[6:])["usage"] == {"completion_tokens": 1}
+    assert not reasoning_usage.tells_times()
+
+
+class Vocabulary:
+    """In place of a tokenizer, for parsers that look their markers up."""
+
+    def get_vocab(self):
+        return {"<think>": THINK_START, "</think>": THINK_END, "<response>": 1, "</response>": 2}
+
+
+def test_stock_counts_no_thought_that_the_prompt_opens():
+    """Why there is a count of ours; where the model opens the thought, both are the same."""
+    parser = ReasoningParserManager.get_reasoning_parser("ernie45")(Vocabulary())
+    thought, answer = [WORD] * 5, [WORD] * 3
+    assert parser.count_reasoning_tokens([*thought, THINK_END, *answer]) == 0
+    own = [THINK_START, *thought, THINK_END, *answer]
+    assert parser.count_reasoning_tokens(own) == EXPECTED["own"]
