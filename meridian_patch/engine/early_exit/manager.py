@@ -14,6 +14,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
+from meridian_patch.engine.early_exit.saved_tokens import SavedTokens
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
@@ -84,6 +85,7 @@ class EarlyExit:
         self._breaks = breaks
         self._tracker = tracker
         self._counters = phase_counters
+        self._saved = SavedTokens(phase_counters)
         self._trace = trace
         self._watched: dict[str, WatchedRequest] = {}
         # Requests that wait for their first step, which decides whether they are followed.
@@ -489,6 +491,7 @@ class EarlyExit:
     def _count(self, outcome: Outcome) -> None:
         self._counters.count(counters.EXIT, outcome.reason)
         self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
+        self._saved.ended(outcome)
         if outcome.verdict is not None:
             self._counters.count(counters.VERDICT, outcome.verdict.reason)
         if outcome.num_invalid:

@@ -51,6 +51,8 @@ class PolicyPart(SchedulerPart):
         self._scheduler = scheduler
         self._tracker = tracker
         self._counters = phase_counters
+        # Time of the policy since the last report, by stage.
+        self._spent_s = {"limits": 0.0, "order": 0.0}
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
@@ -104,6 +106,7 @@ class PolicyPart(SchedulerPart):
     def after_schedule(self, output: Any) -> None:
         for request_id in started_requests(output):
             self.waiting_answers.pop(request_id, None)
+            self._count_recomputed(request_id, output)
         if not self.rules.are_all_off:
             # Every step must be noted: the time of one that is not cannot be learnt.
             self.limiter.scheduled(self._scheduler, output)
@@ -112,7 +115,10 @@ class PolicyPart(SchedulerPart):
         self.limiter.ended(scheduler_output)
 
     def before_stats(self) -> None:
-        self.limiter.report_steps(self._counters)
+        if self.limiter.report_steps(self._counters):
+            for stage, seconds in self._spent_s.items():
+                self._counters.count(counters.POLICY_SECONDS, stage, seconds)
+                self._spent_s[stage] = 0.0
 
     def on_switched_off(self) -> None:
         # Their ends are not reported to this part any more.
@@ -141,6 +147,10 @@ class PolicyPart(SchedulerPart):
             self.order.advance_clock()
         else:
             plan.token_budget, plan.max_active = self._limits()
+            if plan.token_budget is not None:
+                self._counters.count(counters.LIMITED, "tokens")
+            if plan.max_active is not None:
+                self._counters.count(counters.LIMITED, "requests")
             if self.rules.order:
                 plan.arrivals = self.order_running()
 
@@ -153,7 +163,9 @@ class PolicyPart(SchedulerPart):
         started_s = time.perf_counter()
         answers = self.waiting_answers.values() if self.rules.order else ()
         limits = self.limiter.plan(self._scheduler, answers)
-        if time.perf_counter() - started_s > self.time_budget_s:
+        spent_s = time.perf_counter() - started_s
+        self._spent_s["limits"] += spent_s
+        if spent_s > self.time_budget_s:
             self._counters.count(counters.FALLBACK, Fallback.SLOW)
         return limits
 
@@ -162,12 +174,24 @@ class PolicyPart(SchedulerPart):
         scheduler = self._scheduler
         # Load-bearing: the order of `running` affects only which requests get tokens first and
         # which is preempted (the last, under FCFS), in the scheduler and in the model runner.
+        started_s = time.perf_counter()
         scheduler.running, is_in_time = self.order.arrange(scheduler.running)
+        self._spent_s["order"] += time.perf_counter() - started_s
         if not is_in_time:
             self._counters.count(counters.FALLBACK, Fallback.SLOW)
         if scheduler.policy == SchedulingPolicy.PRIORITY:
             return ArrivalOrder(scheduler.running)
         return None
+
+    def _count_recomputed(self, request_id: str, output: Any) -> None:
+        """Count the tokens that a request which resumes computes again."""
+        request, state = self._scheduler.requests[request_id], self._tracker.get(request_id)
+        if state is None or not request.num_preemptions or request.resumable:
+            # Probes and requests that begin; a session's next chunk was not computed before.
+            return
+        # Load-bearing: the scheduled tokens already count as computed; the others are cached.
+        cached = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
+        self._counters.count(counters.RECOMPUTED, state.phase, request.num_tokens - cached)
 
     def _phase(self, request: Any) -> Phase:
         state = self._tracker.get(request.request_id)

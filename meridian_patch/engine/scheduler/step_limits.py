@@ -80,6 +80,8 @@ class StepLimiter:
         self.makes_room = False
         self.ran_steps = self.learnt_steps = 0
         self._reported_steps = 0, 0
+        # Seconds of predicted steps since the last report, and by how much predictions missed them.
+        self._predicted_s = self._missed_s = 0.0
         self._pool_tokens = units.pool_tokens
         self._chunks = pieces
         self._stages = stages
@@ -354,19 +356,33 @@ class StepLimiter:
         timed = self._timer.ended(output, now_s)
         if output.total_num_scheduled_tokens:
             self.ran_steps += 1
-            if timed is not None and self.model.observe(*timed):
-                self.learnt_steps += 1
+            if timed is not None:
+                shape, seconds = timed
+                predicted_s = self.model.seconds(shape)
+                if self.model.observe(shape, seconds):
+                    self.learnt_steps += 1
+                    if predicted_s is not None:
+                        self._predicted_s += seconds
+                        self._missed_s += abs(predicted_s - seconds)
         if self._sharing:
             self._sharing.advance(now_s)
 
-    def report_steps(self, phase_counters: PhaseCounters) -> None:
-        """Count the steps that ran and were learnt from since the last report, in batches."""
+    def report_steps(self, phase_counters: PhaseCounters) -> bool:
+        """Count the steps that ran and were learnt from since the last report, in batches.
+
+        Returns:
+            Whether a batch was counted.
+        """
         ran, learnt = self._reported_steps
         if self.ran_steps - ran < _TOLD_STEPS:
-            return
+            return False
         phase_counters.count(counters.STEP, "ran", self.ran_steps - ran)
         phase_counters.count(counters.STEP, "learnt", self.learnt_steps - learnt)
         self._reported_steps = self.ran_steps, self.learnt_steps
+        phase_counters.count(counters.STEP_SECONDS, "measured", self._predicted_s)
+        phase_counters.count(counters.STEP_SECONDS, "error", self._missed_s)
+        self._predicted_s = self._missed_s = 0.0
+        return True
 
     def _live_probes(self) -> Sequence[str]:
         """Ids of the live probes, including those that were not scheduled in the step."""

@@ -1,0 +1,34 @@
+"""Estimates how many think tokens early exit saves."""
+
+import numpy as np
+
+from meridian_patch.exit.actions import Outcome
+from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.policy.output_lengths import LengthHistogram
+from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
+
+
+class SavedTokens:
+    """Counts saved think tokens per thought, when it ends.
+
+    A thought that ended by itself after a verdict shows what a close would have saved. Of a thought
+    that was closed it is estimated how much longer it would have gone on: as much as thoughts of
+    its length that ended by themselves.
+    """
+
+    def __init__(self, phase_counters: PhaseCounters) -> None:
+        self._counters = phase_counters
+        self._natural = LengthHistogram()
+
+    def ended(self, outcome: Outcome) -> None:
+        """Take in a thought that ended."""
+        if outcome.reason is Reason.NATURAL:
+            self._natural.add(outcome.think_tokens)
+            if outcome.verdict is not None:
+                saved = max(outcome.think_tokens - outcome.verdict.close_at, 0)
+                self._counters.count(counters.SAVED, "observe", saved)
+        elif outcome.reason is not Reason.BUDGET:
+            rest = self._natural.remaining(np.array([float(outcome.think_tokens)]))
+            if rest is not None:
+                self._counters.count(counters.SAVED, "enforce", round(float(rest[0])))
