@@ -356,7 +356,7 @@ METRICS: Final = (
         values=(*_SAID, "ttot"),
         buckets=_GAP_BUCKETS_S,
         unit="seconds",
-        help="Time between a request's outputs, by phase; ttot: from the end of thinking to the answer.",
+        help="Time between a request's outputs, by phase; ttot: from thought to answer.",
         operator=(
             "`answer` is what a reader sees. Stalls are read from the buckets: "
             '`..._count{phase="answer"}` minus `..._bucket{phase="answer",le="0.25"}` are the '

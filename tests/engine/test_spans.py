@@ -54,5 +54,6 @@ def test_a_span_says_what_the_response_does(server, collector):
     assert closed["meridian.exit_reason"] == "hard_cap"
     assert observed["meridian.would_exit.exit_reason"] == "hard_cap"
     assert observed["meridian.would_exit.think_tokens"] == told[2]["would_exit"]["think_tokens"]
-    assert not cut
+    assert set(cut) == {"meridian.think_ms", "meridian.preemptions"}
+    assert natural["meridian.ttfat_ms"] == told[0]["ttfat_ms"]
     assert all(span["gen_ai.usage.completion_tokens"] for span in spans)

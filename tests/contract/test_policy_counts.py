@@ -1,0 +1,73 @@
+"""What the scheduler counts of the policy: how often it acts, what that takes, and how it errs."""
+
+import random
+
+import pytest
+from scheduler_driver import Job, make_prompt
+from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
+
+from meridian_patch.phase.tracker import Phase
+
+EVENTS = ("limited_step", "policy_seconds", "step_seconds", "recomputed_tokens")
+
+
+def job(name, *, prompt=60, think=60, answer=60):
+    tokens = make_prompt(random.Random(name), prompt, thinks=True, shared=len(name))
+    return Job(name, tuple(tokens), think, answer)
+
+
+def counted(driver):
+    """What was counted, by ``event:label``."""
+    totals = driver.scheduler.phase_counters.totals
+    return {key: number for key, number in totals.items() if key.partition(":")[0] in EVENTS}
+
+
+def serve(driver):
+    """Requests of all sizes beside answers."""
+    for number in range(24):
+        driver.add(job(f"r{number}", prompt=50 + 40 * (number % 12)))
+        for _ in range(12):
+            driver.step()
+    driver.drain()
+
+
+@pytest.mark.usefixtures("patience")
+@SYNC_AND_ASYNC
+def test_what_the_policy_does_is_counted(demo_model, is_async):
+    """On the driver's clock predictions miss little; the policy's own time is the machine's."""
+    driver = driver_for(demo_model, is_async=is_async, blocks=200, max_num_seqs=8)
+    serve(driver)
+    seen = counted(driver)
+    assert 0 < seen["limited_step:tokens"] < driver.steps
+    assert 0 < seen["policy_seconds:limits"] < 60
+    assert seen["policy_seconds:order"] > 0
+    assert 0 < seen["step_seconds:error"] < 0.1 * seen["step_seconds:measured"]
+    assert seen["step_seconds:measured"] <= driver.now_s
+
+
+def test_noop_counts_nothing_of_the_policy(demo_model, monkeypatch):
+    """It decides nothing, and predicts nothing that it would use."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    driver = driver_for(demo_model, blocks=200, max_num_seqs=8)
+    serve(driver)
+    numbers = {key: n for key, n in counted(driver).items() if not key.startswith("recomputed")}
+    assert not any(numbers.values()), numbers
+
+
+@SYNC_AND_ASYNC
+@pytest.mark.parametrize("phase", [Phase.THINK, Phase.ANSWER])
+def test_tokens_computed_again_are_counted_by_phase(demo_model, is_async, phase):
+    """All that a request knew, but for what the cache still holds of it."""
+    driver = driver_for(demo_model, is_async=is_async, blocks=200)
+    driver.add(job("r", prompt=100))
+    step_until(driver, "r", phase, tokens=40)
+    assert not counted(driver).get(f"recomputed_tokens:{phase}")
+    preempt(driver, "r")
+    request = driver.scheduler.requests["r"]
+    known, hits = request.num_tokens, driver.preempted_hits
+    driver.drain()
+    cached = driver.preempted_hits - hits
+    assert cached > 0
+    again = counted(driver)[f"recomputed_tokens:{phase}"]
+    # A token in flight arrives before the request resumes.
+    assert known - cached <= again <= known - cached + 2
