@@ -50,8 +50,14 @@ def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
         reply = server.chat(QUESTION, max_tokens=200)
         reports, metrics = server.status(), server.get("/metrics")
         assert_live_in_engine_core(reports, server.pid)
+        body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
+        body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        _, text = server.post("/v1/chat/completions", body)
     usage = reply["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+    # A stream's usage is in its last event but "[DONE]".
+    streamed = json.loads(text.split("data: ")[-2])["usage"]
+    assert streamed["completion_tokens_details"] == usage["completion_tokens_details"]
     assert "TYPE meridian_requests" in metrics
 
 

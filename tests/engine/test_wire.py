@@ -324,6 +324,14 @@ def test_metrics_tell_phases_apart(server):
     assert "meridian_info{" in server.get("/metrics")
 
 
+def test_metrics_tell_what_the_policy_costs(server):
+    """From EngineCore, after some steps of several requests at once."""
+    whole(server, CHAT, n=12, temperature=1.0, max_tokens=100)
+    assert sample(server, "meridian_steps_total ran") >= 64
+    assert sample(server, "meridian_step_seconds_total measured") > 0
+    assert sample(server, "meridian_policy_seconds_total limits") > 0
+
+
 def test_the_doctor_finds_nothing_to_mend(server, monkeypatch):
     """`meridian doctor --url` sees metrics and processes, closes a thought, hits the cache."""
     monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(server.status_directory))

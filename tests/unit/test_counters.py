@@ -91,6 +91,40 @@ def test_a_value_seen_several_times_is_observed_as_often():
     assert f"{above} 7.0" in samples(at_once)
 
 
+PROCESS = """
+from meridian_patch.telemetry.prometheus import PhaseMetrics
+metrics = PhaseMetrics("m")
+for engine in (0, 1):
+    metrics.initialize(engine)
+    metrics.observe({"gap:answer": {0.03: 5, 0.7: 2}}, engine)
+    metrics.record({"tokens:answer": 7, "policy_seconds:limits": 0.25}, engine)
+"""
+PAGE = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_several_api_servers_add_up(monkeypatch, tmp_path):
+    """As vLLM serves them: each process has files of its own, and the page is their sum."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for _ in range(2):
+        subprocess.run([sys.executable, "-P", "-c", PROCESS], check=True)
+    seen = subprocess.run(
+        [sys.executable, "-P", "-c", PAGE], check=True, stdout=subprocess.PIPE, text=True
+    )
+    page = set(seen.stdout.splitlines())
+    for engine in ("0", "1"):
+        labels = f'engine="{engine}",model_name="m",phase="answer"'
+        assert f"meridian_inter_token_seconds_count{{{labels}}} 14.0" in page
+        assert f"meridian_inter_token_seconds_sum{{{labels}}} {2 * (0.03 * 5 + 0.7 * 2)}" in page
+        assert f"meridian_output_tokens_total{{{labels}}} 14.0" in page
+        limits = f'engine="{engine}",model_name="m",stage="limits"'
+        assert f"meridian_policy_seconds_total{{{limits}}} 0.5" in page
+
+
 def test_histograms_have_the_documented_bounds():
     """Gaps above 100, 250 and 1000 ms are read from buckets; no other kind has buckets."""
     for metric in METRICS:
