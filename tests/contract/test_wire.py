@@ -22,6 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from meridian_patch.engine.api import exit_summary
 from meridian_patch.engine.api.input_check import build_input_processor
+from meridian_patch.engine.api.reasoning_usage import PROGRESS
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.exit.actions import Close, ExitReport, Outcome
 from meridian_patch.exit.strategies.base import Reason
@@ -226,8 +227,11 @@ def test_each_turn_of_a_session_has_its_own():
     assert frontend.seen().outputs[0].meridian == {}
     natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3)
     frontend.take(output(finished=True, outcome=natural))
-    assert frontend.seen().outputs[0].meridian["exit_reason"] == "natural"
+    last = frontend.seen().outputs[0]
+    assert last.meridian["exit_reason"] == "natural"
     assert first.meridian == SUMMARY
+    # Phases and counts begin anew, too.
+    assert getattr(last, PROGRESS) is not getattr(first, PROGRESS)
 
 
 @pytest.mark.usefixtures("patched")

@@ -41,8 +41,9 @@ class PhaseTimes:
         if progress.place is None:
             return
         self.answered(progress)
+        was_in = (progress.has_thought, progress.ttfat_s is not None)
         for place, name in _PLACES:
-            if progress.has_thought if place == THINK else progress.place == ANSWER:
+            if was_in[place]:
                 self._observe(f"{counters.PHASE_SECONDS}:{name}", progress.spent_s[place])
 
     def answered(self, progress: PhaseProgress) -> None:
