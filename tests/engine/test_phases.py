@@ -5,6 +5,7 @@ from workloads import THINK_END, phases_after_prefill, preempted_phases, sample
 
 pytestmark = pytest.mark.engine
 
+THINK_END_ID = 257
 PATHS = ("sync", "async")
 SCHEDULERS = {"sync": "PhaseScheduler", "async": "AsyncPhaseScheduler"}
 
@@ -47,6 +48,34 @@ def test_the_router_follows_every_request(v1_patched, path):
         answer = sample(run, name)["text"].partition(THINK_END)[2]
         assert phases_after_prefill(run, name) == (["think", "answer"] if answer else ["think"])
     assert run["routed_left"] == 0
+
+
+def reasoning_by_ids(sample: dict) -> int:
+    """Tokens before the end of the thought that the chat template opens."""
+    ids = sample["ids"]
+    return ids.index(THINK_END_ID) if THINK_END_ID in ids else len(ids)
+
+
+@pytest.mark.parametrize("job", ("v1_patched", "v2_patched"))
+def test_reasoning_tokens_are_those_by_token_ids(request, job):
+    """On every way through the engine: preempted, aborted, drafted, forced, several samples."""
+    stages = request.getfixturevalue(job)["stages"]
+    seen = [
+        (stage, run, name, sample)
+        for stage, result in stages.items()
+        for run, said in result["runs"].items()
+        for name, output in said["outputs"].items()
+        for sample in output["samples"]
+        if sample["ids"] and "reasoning_tokens" in sample
+    ]
+    assert len(seen) > 50
+    assert any(0 < reasoning_by_ids(sample) < len(sample["ids"]) for *_, sample in seen)
+    wrong = [
+        (stage, run, name, sample["reasoning_tokens"], reasoning_by_ids(sample))
+        for stage, run, name, sample in seen
+        if sample["reasoning_tokens"] != reasoning_by_ids(sample)
+    ]
+    assert not wrong
 
 
 def test_no_answer_is_preempted_on_model_runner_v2(v2_stock, v2_patched):

@@ -203,6 +203,10 @@ class Run:
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
             }
+            progress = getattr(sample, "meridian_progress", None)
+            if progress is not None:
+                counted = progress.reasoning_tokens(len(sample.token_ids))
+                kept["samples"][sample.index]["reasoning_tokens"] = counted
             if output.finished and sample.logprobs and len(sample.logprobs[0]) >= ALL_LOGITS:
                 boundary_id = self._tokenizer.convert_tokens_to_ids(THINK_END)
                 rows = [signals_of(logits, boundary_id) for logits in sample.logprobs]
