@@ -32,6 +32,11 @@ class PhaseCounters:
         self._events[key] = self._events.get(key, 0) + number
         self.totals[key] = self.totals.get(key, 0) + number
 
+    def spend(self, event: str, label: str, seconds: float) -> None:
+        """Count time that this machine took; it is no total, so that those of equal runs agree."""
+        key = f"{event}:{label}"
+        self._events[key] = self._events.get(key, 0) + seconds
+
     def drain(self) -> dict[str, float]:
         """Events since the last call."""
         events, self._events = self._events, {}

@@ -117,7 +117,7 @@ class PolicyPart(SchedulerPart):
     def before_stats(self) -> None:
         if self.limiter.report_steps(self._counters):
             for stage, seconds in self._spent_s.items():
-                self._counters.count(counters.POLICY_SECONDS, stage, seconds)
+                self._counters.spend(counters.POLICY_SECONDS, stage, seconds)
                 self._spent_s[stage] = 0.0
 
     def on_switched_off(self) -> None:
