@@ -40,8 +40,7 @@ def build_request_state(original: type) -> type:
             if summary is not None:
                 self.thinking.clear()
                 self.thinking.update(summary)
-            if finish_reason is not None and tells_times():
-                self.thinking.update(_times(self))
+            self.thinking.update(_times(self, finish_reason))
             output = super().make_request_output(
                 new_token_ids,
                 pooling_output,
@@ -82,9 +81,14 @@ def build_request_state(original: type) -> type:
     return SummaryRequestState
 
 
-def _times(state: Any) -> dict[str, Any]:
-    """Times and preemptions of a request that thought; empty without vLLM's own statistics."""
+def _times(state: Any, finish_reason: Any) -> dict[str, Any]:
+    """Times and preemptions of a request that thought and ends, where they are told; else empty.
+
+    Without vLLM's own statistics there are none.
+    """
+    if finish_reason is None or state.stats is None or not tells_times():
+        return {}
     times = milliseconds(state.progress)
-    if state.stats is None or not times:
+    if not times:
         return {}
     return times | {"preemptions": state.stats.num_preemptions}
