@@ -12,14 +12,19 @@ class PhaseChange(NamedTuple):
     """A request's phase after a step that changed it; plain values, sent between processes.
 
     Attributes:
-        is_thinking: whether the request is in a thought.
+        is_thinking: whether the request is in a thought; None: not known any more.
         begin: index of the first output token of this phase.
         reasoning_tokens: output tokens of thoughts before it, without those of end boundaries.
     """
 
-    is_thinking: bool
+    is_thinking: bool | None
     begin: int
     reasoning_tokens: int
+
+    @classmethod
+    def unknown(cls) -> "PhaseChange":
+        """The phase of a request that the tracker will not follow any longer."""
+        return cls(None, 0, 0)
 
     @classmethod
     def of(cls, state: RequestPhase) -> "PhaseChange":
@@ -41,7 +46,8 @@ class PhaseProgress:
         place: ``THINK``, ``ANSWER`` or ``TURNING``; None: unknown, so there is no count.
         num_tokens: output tokens so far.
         spent_s: seconds of gaps while thinking, and while answering.
-        last_s: engine time of the last output, in seconds; None: there was none.
+        last_s: engine time of the last output, in seconds; None: there was none, or vLLM keeps
+            no statistics.
         ttfat_s: seconds from arrival to the first answer token; None: there is none yet. Until the
             request has thought it is that of its first token, and a thought takes it back.
         has_thought: whether the request ever thought.
@@ -86,6 +92,9 @@ class PhaseProgress:
         now = self._change
         if now is None:
             return 0
+        if now.is_thinking is None:
+            self.lose()
+            return 0
         in_phase = min(max(self.num_tokens - now.begin, 0), num_new)
         if now.is_thinking:
             self.place = THINK
@@ -99,10 +108,16 @@ class PhaseProgress:
             self.has_thought = True
         return in_phase
 
+    def lose(self) -> None:
+        """Forget the phase: from now on there is no count, and no time is kept."""
+        self.place = self._change = self.last_s = None
+
     def reasoning_tokens(self, num_tokens: int) -> int | None:
         """Tokens of thoughts, without boundaries, among the first ``num_tokens`` output tokens.
 
-        Thoughts that were still open count. None if the phase is unknown.
+        Thoughts that were still open count. None if the phase is unknown. The count is exact for
+        all output tokens so far, and for fewer within the first phase; if a reader lags behind
+        other changes, tokens that stand between thoughts may count until it has caught up.
         """
         now = self._change
         if now is None:

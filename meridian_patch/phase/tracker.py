@@ -114,6 +114,10 @@ class PhaseTracker:
     def __len__(self) -> int:
         return len(self._states)
 
+    def ids(self) -> list[str]:
+        """Ids of the tracked requests."""
+        return list(self._states)
+
     def get(self, request_id: str) -> RequestPhase | None:
         """State of a request; None if it is not tracked."""
         return self._states.get(request_id)
@@ -260,8 +264,8 @@ class PhaseTracker:
         state.match_state, event = self._matcher.step(state.match_state, token_id)
         if event is Event.END and state.phase is Phase.THINK:
             state.is_handed_off = True
-            # A marker that the prompt began has fewer tokens of its own.
-            own = known - state.given_tokens
+            # A marker that the prompt or the start marker began has fewer tokens in the thought.
+            own = known - state.tokens_before
             state.marker_tokens += min(self._matcher.marker_tokens(state.match_state), own)
             self._enter(state, Phase.ANSWER, known)
             return True

@@ -57,6 +57,11 @@ class Metric:
         """The name on ``/metrics``."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
 
+    @property
+    def sample_name(self) -> str:
+        """The name of a sample on ``/metrics``; a histogram has none of its own name."""
+        return f"{self.name}_count" if self.kind is Kind.HISTOGRAM else self.exported_name
+
 
 def _texts(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(str(value) for value in values)
@@ -275,7 +280,7 @@ METRICS: Final = (
         label="kind",
         values=("measured", "error"),
         unit="seconds",
-        help="Time of the steps that were predicted, and by how much predictions missed it.",
+        help="Time of the steps that the model learnt from, and by how much it had missed it.",
         operator=(
             "`error` divided by `measured` is the mean error of predicted step times, as a share; "
             "above a third, answers keep their latency poorly: look for other load on the machine. "
@@ -288,7 +293,7 @@ METRICS: Final = (
         label="limit",
         values=("tokens", "requests"),
         unit="steps",
-        help="Steps whose token budget or number of requests the policy limited.",
+        help="Steps in which the policy's limit of tokens or of requests left work waiting.",
         operator=(
             "nothing; it shows how often the policy acts. Divided by "
             '`meridian_steps_total{kind="ran"}` it is the share of steps'
@@ -327,9 +332,10 @@ METRICS: Final = (
         help="Estimate of the think tokens that early exit saves, by mode.",
         operator=(
             "`observe`: tokens between the verdict and the thought's own end, which `enforce` "
-            "would have saved. `enforce`: for each closed thought, how much longer thoughts of "
-            "its length went on that ended by themselves; none before 20 of those. Thoughts that "
-            "were closed are missing among them, so it is rather too low"
+            "would have saved, of requests in mode `observe`. `enforce`: for each closed thought, "
+            "how much longer thoughts of its length went on that ended by themselves; none before "
+            "20 of those. Thoughts that were closed are missing among them, so it is rather too "
+            "low"
         ),
     ),
     Metric(
@@ -373,7 +379,10 @@ METRICS: Final = (
         buckets=_WAIT_BUCKETS_S,
         unit="seconds",
         help="Time that an ended request spent in a phase, from its first token to its last.",
-        operator="nothing; it shows which phase takes the time. Preemptions are included",
+        operator=(
+            "nothing; it shows which phase takes the time. Preemptions are included. Requests that "
+            "were aborted are not observed, as in vLLM's own times of requests"
+        ),
     ),
     Metric(
         event=counters.TOKENS,

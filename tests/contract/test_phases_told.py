@@ -18,16 +18,24 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from meridian_patch.config.schema import ResponsesConfig
-from meridian_patch.engine.api import phase_changes, reasoning_usage
+from meridian_patch.engine import stats_field
+from meridian_patch.engine.api import phase_changes, reasoning_usage, recipients
+from meridian_patch.engine.api.chat import build_chat_serving
+from meridian_patch.engine.api.completion import build_completion_serving
 from meridian_patch.engine.api.phase_times import times_of
 from meridian_patch.engine.api.reasoning_usage import PROGRESS, UsageDetails
 from meridian_patch.engine.api.request_state import build_request_state
+from meridian_patch.engine.api.responses import build_responses_serving
+from meridian_patch.engine.api.stat_logger import build_prometheus_stat_logger
 from meridian_patch.engine.api.tracing import build_output_processor
 from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
+from meridian_patch.errors import ConfigError
 from meridian_patch.patching.candidate import MARK
+from meridian_patch.phase.progress import PhaseChange, PhaseProgress
+from meridian_patch.telemetry import counters
 
 THINKS, PLAIN = (WORD, WORD, THINK_START), (WORD, WORD, WORD)
 
@@ -35,6 +43,7 @@ THINKS, PLAIN = (WORD, WORD, THINK_START), (WORD, WORD, WORD)
 @pytest.fixture(autouse=True)
 def patched(monkeypatch, demo_model):
     """vLLM's output processor and request states with ours in their place."""
+    reasoning_usage.responses_config.cache_clear()
     # The first configuration loads the plug-ins, which may patch this process.
     engine_config(demo_model, is_async=False, blocks=200)
     for name, build in (
@@ -50,13 +59,13 @@ def patched(monkeypatch, demo_model):
 class Served:
     """A scheduler of the driver, whose outputs go over the wire to an output processor."""
 
-    def __init__(self, model, *, is_async=False, blocks=200):
+    def __init__(self, model, *, is_async=False, blocks=200, log_stats=True):
         config = engine_config(model, is_async=is_async, blocks=blocks)
         build, stock = build_phase_scheduler, Scheduler
         if is_async:
             build, stock = build_async_phase_scheduler, AsyncScheduler
         self.driver = Driver.build(build(stock), config, is_async=is_async)
-        self.processor = upstream.OutputProcessor(None, log_stats=True)
+        self.processor = upstream.OutputProcessor(None, log_stats=log_stats)
         self.seen = {}
         self.stats = []
         self.params = []
@@ -93,9 +102,10 @@ class Served:
     def take(self, sent):
         frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=sent.outputs))
         arrived = MsgpackDecoder(EngineCoreOutputs).decode(frames)
-        stats = IterationStats()
+        stats = IterationStats() if self.processor.log_stats else None
         self.processor.process_outputs(arrived.outputs, self.driver.now_s, stats)
-        self.stats.append(times_of(stats))
+        if stats is not None:
+            self.stats.append(times_of(stats))
         for queue, outputs in self.seen.values():
             while (result := queue.get_nowait()) is not None:
                 self.params.append(result.kv_transfer_params)
@@ -191,6 +201,150 @@ def test_a_failure_of_ours_is_not_the_requests(demo_model, monkeypatch):
     assert set(served.params) == {None}
 
 
+def test_a_failure_for_one_request_is_not_the_others(demo_model, monkeypatch):
+    """Its count is stock's from then on; the others' stay ours."""
+    served = Served(demo_model)
+    for name in ("thinks", "cut"):
+        served.add(JOBS[name])
+    served.driver.step()
+
+    class Broken(PhaseProgress):
+        @property
+        def spent_s(self):
+            raise RuntimeError
+
+        @spent_s.setter
+        def spent_s(self, value):
+            pass
+
+    broken = Broken()
+    broken.take(PhaseChange(True, 0, 0), 1)
+    served.processor.request_states["cut"].progress = broken
+    served.driver.drain()
+    said = {}
+    for name in ("thinks", "cut"):
+        said[name] = UsageDetails()
+        for output in served.outputs(name):
+            said[name].saw(0, output)
+    assert said["thinks"].reasoning_tokens == EXPECTED["thinks"]
+    assert broken.reasoning_tokens(5) is None
+    assert served.outputs("thinks")[-1].meridian["think_ms"] > 0
+
+
+def test_an_unknown_choice_leaves_the_whole_count_to_stock(choices):
+    """A sum without one of the choices would be too low."""
+    progress, said = choices[0]
+    assert details_of((progress, said), (PhaseProgress(), 5)).reasoning_tokens is None
+    assert details_of((progress, said), (PhaseProgress(), 0)).reasoning_tokens == 12
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        build_request_state,
+        build_chat_serving,
+        build_completion_serving,
+        build_responses_serving,
+    ],
+)
+def test_a_wrong_configuration_is_refused_when_the_patch_is_built(build, monkeypatch):
+    """A request would meet it on the loop that serves all requests, and end them."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_RESPONSES__TIMES", "perhaps")
+    reasoning_usage.responses_config.cache_clear()
+    with pytest.raises(ConfigError, match=r"responses\.times"):
+        build(object)
+
+
+def test_a_configuration_that_went_wrong_later_ends_no_request(demo_model, monkeypatch):
+    """It was read when the patches were built."""
+    served = Served(demo_model)
+    served.add(JOBS["thinks"])
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_RESPONSES__TIMES", "perhaps")
+    served.driver.drain()
+    assert served.outputs("thinks")[-1].meridian["think_ms"] > 0
+
+
+def test_times_that_cannot_be_told_end_no_request(demo_model, monkeypatch):
+    """The request ends as in stock."""
+    monkeypatch.setattr("meridian_patch.engine.api.request_state.milliseconds", None)
+    served = Served(demo_model)
+    served.add(JOBS["thinks"])
+    served.driver.drain()
+    assert served.outputs("thinks")[-1].finish_reason == "stop"
+    assert "think_ms" not in served.outputs("thinks")[-1].meridian
+
+
+def test_there_are_no_times_without_vllms_statistics(demo_model):
+    """With `--disable-log-stats` tokens are counted, and no time of 0 is told."""
+    served = Served(demo_model, log_stats=False)
+    served.add(JOBS["thinks"])
+    served.driver.drain()
+    details = UsageDetails()
+    for output in served.outputs("thinks"):
+        details.saw(0, output)
+    assert details.reasoning_tokens == EXPECTED["thinks"]
+    assert details.times == {}
+    assert "think_ms" not in served.outputs("thinks")[-1].meridian
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_open_thoughts_are_unknown_once_the_tracker_is_off(demo_model, is_async):
+    """Otherwise all that follows would count as reasoning; stock's count stands in."""
+    served = Served(demo_model, is_async=is_async)
+    served.add(JOBS["thinks"])
+    for _ in range(6):
+        served.driver.step()
+    served.driver.scheduler._switch_off([counters.PHASE_TRACKER])
+    served.add(JOBS["plain"])
+    served.driver.drain()
+    for name in ("thinks", "plain"):
+        details = UsageDetails()
+        for output in served.outputs(name):
+            details.saw(0, output)
+        assert details.reasoning_tokens is None
+    assert set(served.params) == {None}
+
+
+def test_vllms_front_end_in_rust_gets_nothing(demo_model, monkeypatch):
+    """It would hand our keys to the caller, as it has no class of ours."""
+    served = Served(demo_model)
+    seen = []
+    take = served.take
+    served.take = lambda sent: (
+        seen.extend(output.kv_transfer_params for output in sent.outputs),
+        take(sent),
+    )
+    monkeypatch.setattr(recipients.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
+    monkeypatch.setattr(recipients.envs, "VLLM_RUST_FRONTEND_PATH", "/vllm-rs", raising=False)
+    served.add(JOBS["thinks"])
+    served.driver.drain()
+    assert seen
+    assert set(seen) == {None}
+
+
+def test_metrics_that_cannot_be_exported_end_no_request(monkeypatch):
+    """vLLM's own are exported all the same."""
+
+    class Stock:
+        engine_indexes = (0,)
+        recorded = 0
+
+        def __init__(self, vllm_config):
+            pass
+
+        def record(self, *args):
+            self.recorded += 1
+
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    logger = build_prometheus_stat_logger(Stock)(config)
+    monkeypatch.setattr(logger._meridian, "_counters", {})
+    stats = SimpleNamespace(**{stats_field.FIELD: {"tokens:think": 1}})
+    iteration = IterationStats()
+    times_of(iteration)
+    logger.record(stats, iteration)
+    assert logger.recorded == 1
+
+
 def details_of(*choices):
     """Details that saw these choices: progress and number of tokens."""
     details = UsageDetails()
@@ -246,7 +400,7 @@ def test_a_stream_has_counts_of_what_it_said(choices):
 def test_it_can_be_switched_off(choices, monkeypatch):
     """Stock's count then stays, in events too, and no time is told."""
     off = ResponsesConfig(reasoning_tokens=False, times=False)
-    monkeypatch.setattr(reasoning_usage, "_config", lambda: off)
+    monkeypatch.setattr(reasoning_usage, "responses_config", lambda: off)
     details = details_of(choices[0])
     response = SimpleNamespace(usage=UsageInfo(), metrics=PerRequestMetrics())
     details.add_to(response)
@@ -254,7 +408,6 @@ def test_it_can_be_switched_off(choices, monkeypatch):
     assert details.times == {}
     event = 'data: {"choices":[],"usage":{"completion_tokens":1}}\n\n'
     assert json.loads(details.add_to_event(event)[6:])["usage"] == {"completion_tokens": 1}
-    assert not reasoning_usage.tells_times()
 
 
 class Vocabulary:

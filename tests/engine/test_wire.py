@@ -273,6 +273,8 @@ def test_a_choice_tells_its_times(server):
     assert metrics["time_to_first_answer_token_ms"] == times["ttfat_ms"]
     assert metrics["think_time_ms"] == times["think_ms"]
     assert metrics["answer_time_ms"] == times["answer_ms"]
+    assert metrics["exit_reason"] == times["exit_reason"]
+    assert metrics["preemptions"] == 0
     assert metrics["time_to_first_token_ms"] < times["ttfat_ms"]
     *_, last = events(server, CHAT, stream_options={"include_usage": True})
     assert last["metrics"]["time_to_first_answer_token_ms"] > last["metrics"]["think_time_ms"] > 0
@@ -335,12 +337,11 @@ def test_the_doctor_finds_nothing_to_mend(server, monkeypatch):
     """`meridian doctor --url` sees metrics and processes, closes a thought, hits the cache."""
     monkeypatch.setenv("MERIDIAN_PATCH_STATUS_DIR", str(server.status_directory))
     findings = {each.check: each for each in check_server(ServerClient(server.url), read_all())}
-    states = {check: each.state for check, each in findings.items()}
     # A decision may be slow on a busy machine.
-    states.pop("steps")
-    assert set(states.values()) == {State.OK}, findings
+    findings.pop("steps")
+    assert [each for each in findings.values() if each.state is not State.OK] == []
     assert findings["forced close"].found.startswith("exit_reason hard_cap after ")
-    assert {"metrics", "processes", "prefix cache", "reasoning_tokens"} <= set(states)
+    assert {"metrics", "processes", "prefix cache", "reasoning_tokens"} <= set(findings)
 
 
 def test_top_names_the_phase_that_fills_the_cache(server):

@@ -141,3 +141,22 @@ def test_a_thought_takes_the_first_answer_back():
     progress.take(PhaseChange(True, 2, 0), 1)
     assert progress.ttfat_s is None
     assert progress.has_thought
+
+
+def test_an_end_that_shares_tokens_with_the_start_takes_none_from_before_the_thought():
+    """The marker's tokens in the thought are fewer than the marker's: never less than nothing."""
+    shared = Boundaries("mine", ((10, 11),), ((11, 12),), (11, 12))
+    for seed in range(5):
+        progress, counts = play(shared, [WORD], [10, 11, 12, WORD, WORD], random.Random(seed))
+        assert min(counts.values()) >= 0
+        assert progress.reasoning_tokens(5) == 0
+
+
+def test_a_phase_that_is_lost_leaves_no_count():
+    """The tracker was switched off, or a step could not be followed."""
+    progress = PhaseProgress()
+    progress.take(PhaseChange(True, 0, 0), 3)
+    assert progress.take(PhaseChange.unknown(), 2) == 0
+    assert progress.take(None, 4) == 0
+    assert progress.reasoning_tokens(9) is None
+    assert progress.place is None

@@ -8,11 +8,11 @@ from meridian_patch.telemetry.counters import PhaseCounters
 DUE = Close(Reason.EAT, 290, 300, "figures")
 
 
-def saved_after(*outcomes):
+def saved_after(*outcomes, mode="enforce"):
     counters = PhaseCounters()
     saved = SavedTokens(counters)
     for outcome in outcomes:
-        saved.ended(outcome)
+        saved.ended(outcome, mode)
     return counters.totals
 
 
@@ -22,9 +22,14 @@ def natural(tokens, verdict=None):
 
 def test_a_verdict_that_was_not_carried_out_shows_what_it_would_have_saved():
     """Tokens between the due close and the thought's own end; nothing if that came first."""
-    assert saved_after(natural(1000, DUE)) == {"estimated_saved:observe": 700}
-    assert saved_after(natural(299, DUE)) == {"estimated_saved:observe": 0}
-    assert saved_after(natural(1000)) == {}
+    assert saved_after(natural(1000, DUE), mode="observe") == {"estimated_saved:observe": 700}
+    assert saved_after(natural(299, DUE), mode="observe") == {"estimated_saved:observe": 0}
+    assert saved_after(natural(1000), mode="observe") == {}
+
+
+def test_a_close_that_was_given_up_saves_nothing():
+    """In mode `enforce` a thought that went on after its verdict could not be closed."""
+    assert saved_after(natural(1000, DUE)) == {}
 
 
 def test_a_close_saves_what_longer_thoughts_went_on_for():

@@ -5,11 +5,13 @@ from contextlib import aclosing
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
-from meridian_patch.engine.api.reasoning_usage import UsageDetails
+from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 
 
 def build_chat_serving(original: type) -> type:
     """``original`` with ``meridian_*`` fields checked, ``meridian`` in choices, and usage."""
+    # An error in the configuration is raised here, not by a request.
+    responses_config()
 
     class SummaryServingChat(original):
         async def _check_model(self, request: Any) -> Any:

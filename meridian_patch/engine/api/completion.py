@@ -5,7 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
-from meridian_patch.engine.api.reasoning_usage import UsageDetails
+from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 
 
 def build_completion_serving(original: type) -> type:
@@ -15,6 +15,8 @@ def build_completion_serving(original: type) -> type:
     ``meridian`` to each choice that has a summary; in a stream, to the last chunk of the choice.
     Usage counts reasoning tokens.
     """
+    # An error in the configuration is raised here, not by a request.
+    responses_config()
 
     class SummaryServingCompletion(original):
         async def _check_model(self, request: Any) -> Any:

@@ -26,10 +26,10 @@ from meridian_patch.config.request_options import (
     check_allowed,
     parse_options,
 )
+from meridian_patch.engine.api.recipients import takes_out
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.summary import Summary, summarize
-from meridian_patch.patching.candidate import MARK
 
 KEY: Final = "meridian"
 """Name of the summary, in transit and in responses."""
@@ -79,7 +79,7 @@ def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, ExitReport]) -
     """
     # Without the patched request state, the summary would stay in the caller's
     # `kv_transfer_params`.
-    if not outcomes or not hasattr(output_processor.RequestState, MARK):
+    if not outcomes or not takes_out(output_processor.RequestState):
         return
     for client in outputs.values():
         for output in client.outputs:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vllm.v1.engine import output_processor
 
-from meridian_patch.patching.candidate import MARK
+from meridian_patch.engine.api.recipients import takes_out
 from meridian_patch.phase.progress import PhaseChange
 
 KEY: Final = "meridian_phase"
@@ -24,7 +24,7 @@ def attach_changes(outputs: Mapping[int, Any], changes: Mapping[str, PhaseChange
         changes: the phases after this step by request id.
     """
     # Without the patched output processor, they would stay in the caller's `kv_transfer_params`.
-    if not hasattr(output_processor.OutputProcessor, MARK):
+    if not takes_out(output_processor.OutputProcessor):
         return
     for client in outputs.values():
         for output in client.outputs:

@@ -7,12 +7,15 @@ told a few numbers per step, not one per token.
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.api.phase_changes import detach_change
-from meridian_patch.phase.progress import ANSWER, THINK, TURNING, PhaseProgress
+from meridian_patch.phase.progress import ANSWER, THINK, TURNING, PhaseChange, PhaseProgress
 from meridian_patch.telemetry import counters
 
 FIELD: Final = "meridian_times"
 """Attribute of vLLM's ``IterationStats`` that holds the times of its outputs."""
+
+FOLLOWING: Final = ApiGuard("phases were not followed; stock's counts stand in for ours")
 
 _PLACES: Final = ((THINK, "think"), (ANSWER, "answer"))
 
@@ -83,34 +86,67 @@ def follow_outputs(
     for output in outputs:
         change = detach_change(output) if output.kv_transfer_params else None
         state = states.get(output.request_id)
+        progress: PhaseProgress | None = getattr(state, "progress", None)
         num_new = len(output.new_token_ids)
-        progress = getattr(state, "progress", None)
-        if progress is None or not num_new:
+        if progress is None or not (num_new or change):
             continue
-        place = progress.place
-        last_s, progress.last_s = progress.last_s, now_s
-        if change is None and place != TURNING:
-            progress.num_tokens += num_new
-            if place is not None and times is not None:
+        try:
+            if times is None:
+                progress.take(change, num_new)
+                continue
+            place = progress.place
+            last_s, progress.last_s = progress.last_s, now_s
+            if place is not None and last_s is not None:
                 gap_s = now_s - last_s
-                progress.spent_s[place] += gap_s
                 gaps = times.gaps[place]
                 gaps[gap_s] = gaps.get(gap_s, 0) + 1
-                times.tokens[place] += num_new
-            continue
-        num_answer = progress.take(change, num_new)
-        if times is None:
-            continue
-        if place is not None:
-            gap_s = now_s - last_s
-            gaps = times.gaps[place]
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
-            if place != TURNING:
-                progress.spent_s[place] += gap_s
-        times.tokens[ANSWER] += num_answer
-        times.tokens[THINK] += num_new - num_answer
-        if num_answer and state is not None and progress.ttfat_s is None:
-            # The clocks of the API server, as vLLM takes them for the first token.
-            progress.ttfat_s = iteration_stats.iteration_timestamp - state.stats.arrival_time
-            if progress.has_thought:
-                times.answered(progress)
+                if place != TURNING:
+                    progress.spent_s[place] += gap_s
+            if change is not None or place == TURNING:
+                arrived_s = state.stats.arrival_time  # type: ignore[union-attr]
+                waited_s = iteration_stats.iteration_timestamp - arrived_s
+                _take_change(times, progress, change, num_new, waited_s)
+            else:
+                progress.num_tokens += num_new
+                if place is not None:
+                    times.tokens[place] += num_new
+        except Exception as error:
+            # The others' phases are followed all the same.
+            progress.lose()
+            FOLLOWING.failed(error)
+
+
+def lose_outputs(states: Mapping[str, Any], outputs: Iterable[Any]) -> None:
+    """Take the changes out of a step's outputs that could not be followed at all."""
+    for output in outputs:
+        progress = getattr(states.get(output.request_id), "progress", None)
+        if detach_change(output) is not None and progress is not None:
+            progress.lose()
+
+
+def _take_change(
+    times: PhaseTimes,
+    progress: PhaseProgress,
+    change: PhaseChange | None,
+    num_new: int,
+    waited_s: float,
+) -> None:
+    """Take in tokens that may change the phase.
+
+    Args:
+        times: of the step.
+        progress: the request's.
+        change: the phase after the step; None: it is the one before.
+        num_new: tokens of the step.
+        waited_s: seconds since the request's arrival, on the API server's clock, by which vLLM
+            takes the time to the first token.
+    """
+    num_answer = progress.take(change, num_new)
+    if progress.place is None:
+        return
+    times.tokens[ANSWER] += num_answer
+    times.tokens[THINK] += num_new - num_answer
+    if num_answer and progress.ttfat_s is None:
+        progress.ttfat_s = waited_s
+        if progress.has_thought:
+            times.answered(progress)

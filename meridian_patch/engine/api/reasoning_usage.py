@@ -14,17 +14,20 @@ from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.config.schema import ResponsesConfig
+from meridian_patch.engine.api.exit_summary import KEY
 from meridian_patch.phase.progress import ANSWER, THINK, PhaseProgress
 
 PROGRESS: Final = "meridian_progress"
 """Attribute of a ``CompletionOutput``: the ``PhaseProgress`` of its request."""
 
 _DETAILS: Final = "completion_tokens_details"
-# Names of times in the field `meridian` and in vLLM's metrics.
+# Names in the field `meridian` and in vLLM's metrics.
 _METRICS: Final = {
     "ttfat_ms": "time_to_first_answer_token_ms",
     "think_ms": "think_time_ms",
     "answer_ms": "answer_time_ms",
+    "preemptions": "preemptions",
+    "exit_reason": "exit_reason",
 }
 _EVENT: Final = "data: "
 # A chunk without usage has null there, or nothing.
@@ -32,19 +35,18 @@ _HAS_USAGE: Final = '"usage":{'
 
 
 @cache
-def _config() -> ResponsesConfig:
-    """This process's configuration of responses; read once."""
+def responses_config() -> ResponsesConfig:
+    """This process's configuration of responses; read once, when the patches are built.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
     return load_config(envs.environment()).config.responses
-
-
-def tells_times() -> bool:
-    """Whether responses have the times of requests that thought."""
-    return _config().times
 
 
 def milliseconds(progress: PhaseProgress) -> dict[str, float]:
     """Times of a request that thought, in milliseconds; else empty."""
-    if not progress.has_thought or progress.last_s is None:
+    if not progress.has_thought or progress.place is None or progress.last_s is None:
         return {}
     seconds = {"think_ms": progress.spent_s[THINK]}
     if progress.ttfat_s is not None:
@@ -60,9 +62,11 @@ class UsageDetails:
     """
 
     def __init__(self) -> None:
-        self._config = _config()
+        self._config = responses_config()
         # Progress and number of tokens by choice.
         self._choices: dict[int, tuple[PhaseProgress, int]] = {}
+        # The summary of the last choice that was seen; its request may still fill it.
+        self._summary: dict[str, Any] = {}
 
     def saw(self, choice: int, output: Any) -> None:
         """Take in the next ``CompletionOutput`` of a choice: its new tokens, or all of them."""
@@ -71,13 +75,15 @@ class UsageDetails:
         if progress is not None:
             _, said = self._choices.get(choice, (progress, 0))
             self._choices[choice] = progress, said + len(output.token_ids)
+            self._summary = getattr(output, KEY, {})
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Sum over the choices; None: not known, or not wanted, so that stock's count stays."""
-        counts = [self.count_of(choice, said) for choice, (_, said) in self._choices.items()]
+        """Sum over the choices; None: one is not known, or not wanted, so stock's count stays."""
+        said_by = {choice: said for choice, (_, said) in self._choices.items() if said}
+        counts = [self.count_of(choice, said) for choice, said in said_by.items()]
         known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        return sum(known) if known and len(known) == len(counts) else None
 
     def count_of(self, choice: int, num_tokens: int) -> int | None:
         """Reasoning tokens among the first ``num_tokens`` of a choice; None: as above."""
@@ -87,16 +93,13 @@ class UsageDetails:
         return progress.reasoning_tokens(num_tokens)
 
     @property
-    def times(self) -> dict[str, float]:
-        """Milliseconds of the only choice, where it thought; in vLLM's style of names."""
+    def times(self) -> dict[str, Any]:
+        """What vLLM's metrics say of the only choice, where it thought; milliseconds."""
         if not self._config.times or len(self._choices) != 1:
             return {}
         ((progress, _),) = self._choices.values()
-        return {
-            _METRICS[name]: value
-            for name, value in milliseconds(progress).items()
-            if name in _METRICS
-        }
+        known = {**self._summary, **milliseconds(progress)}
+        return {shown: known[name] for name, shown in _METRICS.items() if name in known}
 
     def add_to(self, response: Any) -> None:
         """Write into a response of chat or of completions; an error response has no usage."""

@@ -3,12 +3,14 @@
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import KEY, detach
-from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, tells_times
+from meridian_patch.engine.api.guard import ApiGuard
+from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, responses_config
 from meridian_patch.phase.progress import PhaseProgress
 
 
 def build_request_state(original: type) -> type:
     """``original`` with the summary on every ``CompletionOutput`` that it makes."""
+    times = _Times()
 
     class SummaryRequestState(original):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +42,7 @@ def build_request_state(original: type) -> type:
             if summary is not None:
                 self.thinking.clear()
                 self.thinking.update(summary)
-            self.thinking.update(_times(self, finish_reason))
+            times.add_to(self.thinking, self, finish_reason)
             output = super().make_request_output(
                 new_token_ids,
                 pooling_output,
@@ -81,14 +83,22 @@ def build_request_state(original: type) -> type:
     return SummaryRequestState
 
 
-def _times(state: Any, finish_reason: Any) -> dict[str, Any]:
-    """Times and preemptions of a request that thought and ends, where they are told; else empty.
+class _Times:
+    """Adds times and preemptions to the summaries of requests that thought.
 
-    Without vLLM's own statistics there are none.
+    Raises:
+        ConfigError: the configuration is wrong; no output of a request reads it later.
     """
-    if finish_reason is None or state.stats is None or not tells_times():
-        return {}
-    times = milliseconds(state.progress)
-    if not times:
-        return {}
-    return times | {"preemptions": state.stats.num_preemptions}
+
+    def __init__(self) -> None:
+        self._is_on = responses_config().times
+        self._guard = ApiGuard("the times of a request were not told")
+
+    def add_to(self, summary: dict[str, Any], state: Any, finish_reason: Any) -> None:
+        """Add those of a request that ends; there are none without vLLM's own statistics."""
+        if finish_reason is None or not self._is_on or state.stats is None:
+            return
+        with self._guard:
+            times = milliseconds(state.progress)
+            if times:
+                summary.update(times | {"preemptions": state.stats.num_preemptions})

@@ -3,7 +3,7 @@
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import KEY, check_fields
-from meridian_patch.engine.api.reasoning_usage import UsageDetails
+from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 
 
 def build_responses_serving(original: type) -> type:
@@ -12,6 +12,8 @@ def build_responses_serving(original: type) -> type:
     Both are left out for OpenAI's own models ("harmony"), where one response consists of several
     requests, and which stock counts itself.
     """
+    # An error in the configuration is raised here, not by a request.
+    responses_config()
 
     class SummaryServingResponses(original):
         async def _check_model(self, request: Any) -> Any:

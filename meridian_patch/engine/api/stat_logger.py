@@ -5,6 +5,7 @@ from typing import Any
 
 from meridian_patch.engine import stats_field
 from meridian_patch.engine.api import phase_times
+from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
@@ -14,6 +15,8 @@ def build_prometheus_stat_logger(original: type) -> type:
     stats_field.install()
 
     class PhasePrometheusStatLogger(original):
+        _exports = ApiGuard("metrics of a step were not exported")
+
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(vllm_config, *args, **kwargs)
             self._meridian = PhaseMetrics(vllm_config.model_config.served_model_name)
@@ -32,10 +35,12 @@ def build_prometheus_stat_logger(original: type) -> type:
             super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
             stats = getattr(scheduler_stats, stats_field.FIELD, None)
             if stats:
-                self._meridian.record(stats, engine_idx)
+                with self._exports:
+                    self._meridian.record(stats, engine_idx)
             times = getattr(iteration_stats, phase_times.FIELD, None)
             if times is not None:
-                self._meridian.record(times.counts(), engine_idx)
-                self._meridian.observe(times.values, engine_idx)
+                with self._exports:
+                    self._meridian.record(times.counts(), engine_idx)
+                    self._meridian.observe(times.values, engine_idx)
 
     return PhasePrometheusStatLogger

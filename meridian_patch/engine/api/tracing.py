@@ -7,13 +7,15 @@ from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
-from vllm.logger import init_logger
 
-from meridian_patch.engine.api.phase_changes import detach_change
-from meridian_patch.engine.api.phase_times import follow_outputs, times_of
+from meridian_patch.engine.api.guard import ApiGuard
+from meridian_patch.engine.api.phase_times import (
+    FOLLOWING,
+    follow_outputs,
+    lose_outputs,
+    times_of,
+)
 from meridian_patch.exit.summary import Summary
-
-logger = init_logger("vllm.meridian_patch")
 
 PREFIX = "meridian"
 """Prefix of names: ``meridian.exit_reason``, ``meridian.would_exit.think_tokens``, ..."""
@@ -56,7 +58,7 @@ def build_output_processor(original: type) -> type:
 
     class TracedOutputProcessor(original):
         _is_added = False
-        _has_failed = False
+        _ends = ApiGuard("times of a request that ended were not observed")
 
         def process_outputs(
             self,
@@ -71,12 +73,9 @@ def build_output_processor(original: type) -> type:
             try:
                 now_s = engine_core_timestamp or 0.0
                 follow_outputs(self.request_states, engine_core_outputs, now_s, iteration_stats)
-            except Exception:
-                if not self._has_failed:
-                    self._has_failed = True
-                    logger.exception("meridian_patch: the phases of a step were not followed")
-                for output in engine_core_outputs:
-                    detach_change(output)
+            except Exception as error:
+                FOLLOWING.failed(error)
+                lose_outputs(self.request_states, engine_core_outputs)
             return super().process_outputs(
                 engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **kwargs
             )
@@ -87,7 +86,8 @@ def build_output_processor(original: type) -> type:
             super()._update_stats_from_finished(req_state, finish_reason, iteration_stats, *args)
             progress = getattr(req_state, "progress", None)
             if iteration_stats is not None and progress is not None:
-                times_of(iteration_stats).ended(progress)
+                with self._ends:
+                    times_of(iteration_stats).ended(progress)
 
         def do_tracing(
             self, engine_core_output: Any, req_state: Any, iteration_stats: Any, *args: Any

@@ -227,7 +227,7 @@ class EarlyExit:
         ended = self._unsampled.ended(name)
         if ended is not None:
             self._outcomes[name] = ExitReport(*ended)
-            self._count(ended[0])
+            self._count(ended[0], self.mode)
 
     def before_update(self, model_output: Any) -> None:
         """Take a step's signals; its tokens are not appended to the requests yet."""
@@ -378,7 +378,7 @@ class EarlyExit:
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
             watched.think_tokens += outcome.think_tokens
-            self._count(outcome)
+            self._count(outcome, watched.config.mode)
             self._counters.count(counters.MEASURED, watched.config.mode)
             if watched.has_options:
                 self._cannot(watched, outcome.too_soon)
@@ -488,10 +488,10 @@ class EarlyExit:
         if self.probes is not None:
             self.probes.cancel(name)
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: Outcome, mode: str) -> None:
         self._counters.count(counters.EXIT, outcome.reason)
         self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
-        self._saved.ended(outcome)
+        self._saved.ended(outcome, mode)
         if outcome.verdict is not None:
             self._counters.count(counters.VERDICT, outcome.verdict.reason)
         if outcome.num_invalid:

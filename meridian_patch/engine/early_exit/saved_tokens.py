@@ -21,11 +21,15 @@ class SavedTokens:
         self._counters = phase_counters
         self._natural = LengthHistogram()
 
-    def ended(self, outcome: Outcome) -> None:
-        """Take in a thought that ended."""
+    def ended(self, outcome: Outcome, mode: str) -> None:
+        """Take in a thought that ended, and the mode of its request.
+
+        A thought of mode ``enforce`` that went on after its verdict could not be closed: nothing
+        would have saved its tokens.
+        """
         if outcome.reason is Reason.NATURAL:
             self._natural.add(outcome.think_tokens)
-            if outcome.verdict is not None:
+            if outcome.verdict is not None and mode == "observe":
                 saved = max(outcome.think_tokens - outcome.verdict.close_at, 0)
                 self._counters.count(counters.SAVED, "observe", saved)
         elif outcome.reason is not Reason.BUDGET:

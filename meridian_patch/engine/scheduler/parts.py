@@ -118,6 +118,9 @@ class SchedulerPart:
     def on_phase_changed(self, request: Any) -> None:
         """A request's phase changed, or its hand-off is over."""
 
+    def before_preempted(self, request: Any) -> None:
+        """A running request, no probe, is about to be preempted."""
+
     def on_preempted(self, request: Any) -> None:
         """A request was preempted and is in the waiting queue."""
 

@@ -90,6 +90,9 @@ class PhasePart(SchedulerPart):
             if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 self._end_turn(session)
 
+    def stand_in(self) -> SchedulerPart:
+        return LostPhases(self._tracker.ids())
+
     def on_switched_off(self) -> None:
         self._sessions.clear()
         # Its numbers of requests by phase are still reported.
@@ -122,3 +125,32 @@ class PhasePart(SchedulerPart):
         # Load-bearing: all known tokens of a request, prompt first. Upstream appends accepted
         # tokens to this list object.
         self._tracker.add(request.request_id, request._all_token_ids)
+
+
+class LostPhases(SchedulerPart):
+    """Tells API servers that requests under way are not tracked any more, each once.
+
+    Otherwise thoughts that are open would go on for ever there.
+
+    Args:
+        request_ids: ids of the requests that were tracked.
+    """
+
+    name = counters.PHASE_TRACKER
+
+    def __init__(self, request_ids: Iterable[str]) -> None:
+        self._lost = dict.fromkeys(request_ids, PhaseChange.unknown())
+        # Requests that left the scheduler; their last output may still be in this step's.
+        self._freed: list[str] = []
+
+    def on_freed(self, request: Any) -> None:
+        self._freed.append(request.request_id)
+
+    def after_update(self, scheduler_output: Any, results: Any) -> None:
+        freed, self._freed = self._freed, []
+        if not self._lost:
+            return
+        attach_changes(results, self._lost)
+        told = [output.request_id for client in results.values() for output in client.outputs]
+        for request_id in (*told, *freed):
+            self._lost.pop(request_id, None)

@@ -16,6 +16,8 @@ from meridian_patch.policy.profiles import Rules
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
+_UNLIMITED = StepLimits()
+
 
 class PolicyPart(SchedulerPart):
     """Arranges the scheduler's queues before each step.
@@ -51,6 +53,10 @@ class PolicyPart(SchedulerPart):
         self._scheduler = scheduler
         self._tracker = tracker
         self._counters = phase_counters
+        # What the policy planned for the next step.
+        self._planned = _UNLIMITED
+        # Tokens that were computed when a request was preempted, by id, until it resumes.
+        self._lost_tokens: dict[str, int] = {}
         # Time of the policy since the last report, by stage.
         self._spent_s = {"limits": 0.0, "order": 0.0}
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
@@ -72,6 +78,7 @@ class PolicyPart(SchedulerPart):
     def on_freed(self, request: Any) -> None:
         self.order.forget(request)
         self.waiting_answers.pop(request.request_id, None)
+        self._lost_tokens.pop(request.request_id, None)
         self.limiter.on_removed(request)
 
     def on_probe_freed(self, probe: Any) -> None:
@@ -87,6 +94,10 @@ class PolicyPart(SchedulerPart):
             self.waiting_answers[request.request_id] = request
         self.limiter.changed(request)
 
+    def before_preempted(self, request: Any) -> None:
+        # Upstream sets it to 0. Tokens that are not computed yet are not lost.
+        self._lost_tokens[request.request_id] = request.num_computed_tokens
+
     def on_preempted(self, request: Any) -> None:
         phase = self._phase(request)
         self._counters.count(counters.PREEMPTION, phase)
@@ -97,6 +108,7 @@ class PolicyPart(SchedulerPart):
         self.limiter.preempted(request, is_answer=is_answer)
 
     def before_schedule(self, plan: StepPlan) -> None:
+        self._planned = _UNLIMITED
         try:
             if not self.rules.are_all_off:
                 self._arrange(plan)
@@ -110,6 +122,7 @@ class PolicyPart(SchedulerPart):
         if not self.rules.are_all_off:
             # Every step must be noted: the time of one that is not cannot be learnt.
             self.limiter.scheduled(self._scheduler, output)
+            self._count_limited()
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
         self.limiter.ended(scheduler_output)
@@ -146,11 +159,7 @@ class PolicyPart(SchedulerPart):
             self.limiter.decodes(self._scheduler)
             self.order.advance_clock()
         else:
-            plan.token_budget, plan.max_active = self._limits()
-            if plan.token_budget is not None:
-                self._counters.count(counters.LIMITED, "tokens")
-            if plan.max_active is not None:
-                self._counters.count(counters.LIMITED, "requests")
+            plan.token_budget, plan.max_active = self._planned = self._limits()
             if self.rules.order:
                 plan.arrivals = self.order_running()
 
@@ -185,13 +194,26 @@ class PolicyPart(SchedulerPart):
 
     def _count_recomputed(self, request_id: str, output: Any) -> None:
         """Count the tokens that a request which resumes computes again."""
-        request, state = self._scheduler.requests[request_id], self._tracker.get(request_id)
-        if state is None or not request.num_preemptions or request.resumable:
-            # Probes and requests that begin; a session's next chunk was not computed before.
+        lost = self._lost_tokens.pop(request_id, None)
+        if lost is None:
             return
+        request = self._scheduler.requests[request_id]
         # Load-bearing: the scheduled tokens already count as computed; the others are cached.
         cached = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
-        self._counters.count(counters.RECOMPUTED, state.phase, request.num_tokens - cached)
+        # Of tokens in flight, those that were not accepted are no tokens of the request.
+        again = min(lost, request.num_tokens) - cached
+        if again > 0:
+            self._counters.count(counters.RECOMPUTED, self._phase(request), again)
+
+    def _count_limited(self) -> None:
+        """Count the limits of the step just scheduled that left work out of it."""
+        scheduler, most = self._scheduler, self._planned.max_active
+        if self.limiter.left_out:
+            self._counters.count(counters.LIMITED, "tokens")
+        if most is None or most >= scheduler.max_num_active_reqs or not scheduler.waiting:
+            return
+        if len(scheduler.running) >= most:
+            self._counters.count(counters.LIMITED, "requests")
 
     def _phase(self, request: Any) -> Phase:
         state = self._tracker.get(request.request_id)

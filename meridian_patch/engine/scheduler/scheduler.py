@@ -163,6 +163,7 @@ class PhaseScheduling(UpstreamScheduler):
             super()._preempt_request(request, *args, **kwargs)
             self._parts.call("on_probe_preempted", request, request_id=request.request_id)
             return
+        self._parts.call("before_preempted", request, request_id=request.request_id)
         if self.kv_tiers:
             self.kv_tiers.begin_preemption(request)
         try:

@@ -57,6 +57,7 @@ class StepLimiter:
         probes: probes of thoughts; None: none are made.
         waiting_order: order of the scheduler's waiting queue.
         makes_room: requests were preempted to make room in the next step.
+        left_out: whether the last step's lowered budget was used up while prefill was left.
         ran_steps: steps with tokens whose outputs arrived.
         learnt_steps: steps among them that the step-time model learnt from.
     """
@@ -77,7 +78,7 @@ class StepLimiter:
         self.kv_demand = KVDemand(tracker, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
-        self.makes_room = False
+        self.makes_room = self.left_out = False
         self.ran_steps = self.learnt_steps = 0
         self._reported_steps = 0, 0
         # Seconds of predicted steps since the last report, and by how much predictions missed them.
@@ -322,6 +323,7 @@ class StepLimiter:
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """Note a scheduled step; the time of a step that is not noted is not learnt from."""
         total = output.total_num_scheduled_tokens
+        self.left_out = False
         for name in started_requests(output):
             request = scheduler.requests[name]
             if not isinstance(request, ProbeRequest):
@@ -345,6 +347,7 @@ class StepLimiter:
         # A rest of the budget that is smaller than the least piece cannot be used.
         is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
         self._cut.ran(is_used_up=is_used_up, now_s=now_s)
+        self.left_out = is_used_up and is_waited
         if prefill or (budget is not None and budget > self._shape.decode_tokens):
             self._chunks.ran(has_prefill=prefill > 0, is_waited=is_waited)
         decodes, held = total - prefill - probed, self._shape.context_tokens

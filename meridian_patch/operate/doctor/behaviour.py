@@ -131,7 +131,7 @@ def judge_reasoning_tokens(usage: dict[str, Any], summary: dict[str, Any]) -> Fi
     count = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
     thought = summary.get("think_tokens")
     if count is None:
-        return AREA.skip(check, "the server counts them only with --reasoning-parser")
+        return AREA.skip(check, "usage has none: is responses.reasoning_tokens off?")
     if count == 0 and thought:
         return AREA.warn(
             check,

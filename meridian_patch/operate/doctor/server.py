@@ -91,7 +91,7 @@ def _scrape(client: ServerClient) -> Scrape | Finding:
 
 def check_metrics(scrape: Scrape) -> Finding:
     """All our metrics are on ``/metrics``."""
-    names = [each.exported_name for each in METRICS]
+    names = [each.sample_name for each in METRICS]
     missing = [name for name in names if not scrape.has(name)]
     if not missing:
         return AREA.ok("metrics", f"all {len(names)} of ours are there")

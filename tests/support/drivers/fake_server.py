@@ -42,10 +42,10 @@ class Page:
             ]
         for metric in METRICS if self.is_patched else ():
             lines.append(f"# TYPE {metric.name} {metric.kind}")
-            for value in metric.values:
+            for value in metric.values or ("any",):
                 number = self.changes.get((metric.exported_name, value), 0.0)
                 labels = f'engine="0",{metric.label}="{value}"'
-                lines.append(f"{metric.exported_name}{{{labels}}} {number}")
+                lines.append(f"{metric.sample_name}{{{labels}}} {number}")
         return "\n".join(lines) + "\n"
 
 
