@@ -5,6 +5,7 @@ not work with several API servers.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -27,6 +28,8 @@ class PhaseMetrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        # By ``<event>:<label value>`` and engine.
+        self._children: dict[tuple[str, int], Any] = {}
         for metric in METRICS:
             if metric.kind is Kind.COUNTER:
                 self._counters[metric.event] = Counter(*_arguments(metric), registry=registry)
@@ -60,8 +63,7 @@ class PhaseMetrics:
             engine: index of the engine.
         """
         for key, times_of in values.items():
-            event, _, label = key.partition(":")
-            child = self._histograms[event].labels(self._model_name, str(engine), label)
+            child = self._child(key, engine)
             for value, times in times_of.items():
                 _observe_times(child, value, times)
 
@@ -73,12 +75,22 @@ class PhaseMetrics:
             engine: index of the engine.
         """
         for key, value in stats.items():
-            event, _, label = key.partition(":")
-            labels = (self._model_name, str(engine), label)
-            if event in self._gauges:
-                self._gauges[event].labels(*labels).set(value)
+            child = self._child(key, engine)
+            if isinstance(child, Gauge):
+                child.set(value)
             else:
-                self._counters[event].labels(*labels).inc(value)
+                child.inc(value)
+
+    def _child(self, key: str, engine: int) -> Any:
+        """The metric of an event with its labels, found once: it is needed in every step."""
+        child = self._children.get((key, engine))
+        if child is None:
+            event, _, label = key.partition(":")
+            kinds: tuple[dict[str, Any], ...] = (self._counters, self._gauges, self._histograms)
+            metric = next(kind[event] for kind in kinds if event in kind)
+            child = metric.labels(self._model_name, str(engine), label)
+            self._children[key, engine] = child
+        return child
 
 
 def _observe_times(child: Histogram, value: float, times: int) -> None:

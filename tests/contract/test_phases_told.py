@@ -337,7 +337,7 @@ def test_metrics_that_cannot_be_exported_end_no_request(monkeypatch):
 
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
     logger = build_prometheus_stat_logger(Stock)(config)
-    monkeypatch.setattr(logger._meridian, "_counters", {})
+    monkeypatch.setattr(logger._meridian, "record", None)
     stats = SimpleNamespace(**{stats_field.FIELD: {"tokens:think": 1}})
     iteration = IterationStats()
     times_of(iteration)

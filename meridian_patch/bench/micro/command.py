@@ -1,4 +1,4 @@
-"""``meridian bench kv-micro``, ``policy-micro`` and ``probe-micro``."""
+"""``meridian bench kv-micro``, ``policy-micro``, ``probe-micro`` and ``telemetry-micro``."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from meridian_patch.bench.options import read_whole
 
 
 def add_micro(benches: Any) -> None:
-    """Add all three to the subcommands of ``meridian bench``."""
+    """Add all four to the subcommands of ``meridian bench``."""
     kv = benches.add_parser(
         "kv-micro", help="what the KV tiers cost per operation, on 100 000 blocks"
     )
@@ -33,7 +33,21 @@ def add_micro(benches: Any) -> None:
     probe.add_argument("--context", default="1000,8000,32000", help="tokens of the probed thoughts")
     probe.add_argument("--rounds", default="100", help="probes per context")
     probe.set_defaults(run=_probe)
-    for name, command in (("kv-micro", kv), ("policy-micro", policy), ("probe-micro", probe)):
+    telemetry = benches.add_parser(
+        "telemetry-micro",
+        help="what metrics, usage and times cost per step, switched on and off within one engine",
+    )
+    telemetry.add_argument("--running", default="64,256", help="requests that run")
+    telemetry.add_argument("--pairs", default="400", help="pairs of steps, on and off")
+    telemetry.add_argument("--seed", default="1", help="of the lengths")
+    telemetry.set_defaults(run=_telemetry)
+    commands = {
+        "kv-micro": kv,
+        "policy-micro": policy,
+        "probe-micro": probe,
+        "telemetry-micro": telemetry,
+    }
+    for name, command in commands.items():
         command.add_argument("--out", type=Path, default=Path("out/bench", name), help="folder")
 
 
@@ -62,6 +76,15 @@ def _probe(parsed: argparse.Namespace) -> int:
     rounds = read_whole("--rounds", parsed.rounds)
     end_like_ctrl_c()
     return run_probe_micro(contexts, rounds, parsed.out)
+
+
+def _telemetry(parsed: argparse.Namespace) -> int:
+    from meridian_patch.bench.micro.telemetry import run_telemetry_micro
+
+    running = [read_whole("--running", text) for text in parsed.running.split(",")]
+    pairs, seed = read_whole("--pairs", parsed.pairs), read_whole("--seed", parsed.seed)
+    end_like_ctrl_c()
+    return run_telemetry_micro(running, pairs, seed, parsed.out)
 
 
 def _read_count(option: str, text: str) -> int:
