@@ -58,7 +58,8 @@ def test_steps_without_telemetry_export_nothing_and_steps_with_it_all(switched):
         seconds = switched.step(is_on=is_on)
         assert set(seconds) == {CORE, WIRE, SERVER}
         assert min(seconds.values()) > 0
-        assert tokens() - before == (RUNNING if is_on else 0)
+        # Under async scheduling a step may bring the tokens of two.
+        assert tokens() - before in ((RUNNING, 2 * RUNNING) if is_on else (0,))
 
 
 def test_the_command_writes_its_figures(tmp_path, capsys):
