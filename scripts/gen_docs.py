@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/; with --check only says which are stale.
+"""Writes the generated pages of docs/ and the dashboards; with --check only says which are stale.
 
 python scripts/gen_docs.py [--check]
 """
@@ -8,12 +8,14 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from meridian_patch.config.docs import render_configuration
 from meridian_patch.config.family_docs import render_families
 from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
 from meridian_patch.patching.spec import Patch
+from meridian_patch.telemetry.dashboards import render_dashboard
 from meridian_patch.telemetry.docs import render_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,6 +138,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/model-families.md": render_families,
     "docs/patches.md": render_patches,
 }
+for source in sorted((ROOT / "configs" / "grafana").glob("*.yaml")):
+    page = source.with_suffix(".json").relative_to(ROOT).as_posix()
+    PAGES[page] = partial(render_dashboard, source)
 
 
 def stale_pages() -> list[str]:

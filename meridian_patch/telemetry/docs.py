@@ -14,6 +14,9 @@ On `/metrics` of a patched server, beside vLLM's own. All carry the labels `mode
 """
 
 END = """
+With one API server each counter and histogram has a further gauge, `..._created`, from
+Prometheus's client: the time since when it counts.
+
 A failing step is also logged, once, with the request's id. The table is in
 `meridian_patch/telemetry/metrics.py`; a new metric is a row of it.
 """

@@ -67,16 +67,18 @@ def test_wheel_holds_every_module(wheel_files: set[str]) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
-    """Family files, cost models, the upstream lock and the tiny reasoner travel with the wheel."""
+    """Files of families, costs, Grafana and Prometheus, the lock and the tiny reasoner."""
     families = tracked("configs", "families/*.yaml")
     costs = tracked("configs", "cost/*.yaml")
+    watched = tracked("configs", "grafana/*.json") | tracked("configs", "prometheus/*.yml")
     model = {
         path for path in tracked("meridian_patch/demo/tiny-reasoner", "*") if path.suffix != ".md"
     }
     assert families
     assert costs
+    assert watched
     assert Path("model.safetensors") in model
-    expected = {f"meridian_patch/configs/{path}" for path in families | costs}
+    expected = {f"meridian_patch/configs/{path}" for path in families | costs | watched}
     expected |= {f"meridian_patch/demo/tiny-reasoner/{path}" for path in model}
     assert expected | {"meridian_patch/upstream_lock.json"} <= wheel_files
 

@@ -27,7 +27,8 @@ def run(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
-    for name, text in {".venv/bin/python": PYTHON, "scripts/setup": "#!/bin/sh\n"}.items():
+    nothing = dict.fromkeys(("scripts/setup", "scripts/get_prometheus"), "#!/bin/sh\n")
+    for name, text in {".venv/bin/python": PYTHON, **nothing}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
