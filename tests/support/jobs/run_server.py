@@ -31,7 +31,7 @@ class Server:
     """
 
     def __init__(self, command: list[str], env: dict[str, str], folder: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.log = folder / "server.log"
         folder.mkdir(parents=True, exist_ok=True)
         self._command = [*command, *SMALL_SERVER, "--port", str(self.port)]
@@ -148,7 +148,7 @@ class Server:
                 self._process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
