@@ -269,9 +269,9 @@ INPUT_PROCESSOR: Final = Patch(
     build="meridian_patch.engine.api.input_check:build_input_processor",
     versions=SUPPORTED,
     contract=Contract(
-        calls=("process_inputs",),
-        behaviour=(),
-        reads=(),
+        calls=("__init__", "process_inputs"),
+        behaviour=("__init__",),
+        reads=("renderer", "vllm_config"),
         lookups=(
             "vllm.v1.engine.async_llm:AsyncLLM.__init__",
             "vllm.v1.engine.llm_engine:LLMEngine.__init__",
@@ -290,26 +290,45 @@ INPUT_PROCESSOR: Final = Patch(
     remove_when="vLLM lets a plug-in check a request's `vllm_xargs`",
 )
 
+DETOKENIZER: Final = "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer"
+
 REQUEST_STATE: Final = Patch(
     name="request_state",
     sites=(Site("vllm.v1.engine.output_processor", "RequestState"),),
     build="meridian_patch.engine.api.request_state:build_request_state",
     versions=SUPPORTED,
     contract=Contract(
-        calls=("__init__", "make_request_output", "_new_completion_output"),
-        behaviour=("from_new_request", "make_request_output", "_new_completion_output"),
-        reads=("queue", "streaming_input"),
+        calls=(
+            "__init__",
+            "from_new_request",
+            "apply_streaming_update",
+            "make_request_output",
+            "_new_completion_output",
+        ),
+        behaviour=(
+            "from_new_request",
+            "apply_streaming_update",
+            "make_request_output",
+            "_new_completion_output",
+        ),
+        reads=("detokenizer", "queue", "streaming_input"),
         lookups=("vllm.v1.engine.output_processor:OutputProcessor.add_request",),
         collaborators=(
             "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
             "vllm.outputs:RequestOutput.add",
+            f"{DETOKENIZER}.__init__",
+            f"{DETOKENIZER}.update",
+            f"{DETOKENIZER}.get_next_output_text",
+            "vllm.v1.engine.detokenizer:check_stop_strings",
         ),
     ),
     process="api_server",
     why=(
         "How a request's thinking ended is known in the EngineCore process, whose outputs have no "
         "field for it. It is sent in `kv_transfer_params`; the subclass removes it from there, so "
-        "that callers do not see it, and puts it on every `CompletionOutput` as `meridian`."
+        "that callers do not see it, and puts it on every `CompletionOutput` as `meridian`. Stop "
+        "strings match in thoughts too; where a request or the configuration wants them in answers "
+        "only, the subclass wraps the request's detokenizer."
     ),
     upstream="none: engine outputs have no field for a scheduler's own data",
     remove_when="vLLM carries a scheduler's data per request to `CompletionOutput`",

@@ -30,6 +30,7 @@ class RequestOptions(StrictModel):
             two switch the loop breaker on.
         meridian_loop_min_pattern_size: least tokens of it; 0 means 1.
         meridian_loop_min_count: how often it must stand there.
+        meridian_stop_scope: where stop strings match; the API server reads it.
     """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -42,6 +43,7 @@ class RequestOptions(StrictModel):
     meridian_loop_max_pattern_size: int | None = Field(default=None, ge=1, le=MOST_PATTERN_TOKENS)
     meridian_loop_min_pattern_size: int | None = Field(default=None, ge=0, le=MOST_PATTERN_TOKENS)
     meridian_loop_min_count: int | None = Field(default=None, ge=2, le=_MOST)
+    meridian_stop_scope: Literal["all", "answer"] | None = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

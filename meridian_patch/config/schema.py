@@ -376,6 +376,7 @@ RequestField = Literal[
     "meridian_loop_max_pattern_size",
     "meridian_loop_min_pattern_size",
     "meridian_loop_min_count",
+    "meridian_stop_scope",
 ]
 
 
@@ -387,13 +388,19 @@ def _field_names(value: Any) -> Any:
 
 
 class RequestsConfig(StrictModel):
-    """Which options requests may set."""
+    """Which options requests may set, and their defaults."""
 
     allowed_fields: Annotated[Literal["all"] | list[str], BeforeValidator(_field_names)] = Field(
         default="all",
         description="Fields of `vllm_xargs` that requests may set: `all`, or a list of "
         "[their names](requests.md); an empty list allows none. A request with another "
         "`meridian_*` field is refused with HTTP 400.",
+    )
+    stop_scope: Literal["all", "answer"] = Field(
+        default="all",
+        description="Where [stop strings](requests.md#stop-strings) match: `all`, as in stock "
+        "vLLM, or `answer`, not in thoughts. A request sets its own with "
+        "`vllm_xargs: {meridian_stop_scope: ...}`.",
     )
 
 
@@ -439,7 +446,8 @@ class Config(StrictModel):
         default_factory=ExitConfig, description="When thinking is ended early."
     )
     requests: RequestsConfig = Field(
-        default_factory=RequestsConfig, description="Which options requests may set."
+        default_factory=RequestsConfig,
+        description="Which options requests may set, and their defaults.",
     )
     responses: ResponsesConfig = Field(
         default_factory=ResponsesConfig, description="What responses say besides their texts."

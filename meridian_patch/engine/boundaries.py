@@ -1,9 +1,10 @@
 """Resolves the think boundaries of the model that vLLM serves.
 
-Runs once per EngineCore process, when the scheduler is built.
+Runs once per EngineCore process, when the scheduler is built; in an API server when a request first
+needs the boundaries there.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.reasoning import ReasoningParserManager
@@ -21,6 +22,18 @@ from meridian_patch.phase.sequences import Vocabulary
 logger = init_logger("vllm.meridian_patch")
 
 
+class SinglePhase(NamedTuple):
+    """Why the requests of a model have a single phase.
+
+    Attributes:
+        why: for the log.
+        is_unknown: True if the model may think, and its markers are not known.
+    """
+
+    why: str
+    is_unknown: bool = False
+
+
 def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | None:
     """Boundaries of the served model.
 
@@ -35,12 +48,22 @@ def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | N
         BoundaryError: the model's markers cannot be resolved, or sources contradict each other.
         ConfigError: a family file is wrong, or the family cannot be decided.
     """
+    found = find_resolution(vllm_config, loaded)
+    if isinstance(found, SinglePhase):
+        (logger.warning if found.is_unknown else logger.info)("%s", found.why)
+        return None
+    for note in found.notes:
+        logger.warning("meridian_patch: %s", note)
+    return found.boundaries
+
+
+def find_resolution(vllm_config: Any, loaded: LoadedConfig) -> Resolution | SinglePhase:
+    """Same as ``resolve_boundaries``, with the sources, and without a word in the log."""
     model_config = vllm_config.model_config
     model = str(model_config.model)
     reason = _reason_for_single_phase(model_config)
     if reason is not None:
-        logger.info("meridian_patch: model %s is single-phase: %s", model, reason)
-        return None
+        return SinglePhase(f"meridian_patch: model {model} is single-phase: {reason}")
     tokenizer = _load_tokenizer(model_config)
     vocabulary = vocabulary_of(tokenizer, model)
     server = _server_strings(vllm_config, tokenizer, model)
@@ -55,11 +78,8 @@ def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | N
     )
     resolution = resolve_model(model, identity, server, vocabulary, loaded)
     if resolution is None:
-        logger.warning("%s", describe_unknown(model, identity))
-        return None
-    for note in resolution.notes:
-        logger.warning("meridian_patch: %s", note)
-    return resolution.boundaries
+        return SinglePhase(describe_unknown(model, identity), is_unknown=True)
+    return resolution
 
 
 def resolve_model(

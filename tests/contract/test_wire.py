@@ -36,6 +36,9 @@ CONNECTOR = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 class StockProcessor:
     """In place of vLLM's, which wants a model."""
 
+    vllm_config = None
+    renderer = SimpleNamespace(tokenizer=None)
+
     def process_inputs(self, request_id, prompt, params, supported_tasks, priority=0):
         return request_id, priority
 

@@ -58,7 +58,15 @@ def requests(problems, max_tokens=700):
         ask(f"cap{n}", p, max_tokens=max_tokens, extra_args=CAPPED) for n, p in enumerate(problems)
     ]
     off = {"meridian_exit": "off"}
-    return [*asked, ask("off", problems[0], max_tokens=max_tokens, extra_args=off)]
+    asked.append(ask("off", problems[0], max_tokens=max_tokens, extra_args=off))
+    # A digit is in each thought, and begins each answer.
+    for scope in ("all", "answer"):
+        extra_args = {"meridian_stop_scope": scope}
+        asked.append(
+            ask(f"stop {scope}", problems[0], max_tokens=max_tokens, extra_args=extra_args)
+        )
+        asked[-1]["params"]["stop"] = list("0123456789")
+    return asked
 
 
 def stage(name, engine, problems, max_tokens=700):
@@ -127,6 +135,8 @@ def thoughts(run):
     """By request, the ids of the thought and of what comes behind it."""
     split = {}
     for name, output in run["outputs"].items():
+        if name.startswith("stop"):
+            continue
         [sample] = output["samples"]
         assert sample["ids"].count(THINK_END) <= 1, name
         assert THINK_START not in sample["ids"], name
@@ -139,7 +149,7 @@ def thoughts(run):
 def test_each_thought_ends_once_and_is_answered(run):
     """One boundary, no reasoning behind it, and an answer."""
     split = thoughts(run)
-    assert len(split) >= len(run["outputs"]) - 1
+    assert len(split) >= len(run["outputs"]) - len(("off", "stop all", "stop answer"))
     for name in split:
         [sample] = run["outputs"][name]["samples"]
         assert ANSWER.fullmatch(sample["text"].split("</think>")[1]), sample["text"]
@@ -152,6 +162,19 @@ def test_a_cap_holds(run):
     assert capped
     assert max(capped) <= CAP + 3
     assert lengths.get("off", 10_000) > CAP + 3
+
+
+def test_stop_strings_count_where_the_request_says(run):
+    """Everywhere as in stock, or from the answer's first token on; the text ends before it."""
+    everywhere, in_answer = (
+        run["outputs"][f"stop {scope}"]["samples"][0] for scope in ("all", "answer")
+    )
+    assert "</think>" not in everywhere["text"]
+    assert not re.search(r"\d", everywhere["text"])
+    thought, marker, answer = in_answer["text"].partition("</think>")
+    assert re.search(r"\d", thought)
+    assert (marker, answer) == ("</think>", "")
+    assert in_answer["ids"][-2] == THINK_END
 
 
 def test_reasons_are_counted(run):

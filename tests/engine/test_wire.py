@@ -173,6 +173,30 @@ def test_a_stop_string_leaves_it_in(server):
     assert untimed(cut["meridian"]) == untimed(choice["meridian"])
 
 
+@pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS))
+def test_stop_strings_count_where_the_request_says(server, path, is_streamed):
+    """Everywhere as in stock, or in the answer only; both have digits."""
+    own = {} if path == CHAT else {"prompt": chat_prompt(server)}
+    texts = {}
+    for scope in ("all", "answer"):
+        body = {"stop": list("0123456789"), "vllm_xargs": {"meridian_stop_scope": scope}} | own
+        if is_streamed:
+            parts = [event["choices"][0] for event in events(server, path, **body)]
+            texts[scope] = "".join(
+                (part["delta"].get("content") or "") if path == CHAT else part["text"]
+                for part in parts
+            )
+        else:
+            (choice,) = whole(server, path, **body)["choices"]
+            texts[scope] = choice["message"]["content"] if path == CHAT else choice["text"]
+            assert choice["stop_reason"].isdigit()
+    assert not any(letter.isdigit() for letter in texts["all"])
+    assert texts["answer"].startswith(texts["all"])
+    assert len(texts["answer"]) > len(texts["all"])
+    assert texts["answer"].endswith(THINK_END)
+
+
 def test_completions_tell_it_per_choice(server):
     """Two prompts, two samples each: four choices, each with its own."""
     prompt = chat_prompt(server)
@@ -379,8 +403,8 @@ import meridian_patch
 from vllm import LLM, SamplingParams
 
 llm = LLM(**json.loads(sys.argv[1]))
-def generate(**xargs):
-    params = SamplingParams(temperature=0, max_tokens=300, extra_args=xargs)
+def generate(stop=None, **xargs):
+    params = SamplingParams(temperature=0, max_tokens=300, stop=stop, extra_args=xargs)
     messages = [{"role": "user", "content": sys.argv[2]}]
     return llm.chat(messages, params, use_tqdm=False)[0].outputs[0]
 
@@ -389,8 +413,11 @@ try:
 except ValueError as error:
     refused = str(error)
 output = generate(meridian_exit="observe")
+scopes = ("all", "answer")
+stops = [generate(list("0123456789"), meridian_stop_scope=scope).text for scope in scopes]
 print("RESULT" + json.dumps({
-    "refused": refused, "summary": output.meridian, "n_tokens": len(output.token_ids),
+    "refused": refused, "stops": stops,
+    "summary": output.meridian, "n_tokens": len(output.token_ids),
 }))
 """
 
@@ -414,3 +441,6 @@ def test_offline_it_is_a_value_error_and_an_attribute(demo_model, tmp_path):
     assert EXPECTED in seen["refused"]
     assert seen["summary"]["exit_reason"] == "natural"
     assert 0 < seen["summary"]["think_tokens"] < seen["n_tokens"]
+    everywhere, in_answer = seen["stops"]
+    assert THINK_END not in everywhere
+    assert in_answer.endswith(THINK_END)

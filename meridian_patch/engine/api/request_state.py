@@ -1,10 +1,12 @@
-"""Puts how a request thought, and for how long, on the caller's outputs."""
+"""Puts how a request thought on the caller's outputs, and sets where its stop strings match."""
 
 from typing import Any
 
+from meridian_patch.engine.api.answer_stops import AnswerStops, build_detokenizer
 from meridian_patch.engine.api.exit_summary import KEY, detach
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, responses_config
+from meridian_patch.engine.api.served_model import served_by
 from meridian_patch.phase.progress import PhaseProgress
 
 
@@ -12,7 +14,7 @@ def build_request_state(original: type) -> type:
     """``original`` with the summary on every ``CompletionOutput`` that it makes."""
     times = _Times()
 
-    class SummaryRequestState(original):
+    class SummaryRequestState(_with_stop_scope(original)):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # Empty until a thought has ended. All outputs of a turn share this object, because vLLM
@@ -102,3 +104,24 @@ class _Times:
             times = milliseconds(state.progress)
             if times:
                 summary.update(times | {"preemptions": state.stats.num_preemptions})
+
+
+def _with_stop_scope(original: type) -> type:
+    """``original`` whose stop strings match where the request says."""
+
+    class ScopedRequestState(original):
+        @classmethod
+        def from_new_request(cls, tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            state = super().from_new_request(tokenizer, request, *args, **kwargs)
+            served, params = served_by(tokenizer), request.sampling_params
+            if served is not None and params is not None and params.stop:
+                phases = served.phases_for_stops(params, request.prompt_token_ids)
+                state.detokenizer = build_detokenizer(state.detokenizer, phases)
+            return state
+
+        def apply_streaming_update(self, update: Any) -> None:
+            super().apply_streaming_update(update)
+            if isinstance(self.detokenizer, AnswerStops):
+                self.detokenizer.continue_with(update.prompt_token_ids or ())
+
+    return ScopedRequestState

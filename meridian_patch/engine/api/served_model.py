@@ -1,0 +1,84 @@
+"""What the API server knows of the served model: its boundaries, and defaults of requests."""
+
+from functools import cached_property
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from vllm.reasoning import ReasoningParserManager
+
+from meridian_patch.config.load import LoadedConfig
+from meridian_patch.engine.boundaries import find_resolution
+from meridian_patch.phase.matcher import BoundaryMatcher
+from meridian_patch.phase.output_phases import OutputPhases
+from meridian_patch.phase.resolve import Resolution
+
+FIELD: Final = "meridian_stop_scope"
+
+_SERVED: WeakKeyDictionary[Any, "ServedModel"] = WeakKeyDictionary()
+
+
+class ServedModel:
+    """The served model, as the API server or the process of ``vllm.LLM`` knows it.
+
+    Its boundaries are resolved when they are first needed, in about 0.2 s. EngineCore resolves the
+    same ones from the same configuration, and refuses to start where that fails.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        loaded: this process's configuration.
+    """
+
+    def __init__(self, vllm_config: Any, loaded: LoadedConfig) -> None:
+        self._vllm_config = vllm_config
+        self._loaded = loaded
+
+    def scope_of(self, params: Any) -> str:
+        """Where a request's stop strings match: ``all`` or ``answer``.
+
+        Args:
+            params: its sampling parameters, whose ``meridian_*`` fields have been checked.
+        """
+        fields = getattr(params, "extra_args", None) or {}
+        return str(fields.get(FIELD) or self._loaded.config.requests.stop_scope)
+
+    @cached_property
+    def resolution(self) -> Resolution | None:
+        """Boundaries and their sources; None if the model does not think.
+
+        Raises:
+            BoundaryError: the model's markers cannot be resolved.
+            ConfigError: a family file is wrong, or the family cannot be decided.
+        """
+        # Load-bearing: only servers and EngineCore import the plug-in, `vllm.LLM` does not.
+        structured = self._vllm_config.structured_outputs_config
+        plugin, parser = structured.reasoning_parser_plugin, structured.reasoning_parser
+        if plugin and parser not in ReasoningParserManager.list_registered():
+            ReasoningParserManager.import_reasoning_parser(plugin)
+        found = find_resolution(self._vllm_config, self._loaded)
+        return found if isinstance(found, Resolution) else None
+
+    @cached_property
+    def matcher(self) -> BoundaryMatcher | None:
+        """Finds the boundaries in tokens; None if the model does not think."""
+        resolution = self.resolution
+        return None if resolution is None else BoundaryMatcher(resolution.boundaries)
+
+    def phases_for_stops(self, params: Any, prompt: list[int] | None) -> OutputPhases | None:
+        """Phases of a new request's output; None if its stop strings match everywhere."""
+        if self.scope_of(params) == "all" or self.matcher is None:
+            return None
+        return OutputPhases(self.matcher, prompt or ())
+
+
+def register(tokenizer: Any, served: ServedModel) -> None:
+    """Note which model an engine's tokenizer belongs to.
+
+    vLLM's output processor knows nothing of its engine but the tokenizer. Two engines of one
+    process that share a tokenizer have the same boundaries.
+    """
+    _SERVED[tokenizer] = served
+
+
+def served_by(tokenizer: Any) -> ServedModel | None:
+    """The model of an engine's tokenizer; None if no engine of this process has it."""
+    return None if tokenizer is None else _SERVED.get(tokenizer)

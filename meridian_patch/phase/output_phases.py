@@ -1,0 +1,68 @@
+"""Divides a request's output into pieces of thought and of answer, outside of EngineCore."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
+
+
+class Piece(NamedTuple):
+    """Adjacent tokens of one phase.
+
+    Attributes:
+        stop: index behind its last token.
+        is_answer: False for a thought.
+    """
+
+    stop: int
+    is_answer: bool
+
+
+class OutputPhases:
+    """The phase of each output token of one request.
+
+    The token that completes a boundary belongs to the thought, whether it opens or ends it. Earlier
+    tokens of a start marker of several tokens belong to the answer before it, because the marker is
+    not known yet when they come.
+
+    Args:
+        matcher: of the served model's boundaries.
+        prompt: the prompt's tokens.
+    """
+
+    def __init__(self, matcher: BoundaryMatcher, prompt: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._is_thinking = matcher.last_boundary(prompt)[0] is Event.START
+        self._match_state = matcher.state_after(prompt)
+        # Phase and state before the last output token.
+        self._before_last = self._is_thinking, self._match_state
+
+    def split(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Pieces of the next output tokens, in order; as many as phases are touched."""
+        pieces: list[Piece] = []
+        for index, token_id in enumerate(token_ids):
+            is_answer = self._take(token_id)
+            if pieces and pieces[-1].is_answer == is_answer:
+                pieces.pop()
+            pieces.append(Piece(index + 1, is_answer))
+        return pieces
+
+    def continue_with(self, prompt: Sequence[int]) -> None:
+        """Take in the next chunk of a streaming session.
+
+        Load-bearing: the model does not see the last output token of the turn before.
+        """
+        self._is_thinking, self._match_state = self._before_last
+        for token_id in prompt:
+            self._take(token_id)
+
+    def _take(self, token_id: int) -> bool:
+        """Advance by a token; returns whether it belongs to the answer."""
+        was_thinking = self._is_thinking
+        self._before_last = was_thinking, self._match_state
+        if self._match_state == ROOT and token_id not in self._matcher.first_ids:
+            return not was_thinking
+        self._match_state, event = self._matcher.step(self._match_state, token_id)
+        if event is not Event.NONE:
+            self._is_thinking = event is Event.START
+        return not (was_thinking or self._is_thinking)

@@ -1,0 +1,78 @@
+"""Output divided into thought and answer, as the tracker divides it and at any step's length."""
+
+import random
+
+import pytest
+
+from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.matcher import BoundaryMatcher
+from meridian_patch.phase.output_phases import OutputPhases, Piece
+from meridian_patch.phase.tracker import Phase, PhaseTracker
+
+WORD, START, END = 5, 1, 2
+SINGLE = Boundaries("single", ((START,),), ((END,),), (END,))
+LONG = Boundaries("long", ((1, 3),), ((2, 4), (2, 3, 4)), (2, 4))
+
+
+def phases(prompt=(WORD, START), boundaries=SINGLE):
+    return OutputPhases(BoundaryMatcher(boundaries), list(prompt))
+
+
+def test_the_boundary_is_the_thoughts():
+    """Both markers: what completes one is not searched for stop strings."""
+    assert phases().split([WORD, END, WORD]) == [Piece(2, False), Piece(3, True)]
+    assert phases([WORD]).split([WORD, START, END]) == [Piece(1, True), Piece(3, False)]
+    assert phases().split([]) == []
+
+
+def test_a_request_without_a_thought_is_all_answer():
+    """Nothing in the prompt, a closed thought, or a prompt of embeddings."""
+    for prompt in ([WORD], [START, WORD, END], []):
+        assert phases(prompt).split([WORD] * 3) == [Piece(3, True)]
+
+
+def test_a_marker_may_span_prompt_and_steps():
+    """Its first token in one place, its last in another."""
+    split = phases([WORD, 1], LONG)
+    assert split.split([3, WORD, 2]) == [Piece(3, False)]
+    assert split.split([4]) == [Piece(1, False)]
+    assert split.split([WORD]) == [Piece(1, True)]
+
+
+def test_a_sessions_next_turn_is_what_the_model_sees():
+    """Without the last token of the turn before, which may be the boundary."""
+    session = phases()
+    session.split([WORD, END])
+    session.continue_with([WORD])
+    assert session.split([WORD]) == [Piece(1, False)]
+    session.split([END, WORD])
+    session.continue_with([WORD])
+    assert session.split([WORD]) == [Piece(1, True)]
+    session.continue_with([START])
+    assert session.split([WORD]) == [Piece(1, False)]
+
+
+@pytest.mark.parametrize("boundaries", [SINGLE, LONG], ids=lambda each: each.family)
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_the_trackers_phases(boundaries, seed):
+    """Token by token, whatever the steps."""
+    rng = random.Random(seed)
+    tokens = rng.choices([WORD, 1, 2, 3, 4], k=200)
+    prompt, output = tokens[:20], tokens[20:]
+    tracker, known, expected = PhaseTracker(boundaries), list(prompt), []
+    tracker.add("r", known)
+    before = tracker.get("r").first_phase
+    for token in output:
+        known.append(token)
+        tracker.observe("r", len(known) - 1)
+        after = tracker.get("r").phase
+        expected.append(Phase.THINK not in (before, after))
+        before = after
+    split, found = OutputPhases(BoundaryMatcher(boundaries), prompt), []
+    while len(found) < len(output):
+        step, first = output[len(found) : len(found) + rng.randint(1, 5)], 0
+        for stop, is_answer in split.split(step):
+            found += [is_answer] * (stop - first)
+            first = stop
+        assert first == len(step)
+    assert found == expected
