@@ -381,7 +381,7 @@ def _serving(
         contract=Contract(
             calls=("_check_model", *calls),
             behaviour=(*relied, *calls),
-            reads=(),
+            reads=("engine_client",),
             lookups=("vllm.entrypoints.generate.api_router:init_generate_state",),
             collaborators=(),
         ),

@@ -33,7 +33,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.lag import Lag
 from meridian_patch.exit.text_breaks import Breaks
-from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.boundaries import Boundaries, TokenIds
 
 PASSES = ("natural", "probes", "early")
 _DIGEST_LENGTH = 12
@@ -56,6 +56,7 @@ class Subject:
         max_tokens: of a natural output; None: as many as there is room for.
         max_answer_tokens: of an answer behind an early close.
         decode: ids to text, without special tokens.
+        wrap_up: tokens that a close says before the end marker.
     """
 
     boundaries: Boundaries
@@ -65,6 +66,7 @@ class Subject:
     max_tokens: int | None
     max_answer_tokens: int
     decode: Callable[[list[int]], str]
+    wrap_up: TokenIds = ()
 
 
 class Natural(NamedTuple):
@@ -278,7 +280,7 @@ class Observer:
         requests = (
             EngineRequest(
                 key,
-                [*n.before, *n.thought[:at], *subject.boundaries.close],
+                [*n.before, *n.thought[:at], *subject.wrap_up, *subject.boundaries.close],
                 subject.max_answer_tokens,
                 is_measured=False,
             )

@@ -27,7 +27,7 @@ from meridian_patch.engine.model_directory import ModelDirectory, read_model
 from meridian_patch.errors import CalibrationError
 from meridian_patch.exit.lag import Lag
 from meridian_patch.exit.text_breaks import find_breaks
-from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.wrap_up import settle_wrap_up, wrap_up_ids
 
 _LOG = "engine.log"
 
@@ -56,7 +56,7 @@ def calibrate_model(request: CalibrationRequest) -> int:
         (request.out / name).unlink(missing_ok=True)
     arguments = {"model": str(request.model.resolve()), **request.engine}
     with (
-        Journal(request.journal, _settings(request, subject.boundaries, identity)) as journal,
+        Journal(request.journal, _settings(request, subject, identity)) as journal,
         EngineProcess(arguments, request.sampling, request.out / _LOG) as engine,
         _progress(console) as on_progress,
     ):
@@ -71,7 +71,9 @@ def calibrate_model(request: CalibrationRequest) -> int:
     if all(outcome.chosen is None for outcome in outcomes):
         raise CalibrationError(f"{' '.join(verdicts)} No profile is written; see {paths[0]}")
     profile = request.out / PROFILE
-    profile.write_text(render_profile(found.loaded.config, outcomes, goal, origin))
+    # The family's settings were in force, too.
+    in_force = found.loaded.config.model_copy(update={"exit": subject.config})
+    profile.write_text(render_profile(in_force, outcomes, goal, origin))
     lines = [*verdicts, *map(str, [profile, *paths])]
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     return 0
@@ -92,16 +94,23 @@ def _subject(request: CalibrationRequest, found: ModelDirectory) -> Subject:
             f"hold the end boundary when written in tokens, so that EAT cannot be measured; set "
             "probe in the family file, or calibrate --strategies rpdi"
         )
+    config = settle_wrap_up(
+        exit_config(found.loaded.config, boundaries.family),
+        found.loaded.config,
+        found.vocabulary,
+        boundaries,
+    )
     ids = [[token_id] for token_id in range(len(tokenizer))]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return Subject(
         boundaries=boundaries,
         breaks=find_breaks(enumerate(texts)),
-        config=exit_config(found.loaded.config, boundaries.family),
+        config=config,
         thresholds=request.thresholds,
         max_tokens=request.max_tokens,
         max_answer_tokens=request.max_answer_tokens,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        wrap_up=wrap_up_ids(config.wrap_up, found.vocabulary, boundaries),
     )
 
 
@@ -120,7 +129,7 @@ def _prompt(request: CalibrationRequest, found: ModelDirectory, problem: Problem
 
 
 def _settings(
-    request: CalibrationRequest, boundaries: Boundaries, identity: dict[str, Any]
+    request: CalibrationRequest, subject: Subject, identity: dict[str, Any]
 ) -> dict[str, Any]:
     """What replies depend on, beside their prompt."""
     return {
@@ -129,8 +138,8 @@ def _settings(
         "max_tokens": request.max_tokens,
         "max_answer_tokens": request.max_answer_tokens,
         "engine": request.engine,
-        "probe": boundaries.probe,
-        "close": boundaries.close,
+        "probe": subject.boundaries.probe,
+        "close": (*subject.wrap_up, *subject.boundaries.close),
     }
 
 

@@ -115,6 +115,14 @@ def _merge(packaged: dict[str, FamilyFile], own: Iterable[FamilyFile]) -> dict[s
     return merged
 
 
+def exit_origin(config: Config, family: str, field: str) -> str:
+    """Where a field of section ``exit`` comes from that ``exit_config`` merged, for messages."""
+    file = load_families(config.families_dir).get(family)
+    if field in config.exit.model_fields_set or file is None:
+        return "the configuration"
+    return f"file {file.path}"
+
+
 def exit_config(config: Config, family: str) -> ExitConfig:
     """Section ``exit`` for a family: the configuration's fields, then the family's.
 

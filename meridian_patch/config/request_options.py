@@ -6,7 +6,12 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from meridian_patch.config.schema import MOST_PATTERN_TOKENS, ExitConfig, StrictModel
+from meridian_patch.config.schema import (
+    MAX_WRAP_UP_LENGTH,
+    MOST_PATTERN_TOKENS,
+    ExitConfig,
+    StrictModel,
+)
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
@@ -30,6 +35,7 @@ class RequestOptions(StrictModel):
             two switch the loop breaker on.
         meridian_loop_min_pattern_size: least tokens of it; 0 means 1.
         meridian_loop_min_count: how often it must stand there.
+        meridian_wrap_up: sentence that a forced close says before the end marker; empty: none.
         meridian_stop_scope: where stop strings match; the API server reads it.
     """
 
@@ -43,6 +49,7 @@ class RequestOptions(StrictModel):
     meridian_loop_max_pattern_size: int | None = Field(default=None, ge=1, le=MOST_PATTERN_TOKENS)
     meridian_loop_min_pattern_size: int | None = Field(default=None, ge=0, le=MOST_PATTERN_TOKENS)
     meridian_loop_min_count: int | None = Field(default=None, ge=2, le=_MOST)
+    meridian_wrap_up: str | None = Field(default=None, max_length=MAX_WRAP_UP_LENGTH)
     meridian_stop_scope: Literal["all", "answer"] | None = None
 
     @model_validator(mode="after")
@@ -95,6 +102,7 @@ class RequestOptions(StrictModel):
             "loop_min_pattern_size": self.meridian_loop_min_pattern_size,
             "loop_min_count": self.meridian_loop_min_count,
             "loop": self._has_loop or None,
+            "wrap_up": self.meridian_wrap_up,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -114,6 +122,16 @@ class RequestOptions(StrictModel):
 
 
 NO_OPTIONS: Final = RequestOptions()
+
+
+def stop_scope(extra_args: Mapping[str, Any] | None, default: str) -> str:
+    """Where a request's stop strings match: ``all`` or ``answer``.
+
+    Args:
+        extra_args: of the request, whose ``meridian_*`` fields have been checked.
+        default: ``requests.stop_scope``.
+    """
+    return str((extra_args or {}).get("meridian_stop_scope") or default)
 
 
 def allowed_names(allowed: Sequence[str] | Literal["all"]) -> frozenset[str]:

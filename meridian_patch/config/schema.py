@@ -9,6 +9,9 @@ SCHEMA_VERSION: Literal[1] = 1
 # Largest pattern of the loop breaker, in tokens: it bounds what a token costs at worst.
 MOST_PATTERN_TOKENS = 1024
 
+MAX_WRAP_UP_LENGTH = 500
+"""Upper bound of a wrap-up's length, in characters."""
+
 
 class StrictModel(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
@@ -207,6 +210,13 @@ class ExitConfig(StrictModel):
         description="Tokens to wait for the end of a line before a thought is closed in the middle "
         "of one. Upper bounds still hold: for them the wait begins before the bound.",
     )
+    wrap_up: str = Field(
+        default="",
+        max_length=MAX_WRAP_UP_LENGTH,
+        description="[Wrap-up](early-exit.md#wrap-up): text that a forced close says before the "
+        "end marker, at most 64 tokens. A family may have its own; empty: none. A request sets its "
+        "own with `vllm_xargs: {meridian_wrap_up: ...}`.",
+    )
     eat: bool = Field(
         default=True,
         description="Strategy: close a thought when the entropy after a trial boundary no longer "
@@ -376,6 +386,7 @@ RequestField = Literal[
     "meridian_loop_max_pattern_size",
     "meridian_loop_min_pattern_size",
     "meridian_loop_min_count",
+    "meridian_wrap_up",
     "meridian_stop_scope",
 ]
 

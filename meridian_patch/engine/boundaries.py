@@ -147,6 +147,7 @@ def vocabulary_of(tokenizer: Any, model: str) -> Vocabulary:
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         token_id=tokenizer.get_vocab().get,
+        special_ids=frozenset(getattr(tokenizer, "all_special_ids", ())),
     )
 
 

@@ -23,11 +23,13 @@ class Vocabulary:
         encode: text to ids, without special tokens added around it.
         decode: ids to text, with special tokens written out.
         token_id: id of a vocabulary entry, or None.
+        special_ids: ids of special tokens, such as the end of a turn.
     """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     token_id: Callable[[str], int | None]
+    special_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

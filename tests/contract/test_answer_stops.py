@@ -5,16 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine import detokenizer as detokenizers
 from vllm.v1.engine import output_processor as upstream
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from meridian_patch.config.load import load_config
 from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.engine.api import answer_stops, served_model
+from meridian_patch.engine.api.exit_summary import check_fields
 from meridian_patch.engine.api.input_check import build_input_processor
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.errors import BoundaryError
@@ -315,3 +318,44 @@ def test_boundaries_are_resolved_when_a_request_needs_them(monkeypatch):
     monkeypatch.setenv("MERIDIAN_PATCH_SET_REQUESTS__STOP_SCOPE", "answer")
     with pytest.raises(BoundaryError):
         Processor(config)
+
+
+def test_the_real_input_processor_knows_its_model(monkeypatch, demo_model):
+    """The output processor finds the model by its tokenizer."""
+    config = EngineArgs(model=str(demo_model), max_model_len=256).create_engine_config()
+    processor = build_input_processor(InputProcessor)(config)
+    monkeypatch.setattr(upstream, "RequestState", build_request_state(upstream.RequestState))
+    made = processor.process_inputs(
+        "r",
+        {"type": "token", "prompt_token_ids": ids(OPEN)},
+        SamplingParams(stop=["STOP"], max_tokens=50, extra_args=ANSWER_ONLY),
+        ("generate",),
+    )
+    made.external_req_id = "r"
+    outputs = upstream.OutputProcessor(processor.renderer.tokenizer, log_stats=False)
+    outputs.add_request(made, None)
+    [out], _ = say(outputs, "r", "a STOP")
+    assert out.finish_reason is None
+    [out], _ = say(outputs, "r", "</think>STOP")
+    assert out.stop_reason == "STOP"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so </think>", "is 'so </think>', expected text without the marker '</think>'"),
+        ("x" * 65, "expected at most 64 tokens, not 65"),
+        ("x" * 501, "at most 500 characters"),
+        ("<|end|>", "expected no special token such as '<|end|>'"),
+        (7, "meridian_wrap_up is 7, expected a valid string"),
+    ],
+)
+def test_a_wrong_wrap_up_is_refused(demo_model, text, expected):
+    """By the served tokenizer and the model's markers; a right one passes."""
+    config = EngineArgs(model=str(demo_model), max_model_len=256).create_engine_config()
+    served = served_model.ServedModel(config, load_config({}))
+    check_fields({"meridian_wrap_up": "Time is up.\n"}, served)
+    check_fields({"meridian_wrap_up": ""}, served)
+    with pytest.raises(VLLMClientError, match="meridian_wrap_up") as error:
+        check_fields({"meridian_wrap_up": text}, served)
+    assert expected in str(error.value)

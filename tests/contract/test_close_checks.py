@@ -8,6 +8,7 @@ import torch
 from exit_driver import exit_driver, thinker
 from scheduler_driver import THINK_END, TURN_END, WORD, engine_config
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import BatchUpdateBuilder
 from vllm.v1.sample.logits_processor.builtin import (
@@ -19,7 +20,10 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.structured_output import StructuredOutputManager
 
+from meridian_patch.engine.boundaries import vocabulary_of
 from meridian_patch.engine.early_exit.close_checks import CloseChecks
+from meridian_patch.engine.early_exit.wrap_ups import WrapUps
+from meridian_patch.phase.boundaries import Boundaries
 
 # The tiny reasoner's ids of "b" and "7".
 assert ord("b") - ord("!") == WORD
@@ -74,6 +78,18 @@ def test_a_grammar_that_binds_is_asked(demo_model, more):
         assert checks.obstacle(request, 10) is None
     say(manager, request, THINK_END, SEVEN)
     assert not checks.accepts(request, (THINK_END,))
+
+
+def test_a_grammar_that_rejects_a_wrap_up_gets_the_bare_marker(demo_model):
+    """It binds the thought, and accepts the marker there."""
+    checks, manager, request = structured(demo_model, r"b{3}(So)?</think>7")
+    boundaries = Boundaries("tiny", ((THINK_START,),), ((THINK_END,),), (THINK_END,))
+    tokenizer = cached_tokenizer_from_config(manager.vllm_config.model_config)
+    wraps = WrapUps(vocabulary_of(tokenizer, "tiny"), boundaries, checks, "all")
+    for _ in range(3):
+        say(manager, request, WORD)
+    assert wraps.choose(request, "So, stop.", 3) == ()
+    assert wraps.choose(request, "So", 3) == tuple(tokenizer.encode("So"))
 
 
 def test_a_grammar_that_waits_is_not_asked(demo_model):

@@ -2,10 +2,16 @@
 
 from dataclasses import replace
 
-import exit_driver as exits_of
 import numpy as np
 import pytest
-from exit_driver import exit_driver, is_empty, thinker
+from exit_driver import (
+    add_drafts,
+    exit_driver,
+    force_first_rows,
+    is_empty,
+    only_token,
+    thinker,
+)
 from scheduler_driver import BLOCK_SIZE, THINK_END, THINK_START, WORD, engine_config
 from tier_driver import preempt
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -15,47 +21,12 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 CAPPED = {"EXIT__MAX_THINK_TOKENS": "40", "EXIT__EAT": "false"}
 UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": False}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 @pytest.fixture
 def long_end(use_family):
     """Thoughts end with a marker of seven tokens."""
     use_family(end="</done>", probe=None, documented_ids=UNDOCUMENTED)
-
-
-def add_drafts(monkeypatch):
-    """Let engines of the driver have a drafter."""
-    build = engine_config.__wrapped__
-    monkeypatch.setattr(
-        exits_of, "engine_config", lambda *a, **k: build(*a, **k, speculative_config=DRAFTS)
-    )
-
-
-def only_token(row):
-    """The token that a mask leaves; None: it leaves several."""
-    ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-    return ids[0] if len(ids) == 1 else None
-
-
-def force_first_rows(driver):
-    """Let the pretended model sample what the first row of each request leaves, with drafts too."""
-    scheduler = driver.scheduler
-
-    def force(output, result):
-        grammar = scheduler.get_grammar_bitmask(output)
-        row = 0
-        for name in grammar.structured_output_request_ids if grammar else ():
-            token = only_token(grammar.grammar_bitmask[row])
-            row += scheduler.early_exit.forced_closes._rows_of(
-                name, output.scheduled_spec_decode_tokens
-            )
-            if token is not None:
-                result.sampled_token_ids[result.req_id_to_index[name]] = [token]
-                driver.forced.append((name, token))
-        return result
-
-    driver._force = force
 
 
 def drive_into_close(driver, name, prompt_tokens, steps=2):

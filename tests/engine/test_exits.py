@@ -48,6 +48,8 @@ V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": Tr
 SOAKED = ("sync", "pressed")
 SOAK_REQUESTS = 300
 CAP = 64
+WRAP_UP = "Time is up.\n"
+WRAPPED = {"meridian_wrap_up": WRAP_UP}
 CAPPED = {"meridian_max_think_tokens": CAP, "meridian_eat_delta": 1e-12}
 
 
@@ -66,6 +68,7 @@ def requests(problems, max_tokens=700):
             ask(f"stop {scope}", problems[0], max_tokens=max_tokens, extra_args=extra_args)
         )
         asked[-1]["params"]["stop"] = list("0123456789")
+    asked.append(ask("wrapped", problems[0], max_tokens=max_tokens, extra_args=CAPPED | WRAPPED))
     return asked
 
 
@@ -175,6 +178,16 @@ def test_stop_strings_count_where_the_request_says(run):
     assert re.search(r"\d", thought)
     assert (marker, answer) == ("</think>", "")
     assert in_answer["ids"][-2] == THINK_END
+
+
+def test_a_wrap_up_stands_before_the_end_marker(run):
+    """Of the request that asks for one, and of no other; its twin with the same cap has none."""
+    outputs = {name: output["samples"][0] for name, output in run["outputs"].items()}
+    assert outputs["wrapped"]["text"].count(WRAP_UP) == 1
+    assert outputs["wrapped"]["text"].partition("</think>")[0].endswith(WRAP_UP)
+    others = {name: sample["text"] for name, sample in outputs.items() if name != "wrapped"}
+    assert not [name for name, text in others.items() if WRAP_UP[:4] in text]
+    assert "</think>" in others["cap0"]
 
 
 def test_reasons_are_counted(run):

@@ -89,6 +89,17 @@ def test_a_wrong_field_is_http_400(server, path, is_streamed):
     assert EXPECTED in error["message"]
 
 
+@pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS, RESPONSES))
+def test_a_wrap_up_that_cannot_be_forced_is_http_400(server, path, is_streamed):
+    """The served tokenizer and its markers are asked, before a stream begins."""
+    xargs = {"meridian_wrap_up": f"so {THINK_END}"}
+    status, text = post(server, path, stream=is_streamed, vllm_xargs=xargs)
+    assert status == 400
+    message = json.loads(text)["error"]["message"]
+    assert "vllm_xargs field meridian_wrap_up is 'so </think>', expected text without" in message
+
+
 def test_an_endpoint_without_a_patch_of_its_own_refuses_too(server):
     """The input processor stands behind all of them."""
     status, text = post(server, "/v1/messages", vllm_xargs={"meridian_exit": "on"})

@@ -6,6 +6,7 @@ from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
+from meridian_patch.engine.api.served_model import served_through
 
 
 def build_completion_serving(original: type) -> type:
@@ -22,7 +23,7 @@ def build_completion_serving(original: type) -> type:
         async def _check_model(self, request: Any) -> Any:
             # Load-bearing: upstream calls this before it sends anything. The input processor would
             # refuse only after the HTTP status of a stream was sent.
-            check_fields(getattr(request, "vllm_xargs", None))
+            check_fields(getattr(request, "vllm_xargs", None), served_through(self.engine_client))
             return await super()._check_model(request)
 
         async def completion_stream_generator(

@@ -27,7 +27,8 @@ from meridian_patch.config.request_options import (
     parse_options,
 )
 from meridian_patch.engine.api.recipients import takes_out
-from meridian_patch.errors import ConfigError
+from meridian_patch.engine.api.served_model import ServedModel
+from meridian_patch.errors import MeridianError
 from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.summary import Summary, summarize
 
@@ -54,16 +55,23 @@ def allowed_fields() -> frozenset[str]:
     return allowed_names(load_config(envs.environment()).config.requests.allowed_fields)
 
 
-def check_fields(extra_args: Mapping[str, Any] | None) -> None:
+def check_fields(extra_args: Mapping[str, Any] | None, served: ServedModel | None = None) -> None:
     """Refuse a request with a ``meridian_*`` field that is wrong, or not allowed here.
+
+    Args:
+        extra_args: of the request.
+        served: the served model; None if it is not known.
 
     Raises:
         RequestRefused: the message names the field, its value and what was expected.
     """
     try:
-        if parse_options(extra_args) is not NO_OPTIONS:
+        options = parse_options(extra_args)
+        if options is not NO_OPTIONS:
             check_allowed(extra_args, allowed_fields())
-    except ConfigError as error:
+        if options.meridian_wrap_up and served is not None:
+            served.check_wrap_up(options.meridian_wrap_up)
+    except MeridianError as error:
         raise RequestRefused(str(error)) from error
 
 

@@ -30,7 +30,7 @@ def build_input_processor(original: type) -> type:
         ) -> Any:
             # Load-bearing: upstream passes `vllm_xargs` as `extra_args`; pooling parameters have
             # none.
-            check_fields(getattr(params, "extra_args", None))
+            check_fields(getattr(params, "extra_args", None), self.served_model)
             self._prepare_stops(params)
             return super().process_inputs(request_id, prompt, params, *args, **kwargs)
 

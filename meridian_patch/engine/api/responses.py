@@ -4,6 +4,7 @@ from typing import Any
 
 from meridian_patch.engine.api.exit_summary import KEY, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
+from meridian_patch.engine.api.served_model import served_through
 
 
 def build_responses_serving(original: type) -> type:
@@ -19,7 +20,7 @@ def build_responses_serving(original: type) -> type:
         async def _check_model(self, request: Any) -> Any:
             # Load-bearing: upstream calls this before it sends anything. The input processor would
             # refuse only after the HTTP status of a stream was sent, and end it without a message.
-            check_fields(getattr(request, "vllm_xargs", None))
+            check_fields(getattr(request, "vllm_xargs", None), served_through(self.engine_client))
             return await super()._check_model(request)
 
         async def responses_full_generator(

@@ -5,14 +5,19 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from vllm.reasoning import ReasoningParserManager
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from meridian_patch.config.load import LoadedConfig
-from meridian_patch.engine.boundaries import find_resolution
+from meridian_patch.config.request_options import stop_scope
+from meridian_patch.engine.boundaries import find_resolution, vocabulary_of
+from meridian_patch.errors import ConfigError
 from meridian_patch.phase.matcher import BoundaryMatcher
 from meridian_patch.phase.output_phases import OutputPhases
 from meridian_patch.phase.resolve import Resolution
+from meridian_patch.phase.sequences import Vocabulary
+from meridian_patch.phase.wrap_up import wrap_up_ids
 
-FIELD: Final = "meridian_stop_scope"
+WRAP_UP: Final = "meridian_wrap_up"
 
 _SERVED: WeakKeyDictionary[Any, "ServedModel"] = WeakKeyDictionary()
 
@@ -38,8 +43,8 @@ class ServedModel:
         Args:
             params: its sampling parameters, whose ``meridian_*`` fields have been checked.
         """
-        fields = getattr(params, "extra_args", None) or {}
-        return str(fields.get(FIELD) or self._loaded.config.requests.stop_scope)
+        default = self._loaded.config.requests.stop_scope
+        return stop_scope(getattr(params, "extra_args", None), default)
 
     @cached_property
     def resolution(self) -> Resolution | None:
@@ -63,11 +68,36 @@ class ServedModel:
         resolution = self.resolution
         return None if resolution is None else BoundaryMatcher(resolution.boundaries)
 
+    def check_wrap_up(self, text: str) -> None:
+        """Check that a wrap-up can be forced on this model.
+
+        Raises:
+            ConfigError: it cannot; the message says what was expected.
+            BoundaryError: the model's markers cannot be resolved.
+        """
+        if self.resolution is None:
+            return
+        try:
+            wrap_up_ids(text, self._vocabulary, self.resolution.boundaries)
+        except ConfigError as error:
+            raise ConfigError(f"vllm_xargs field {WRAP_UP} is {text!r}, {error}") from error
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        model_config = self._vllm_config.model_config
+        return vocabulary_of(cached_tokenizer_from_config(model_config), str(model_config.model))
+
     def phases_for_stops(self, params: Any, prompt: list[int] | None) -> OutputPhases | None:
         """Phases of a new request's output; None if its stop strings match everywhere."""
         if self.scope_of(params) == "all" or self.matcher is None:
             return None
         return OutputPhases(self.matcher, prompt or ())
+
+
+def served_through(engine_client: Any) -> ServedModel | None:
+    """The model behind an engine client of vLLM's; None if it is not known."""
+    processor = getattr(engine_client, "input_processor", None)
+    return getattr(processor, "served_model", None)
 
 
 def register(tokenizer: Any, served: ServedModel) -> None:

@@ -8,6 +8,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.engine import status
+from meridian_patch.engine.boundaries import vocabulary_of
 from meridian_patch.engine.early_exit.close_checks import CloseChecks
 from meridian_patch.engine.early_exit.engine_lag import lag_of
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
@@ -16,11 +17,13 @@ from meridian_patch.engine.early_exit.obstacles import against_probes, against_s
 from meridian_patch.engine.early_exit.probes import ProbeLimits, Probes
 from meridian_patch.engine.early_exit.signal_health import report_not_probed
 from meridian_patch.engine.early_exit.trace import ExitTrace
+from meridian_patch.engine.early_exit.wrap_ups import WrapUps
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
 from meridian_patch.exit.text_breaks import Breaks, find_breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.phase.wrap_up import settle_wrap_up
 from meridian_patch.telemetry.counters import PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
@@ -40,8 +43,11 @@ def build_early_exit(
     """
     if boundaries is None:
         return None
-    config = exit_config(whole_config, boundaries.family)
     model_config = scheduler.vllm_config.model_config
+    vocabulary = vocabulary_of(cached_tokenizer_from_config(model_config), str(model_config.model))
+    config = settle_wrap_up(
+        exit_config(whole_config, boundaries.family), whole_config, vocabulary, boundaries
+    )
     _check_lag(scheduler, whole_config, config)
     blind = next(against_signals(scheduler.vllm_config), None)
     unprobed = blind or next(against_probes(scheduler, boundaries), None)
@@ -55,8 +61,15 @@ def build_early_exit(
             status.publish(exit_signals=f"none: {blind.why}")
         if unprobed is not None and config.eat:
             report_not_probed(unprobed.why)
-    closings = ForcedCloses(boundaries, model_config.get_vocab_size(), scheduler.num_spec_tokens)
+    closings = ForcedCloses(
+        boundaries,
+        model_config.get_vocab_size(),
+        scheduler.num_spec_tokens,
+        scheduler.max_model_len,
+    )
     checks = CloseChecks(scheduler, closings.sequence)
+    wrap_ups = WrapUps(vocabulary, boundaries, checks, whole_config.requests.stop_scope)
+    closings.choose_wrap_up = wrap_ups.choose
     if checks.has_processors and config.mode == "enforce":
         logger.warning(
             "meridian_patch: no thought is closed: this server has custom logits processors, "

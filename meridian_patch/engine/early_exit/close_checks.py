@@ -36,7 +36,7 @@ class CloseChecks:
 
     Args:
         scheduler: the phase-aware scheduler.
-        sequence: tokens that a close forces.
+        sequence: tokens that a close without a wrap-up forces.
     """
 
     def __init__(self, scheduler: Any, sequence: TokenIds) -> None:
@@ -49,17 +49,18 @@ class CloseChecks:
             config.reasoning_config, sequence, is_v2=scheduler.use_v2_model_runner
         )
 
-    def obstacle(self, request: Any, think_tokens: int) -> Obstacle | None:
+    def obstacle(self, request: Any, think_tokens: int, wrap_up: TokenIds = ()) -> Obstacle | None:
         """The first obstacle to closing this request's thought now; None: there is none.
 
         Args:
             request: the request whose thought is to be closed.
             think_tokens: known tokens of its thought.
+            wrap_up: tokens to be forced before the close sequence.
         """
-        return next(self._obstacles(request, think_tokens), None)
+        return next(self._obstacles(request, think_tokens, (*wrap_up, *self._sequence)), None)
 
-    def _obstacles(self, request: Any, think_tokens: int) -> Iterator[Obstacle]:
-        sampling, close = request.sampling_params, set(self._sequence)
+    def _obstacles(self, request: Any, think_tokens: int, sequence: TokenIds) -> Iterator[Obstacle]:
+        sampling, close = request.sampling_params, set(sequence)
         if self.has_processors:
             yield Obstacle.LOGITS_PROCESSORS
         if sampling.trace_decode_token_ids:
@@ -76,9 +77,9 @@ class CloseChecks:
         is_short = request.num_output_tokens < sampling.min_tokens
         if is_short and not close.isdisjoint(sampling.all_stop_token_ids):
             yield Obstacle.MIN_TOKENS
-        if self._meets_budget(request, think_tokens):
+        if self._meets_budget(request, think_tokens, len(sequence)):
             yield Obstacle.BUDGET
-        if not self.accepts(request, self._sequence):
+        if not self.accepts(request, sequence):
             yield Obstacle.GRAMMAR
 
     def accepts(self, request: Any, token_ids: TokenIds) -> bool:
@@ -96,7 +97,7 @@ class CloseChecks:
             list(grammar.validate_tokens(list(token_ids))) == list(token_ids)
         )
 
-    def _meets_budget(self, request: Any, think_tokens: int) -> bool:
+    def _meets_budget(self, request: Any, think_tokens: int, num_forced: int) -> bool:
         """Whether vLLM would force its own close during or after the plug-in's."""
         budget = budget_tokens(request)
         if budget is None:
@@ -106,7 +107,7 @@ class CloseChecks:
         # the end of the thought.
         in_flight = 1 + self._tokens_per_step
         left = budget - think_tokens
-        return not self._is_end_known or left <= len(self._sequence) + in_flight
+        return not self._is_end_known or left <= num_forced + in_flight
 
 
 def budget_tokens(request: Any) -> int | None:

@@ -33,6 +33,8 @@ class _Closing:
     begin: int | None = None
     # The tokens that are forced from `begin` on.
     sequence: TokenIds = ()
+    # Tokens to say before the close sequence; empty for a close that starts again.
+    wrap_up: TokenIds = ()
     # Whether the request has drafts in the last step: the number of its new tokens is unknown then.
     has_drafts: bool = False
 
@@ -50,15 +52,19 @@ class ForcedCloses:
        beginning of a boundary, so the thought may end before the end of the close sequence.
     5. A close that structured output would reject is given up, because vLLM ends a request whose
        grammar rejects a token.
+    6. A wrap-up is said whole or not at all: it is left out if no answer token would fit behind it
+       and the close, and when a close starts again.
 
     Args:
         boundaries: boundaries of the served model.
         vocab_size: columns of the logits.
         num_spec_tokens: upper bound of drafts per step.
+        max_model_len: upper bound of a request's tokens, prompt included.
 
     Attributes:
         sequence: the tokens that a close forces; some of them may not be needed.
         accepts: whether a request's structured output accepts the given tokens next.
+        choose_wrap_up: tokens of a request's wrap-up, given its text and the thought's length.
         gave_up: called with the id of each request whose close is given up.
         skips_adapter: a request with a LoRA adapter skips the next step, so that no request must be
             admitted to it. Load-bearing: upstream counts only the adapters of the requests in a
@@ -66,15 +72,19 @@ class ForcedCloses:
             step, and an assertion would fail later.
     """
 
-    def __init__(self, boundaries: Boundaries, vocab_size: int, num_spec_tokens: int) -> None:
+    def __init__(
+        self, boundaries: Boundaries, vocab_size: int, num_spec_tokens: int, max_model_len: int
+    ) -> None:
         self._matcher = BoundaryMatcher(boundaries)
         self._close = boundaries.close
         self.sequence = self._up_to_end(ROOT)
         self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
+        self.choose_wrap_up: Callable[[Any, str, int], TokenIds] = lambda *_: ()
         self.gave_up: Callable[[str], None] = lambda _request_id: None
         self.skips_adapter = False
         self._words = (vocab_size + 31) // 32
         self._num_spec_tokens = num_spec_tokens
+        self._max_model_len = max_model_len
         self._closings: dict[str, _Closing] = {}
 
     def __len__(self) -> int:
@@ -83,9 +93,16 @@ class ForcedCloses:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._closings
 
-    def begin(self, request: Any) -> None:
-        """Start closing the thought of a request."""
-        self._closings[request.request_id] = _Closing(request)
+    def begin(self, request: Any, wrap_up: str = "", think_tokens: int = 0) -> None:
+        """Start closing the thought of a request.
+
+        Args:
+            request: the request.
+            wrap_up: what to say before the end marker; empty: nothing.
+            think_tokens: known tokens of the thought.
+        """
+        ids = self.choose_wrap_up(request, wrap_up, think_tokens) if wrap_up else ()
+        self._closings[request.request_id] = _Closing(request, wrap_up=ids)
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a token of the close sequence has been forced on a request."""
@@ -182,22 +199,31 @@ class ForcedCloses:
         if closing.begin is not None:
             came = tuple(request._output_token_ids[closing.begin :])
             if came != closing.sequence[: len(came)]:
-                closing.begin = None
+                closing.begin, closing.wrap_up = None, ()
         if closing.begin is None:
             if on_the_way or request.num_stale_output_tokens:
                 return ()
             closing.begin = request.num_output_tokens
-            closing.sequence = self._up_to_end(self._matcher.state_after(request.all_token_ids))
+            state = self._matcher.state_after(request.all_token_ids)
+            closing.sequence = self._up_to_end(state, closing.wrap_up)
+            if closing.wrap_up and len(closing.sequence) >= self._room(request):
+                closing.sequence = self._up_to_end(state)
         index = request.num_output_tokens + on_the_way - closing.begin
         return closing.sequence[index:]
 
-    def _up_to_end(self, state: int) -> TokenIds:
-        """The close sequence up to the end of the thought, from a given state of the matcher."""
-        for index, token_id in enumerate(self._close):
+    def _up_to_end(self, state: int, wrap_up: TokenIds = ()) -> TokenIds:
+        """Wrap-up and close sequence up to the end of the thought, from a state of the matcher."""
+        sequence = (*wrap_up, *self._close)
+        for index, token_id in enumerate(sequence):
             state, event = self._matcher.step(state, token_id)
             if event is Event.END:
-                return self._close[: index + 1]
-        return self._close
+                return sequence[: index + 1]
+        return sequence
+
+    def _room(self, request: Any) -> int:
+        """Number of tokens that a request may still sample, if none is on the way."""
+        left = self._max_model_len - request.num_tokens
+        return int(min(left, request.max_tokens - request.num_output_tokens))
 
     def _rows_of(self, name: str, drafts: dict[str, list[int]]) -> int:
         # Load-bearing: a row for the step's token, and one for each draft.

@@ -431,7 +431,8 @@ class EarlyExit:
         if watched.given_up is not None:
             known = watched.not_enforced
             watched.not_enforced = {each: why for each, why in known.items() if each != reason}
-        self.forced_closes.begin(watched.request)
+        think_tokens = watched.state.tokens_in_phase
+        self.forced_closes.begin(watched.request, watched.config.wrap_up, think_tokens)
         if self.probes is not None:
             self.probes.cancel(name)
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,6 +26,8 @@ EAGER = {
     "EXIT__PROBE_EVERY_STEPS": "1",
     "POLICY__TIME_BUDGET_US": "10000000",
 }
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 def exit_driver(
@@ -69,3 +72,37 @@ def is_empty(driver):
         and not scheduler.phase_counters.totals.get("fallback:exception")
         and pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
     )
+
+
+def add_drafts(monkeypatch):
+    """Let engines of the driver have a drafter."""
+    build = engine_config.__wrapped__
+    monkeypatch.setitem(
+        globals(), "engine_config", lambda *a, **k: build(*a, **k, speculative_config=DRAFTS)
+    )
+
+
+def only_token(row):
+    """The token that a mask leaves; None: it leaves several."""
+    ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return ids[0] if len(ids) == 1 else None
+
+
+def force_first_rows(driver):
+    """Let the pretended model sample what the first row of each request leaves, with drafts too."""
+    scheduler = driver.scheduler
+
+    def force(output, result):
+        grammar = scheduler.get_grammar_bitmask(output)
+        row = 0
+        for name in grammar.structured_output_request_ids if grammar else ():
+            token = only_token(grammar.grammar_bitmask[row])
+            row += scheduler.early_exit.forced_closes._rows_of(
+                name, output.scheduled_spec_decode_tokens
+            )
+            if token is not None:
+                result.sampled_token_ids[result.req_id_to_index[name]] = [token]
+                driver.forced.append((name, token))
+        return result
+
+    driver._force = force

@@ -1,0 +1,67 @@
+"""Chooses the sentence that a forced close says before the end marker, per request."""
+
+from functools import lru_cache
+from typing import Any
+
+from vllm.logger import init_logger
+
+from meridian_patch.config.request_options import stop_scope
+from meridian_patch.engine.early_exit.close_checks import CloseChecks
+from meridian_patch.errors import ConfigError
+from meridian_patch.phase.boundaries import Boundaries, TokenIds
+from meridian_patch.phase.sequences import Vocabulary
+from meridian_patch.phase.wrap_up import wrap_up_ids
+
+logger = init_logger("vllm.meridian_patch")
+
+# Different texts of requests that are kept as tokens.
+_KEPT_TEXTS = 64
+
+
+class WrapUps:
+    """The wrap-ups of one engine's requests, in tokens.
+
+    Args:
+        vocabulary: the served tokenizer's.
+        boundaries: of the served model.
+        checks: checks whether a close would be undone.
+        default_scope: ``requests.stop_scope``.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        boundaries: Boundaries,
+        checks: CloseChecks,
+        default_scope: str,
+    ) -> None:
+        self._checks = checks
+        self._default_scope = default_scope
+
+        @lru_cache(_KEPT_TEXTS)
+        def ids_of(text: str) -> TokenIds:
+            try:
+                return wrap_up_ids(text, vocabulary, boundaries)
+            except ConfigError as error:
+                # The API server refuses such a request; this one came past it.
+                logger.warning("meridian_patch: wrap-up %.80r is left out: %s", text, error)
+                return ()
+
+        self._ids_of = ids_of
+
+    def choose(self, request: Any, text: str, think_tokens: int) -> TokenIds:
+        """Tokens of a request's wrap-up; none if they would end the request, or be undone.
+
+        Args:
+            request: the request whose thought is to be closed.
+            text: its wrap-up.
+            think_tokens: known tokens of its thought.
+        """
+        ids, sampling = self._ids_of(text), request.sampling_params
+        # Load-bearing: the request ends at such a token in its thought, too.
+        if not ids or not sampling.all_stop_token_ids.isdisjoint(ids):
+            return ()
+        is_everywhere = stop_scope(sampling.extra_args, self._default_scope) == "all"
+        if is_everywhere and any(stop in text for stop in sampling.stop or ()):
+            return ()
+        return () if self._checks.obstacle(request, think_tokens, ids) else ids
