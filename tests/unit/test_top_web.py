@@ -18,7 +18,7 @@ from meridian_patch import cli
 from meridian_patch.operate.http_client import ServerClient
 from meridian_patch.operate.scrape import ScrapeError, parse
 from meridian_patch.operate.top.source import LiveServer, recorded
-from meridian_patch.operate.top.view import view
+from meridian_patch.operate.top.view import LATENCIES, view
 from meridian_patch.operate.top.web import server as web
 from meridian_patch.operate.top.web.command import show_recording
 from meridian_patch.operate.top.web.history import KEPT, History, phases
@@ -107,6 +107,8 @@ def test_every_name_that_we_send_has_words_and_a_colour(ask):
     for name in names:
         assert f"  {name}: " in words
         assert re.search(rf"\b{name}: \"", colours.partition("};")[0])
+    for name in LATENCIES:
+        assert f'  "{name}": ' in words + colours
 
 
 @pytest.mark.parametrize("after", ("x", "-1", "1" * 5000, "%00", "1.5", ""))

@@ -97,7 +97,10 @@ function showWindow({ view }) {
   byId("change").textContent = change;
   byId("change-line").hidden = !change;
   byId("tiles").replaceChildren(...words.tiles(view).map(tile));
-  const rows = Object.entries(view.latencies).map(([name, each]) => latencyRow(name, each));
+  // A measure keeps its row in windows without it, so that the page does not jump.
+  const told = new Set(state.points.flatMap((point) => Object.keys(point.view?.latencies ?? {})));
+  const rows = Object.keys(words.LATENCIES).filter((name) => told.has(name))
+    .map((name) => latencyRow(name, view.latencies[name]));
   document.querySelector("#latency tbody").replaceChildren(...rows);
   byId("latency").hidden = !rows.length;
   byId("no-latency").hidden = rows.length > 0;
@@ -109,14 +112,16 @@ function tile([name, value, unit]) {
   return made;
 }
 
-function latencyRow(name, { mean_s, p50, p95, count: observed }) {
+function latencyRow(name, figures) {
   const row = node("tr");
   const first = node("th", name);
   first.scope = "row";
-  first.append(node("span", words.meaningOf(words.LATENCIES, name) ?? "", "unit"));
+  first.append(node("span", words.LATENCIES[name], "unit"));
   const line = node("td");
   drawLine(line, state.points.map((point) => point.view?.latencies[name]?.mean_s ?? null));
-  const cells = [words.latency(mean_s), words.quantile(p50), words.quantile(p95), count(observed)];
+  const cells = figures
+    ? [words.latency(figures.mean_s), words.quantile(figures.p50), words.quantile(figures.p95), count(figures.count)]
+    : ["-", "-", "-", "0"];
   row.append(first, ...cells.map((text) => node("td", text)), line);
   return row;
 }

@@ -27,7 +27,7 @@ const byReason = {
 
 // Name -> class of its colour. A name that is not here gets one by its place.
 const COLOURS = {
-  answer: "green", think: "purple", prefill: "orange", waiting: "grey", running: "blue",
+  answer: "green", think: "blue", prefill: "orange", waiting: "grey", running: "purple",
   think_complete: "purple", think_active: "blue", output_critical: "red", in_use: "grey",
   natural: "green", eat: "blue", rpdi: "purple", hard_cap: "red", budget: "orange",
   end_probability: "grey", loop: "pink", generated: "green", prompt: "orange", "KV cache": "blue", all: "red",
@@ -69,16 +69,6 @@ export const CHARTS = [
     shown: ({ view }) => view.exits,
   },
   {
-    id: "kv",
-    title: "KV cache in use",
-    unit: "% of its blocks",
-    explained: "When it is full, requests wait or are preempted. Of several engines the fullest one.",
-    words: { "KV cache": "blocks that requests hold" },
-    max: 100,
-    values: ({ view }) =>
-      view.load.kv_usage === null ? {} : { "KV cache": 100 * view.load.kv_usage },
-  },
-  {
     id: "evictions",
     title: "KV blocks evicted, by tier",
     unit: "blocks per second",
@@ -89,12 +79,23 @@ export const CHARTS = [
   },
   {
     id: "hits",
-    title: "Prompt tokens found in the cache, by tier",
+    title: "Cache hits, by tier",
     unit: "tokens per second",
-    explained: "Prefix-cache hits: prompt tokens that need no computing.",
+    explained:
+      "Tokens found in the prefix cache. Unlike 'prefix hits', with those of preempted requests that go on.",
     words: byTier,
     values: ({ view }) => perSecond(view.hits, view),
     shown: ({ view }) => view.hits,
+  },
+  {
+    id: "kv",
+    title: "KV cache in use",
+    unit: "% of its blocks",
+    explained: "When it is full, requests wait or are preempted. Of several engines the fullest one.",
+    words: { "KV cache": "blocks that requests hold" },
+    max: 100,
+    values: ({ view }) =>
+      view.load.kv_usage === null ? {} : { "KV cache": 100 * view.load.kv_usage },
   },
   {
     id: "tokens",
