@@ -67,7 +67,7 @@ def test_wheel_holds_every_module(wheel_files: set[str]) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
-    """Files of families, costs, Grafana and Prometheus, the lock and the tiny reasoner."""
+    """Files of families, costs, Grafana and Prometheus, pages, the lock, the tiny reasoner."""
     families = tracked("configs", "families/*.yaml")
     costs = tracked("configs", "cost/*.yaml")
     watched = tracked("configs", "grafana/*.json") | tracked("configs", "prometheus/*.yml")
@@ -80,6 +80,10 @@ def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
     assert Path("model.safetensors") in model
     expected = {f"meridian_patch/configs/{path}" for path in families | costs | watched}
     expected |= {f"meridian_patch/demo/tiny-reasoner/{path}" for path in model}
+    for kind in ("html", "css", "js", "j2"):
+        pages = tracked("meridian_patch", f"*.{kind}")
+        assert pages
+        expected |= {f"meridian_patch/{path}" for path in pages}
     assert expected | {"meridian_patch/upstream_lock.json"} <= wheel_files
 
 

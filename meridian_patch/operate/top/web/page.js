@@ -8,6 +8,8 @@ const { count } = words;
 
 const ASK_LIMIT_MS = 10000;
 const SILENT_S = 15;
+// Between two questions, whatever the interval of the scrapes.
+const SHORTEST_S = 0.5, LONGEST_S = 5;
 
 const state = { run: "", points: [], interval: null, source: "", age: 0, trouble: "", chosen: null };
 const byId = (id) => document.getElementById(id);
@@ -25,7 +27,9 @@ async function ask() {
   }
   show();
   // A recording does not go on.
-  if (state.trouble || state.interval) setTimeout(ask, 1000 * Math.max(0.5, state.interval ?? 2));
+  if (state.trouble || state.interval) {
+    setTimeout(ask, 1000 * Math.min(LONGEST_S, Math.max(SHORTEST_S, state.interval ?? LONGEST_S)));
+  }
 }
 
 function take(told) {
