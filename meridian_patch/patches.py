@@ -284,7 +284,8 @@ INPUT_PROCESSOR: Final = Patch(
     process="api_server",
     why=(
         "Stock hands a request's `vllm_xargs` on without knowing what they mean. The subclass "
-        "refuses a wrong `meridian_*` field before the request reaches the engine."
+        "refuses a wrong `meridian_*` field before the request reaches the engine, and turns the "
+        "patterns that end a thought into tokens."
     ),
     upstream="none: vLLM lets a logits processor check `vllm_xargs`, and would run it in each step",
     remove_when="vLLM lets a plug-in check a request's `vllm_xargs`",

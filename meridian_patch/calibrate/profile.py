@@ -100,7 +100,7 @@ def render_profile(
 def _exit_section(config: Config, outcomes: Sequence[StrategyOutcome]) -> dict[str, Any]:
     """The section in force; strategies and bounds that were not calibrated are off."""
     values = config.exit.model_dump(mode="json", exclude={"max_think_tokens", "trace"})
-    values |= {"mode": "observe"} | dict.fromkeys(SWITCHES, False)
+    values |= {"mode": "observe", "patterns": []} | dict.fromkeys(SWITCHES, False)
     for outcome in outcomes:
         if outcome.chosen is not None:
             values[outcome.kind.name] = True

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from meridian_patch.config.exit_patterns import MOST_OF_A_REQUEST, Pattern, read_patterns
 from meridian_patch.config.schema import (
     MAX_WRAP_UP_LENGTH,
     MOST_PATTERN_TOKENS,
@@ -18,6 +19,10 @@ PREFIX = "meridian_"
 
 # Up to this number, integers in JSON are exact in every client.
 _MOST = 2**53
+
+
+def _patterns(value: Any) -> Any:
+    return None if value is None else read_patterns(value, MOST_OF_A_REQUEST)
 
 
 class RequestOptions(StrictModel):
@@ -37,6 +42,8 @@ class RequestOptions(StrictModel):
         meridian_loop_min_count: how often it must stand there.
         meridian_wrap_up: sentence that a forced close says before the end marker; empty: none.
         meridian_stop_scope: where stop strings match; the API server reads it.
+        meridian_exit_patterns: texts, or token ids, that end a thought; in place of the
+            configuration's.
     """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -51,6 +58,7 @@ class RequestOptions(StrictModel):
     meridian_loop_min_count: int | None = Field(default=None, ge=2, le=_MOST)
     meridian_wrap_up: str | None = Field(default=None, max_length=MAX_WRAP_UP_LENGTH)
     meridian_stop_scope: Literal["all", "answer"] | None = None
+    meridian_exit_patterns: Annotated[tuple[Pattern, ...] | None, BeforeValidator(_patterns)] = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -103,6 +111,7 @@ class RequestOptions(StrictModel):
             "loop_min_count": self.meridian_loop_min_count,
             "loop": self._has_loop or None,
             "wrap_up": self.meridian_wrap_up,
+            "patterns": self.meridian_exit_patterns,
         }
         return {name: value for name, value in settings.items() if value is not None}
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from meridian_patch.config.exit_patterns import MOST_PATTERNS, Pattern, read_patterns
+
 SCHEMA_VERSION: Literal[1] = 1
 # Largest pattern of the loop breaker, in tokens: it bounds what a token costs at worst.
 MOST_PATTERN_TOKENS = 1024
@@ -22,6 +24,10 @@ class StrictModel(BaseModel):
 def _off(value: Any) -> Any:
     # YAML 1.1 reads a bare `off` as false.
     return "off" if value is False else value
+
+
+def _patterns(value: Any) -> Any:
+    return read_patterns(value, MOST_PATTERNS)
 
 
 class PolicyConfig(StrictModel):
@@ -345,6 +351,13 @@ class ExitConfig(StrictModel):
         ge=2,
         description="Loop: how often the pattern must stand there. The default is a guess.",
     )
+    patterns: Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)] = Field(
+        default=(),
+        description="Strategy: close a thought that holds one of these patterns, at most 64: texts "
+        "of up to 100 bytes, or lists of token ids. A text that the tokenizer cannot write as "
+        "tokens of its own is refused at the start. A request sets its own with `vllm_xargs: "
+        "{meridian_exit_patterns: [...]}`.",
+    )
     trace: Path | None = Field(
         default=None,
         strict=False,
@@ -388,6 +401,7 @@ RequestField = Literal[
     "meridian_loop_min_count",
     "meridian_wrap_up",
     "meridian_stop_scope",
+    "meridian_exit_patterns",
 ]
 
 

@@ -10,6 +10,7 @@ from meridian_patch.exit.probe_schedule import ProbeSchedule
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.hard_cap import HardCap
 from meridian_patch.exit.strategies.loop import LoopBreaker
+from meridian_patch.exit.strategies.pattern import PatternExit
 from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
 
@@ -180,3 +181,36 @@ def test_the_loop_breaker_is_its_definition(data, tokens, sizes, times, floor):
         assert len(breaker._tokens) <= 2 * sizes[0] * times + 7
     assert fired == holds[:1]
     assert not holds or holds[0] + 1 >= breaker.fires_from
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), min_size=1)
+
+
+@given(
+    st.data(),
+    st.lists(SEQUENCES.map(tuple), min_size=1, max_size=3).map(tuple),
+    st.lists(st.integers(0, 3), max_size=40),
+    st.integers(0, 20),
+)
+def test_the_pattern_exit_is_its_definition(data, patterns, tokens, floor):
+    """It fires at the first token at or above the floor that completes a sequence of a pattern."""
+    ends = [
+        index
+        for index in range(floor, len(tokens))
+        if any(
+            tuple(tokens[: index + 1][-len(ids) :]) == ids
+            for pattern in patterns
+            for ids in pattern
+        )
+    ]
+    pattern_exit, before, fired = PatternExit(patterns), 0, []
+    for piece in chunks(data, tokens):
+        firing = pattern_exit.accept(piece, signals_of([1.0] * len(piece)), max(0, floor - before))
+        if firing and not fired:
+            fired.append(before + firing.at)
+            number = int(firing.why.split()[1])
+            last = tokens[: fired[0] + 1]
+            assert any(tuple(last[-len(ids) :]) == ids for ids in patterns[number - 1])
+        before += len(piece)
+    assert fired == ends[:1]
+    assert not ends or ends[0] + 1 >= pattern_exit.fires_from

@@ -55,12 +55,18 @@ def allowed_fields() -> frozenset[str]:
     return allowed_names(load_config(envs.environment()).config.requests.allowed_fields)
 
 
-def check_fields(extra_args: Mapping[str, Any] | None, served: ServedModel | None = None) -> None:
+def check_fields(
+    extra_args: Mapping[str, Any] | None, served: ServedModel | None = None
+) -> Mapping[str, Any] | None:
     """Refuse a request with a ``meridian_*`` field that is wrong, or not allowed here.
 
     Args:
         extra_args: of the request.
         served: the served model; None if it is not known.
+
+    Returns:
+        The arguments, in which patterns that end a thought are tokens; the same object if it has
+        none.
 
     Raises:
         RequestRefused: the message names the field, its value and what was expected.
@@ -71,6 +77,9 @@ def check_fields(extra_args: Mapping[str, Any] | None, served: ServedModel | Non
             check_allowed(extra_args, allowed_fields())
         if options.meridian_wrap_up and served is not None:
             served.check_wrap_up(options.meridian_wrap_up)
+        if options.meridian_exit_patterns and extra_args and served is not None:
+            return served.with_patterns(extra_args, options)
+        return extra_args
     except MeridianError as error:
         raise RequestRefused(str(error)) from error
 

@@ -1,5 +1,6 @@
 """Refuses wrong ``meridian_*`` fields of every request, in servers and in ``vllm.LLM``."""
 
+from copy import copy
 from typing import Any
 
 from meridian_patch import envs
@@ -30,7 +31,12 @@ def build_input_processor(original: type) -> type:
         ) -> Any:
             # Load-bearing: upstream passes `vllm_xargs` as `extra_args`; pooling parameters have
             # none.
-            check_fields(getattr(params, "extra_args", None), self.served_model)
+            extra_args = getattr(params, "extra_args", None)
+            fields = check_fields(extra_args, self.served_model)
+            if fields is not extra_args:
+                # The caller may use its own again.
+                params = copy(params)
+                params.extra_args = fields
             self._prepare_stops(params)
             return super().process_inputs(request_id, prompt, params, *args, **kwargs)
 

@@ -1,5 +1,6 @@
 """What the API server knows of the served model: its boundaries, and defaults of requests."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -8,9 +9,10 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from meridian_patch.config.load import LoadedConfig
-from meridian_patch.config.request_options import stop_scope
+from meridian_patch.config.request_options import RequestOptions, stop_scope
 from meridian_patch.engine.boundaries import find_resolution, vocabulary_of
 from meridian_patch.errors import ConfigError
+from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.matcher import BoundaryMatcher
 from meridian_patch.phase.output_phases import OutputPhases
 from meridian_patch.phase.resolve import Resolution
@@ -81,6 +83,24 @@ class ServedModel:
             wrap_up_ids(text, self._vocabulary, self.resolution.boundaries)
         except ConfigError as error:
             raise ConfigError(f"vllm_xargs field {WRAP_UP} is {text!r}, {error}") from error
+
+    def with_patterns(
+        self, extra_args: Mapping[str, Any], options: RequestOptions
+    ) -> Mapping[str, Any]:
+        """A request's extra arguments, in which patterns that end a thought are tokens.
+
+        Raises:
+            ConfigError: a pattern cannot be followed in tokens; the message names the field.
+            BoundaryError: the model's markers cannot be resolved.
+        """
+        if self.resolution is None:
+            return extra_args
+        return self._patterns.in_fields(extra_args, options)
+
+    @cached_property
+    def _patterns(self) -> PatternTokens:
+        vocab_size = self._vllm_config.model_config.get_vocab_size()
+        return PatternTokens(lambda: self._vocabulary, vocab_size)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -19,6 +19,7 @@ from meridian_patch.engine.early_exit.signal_health import report_not_probed
 from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.wrap_ups import WrapUps
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
+from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
 from meridian_patch.exit.text_breaks import Breaks, find_breaks
 from meridian_patch.phase.boundaries import Boundaries
@@ -35,11 +36,13 @@ def build_early_exit(
     boundaries: Boundaries | None,
     tracker: PhaseTracker,
     phase_counters: PhaseCounters,
+    patterns: PatternTokens,
 ) -> EarlyExit | None:
     """Early exit for a scheduler that is being built; None if the model does not think.
 
     Raises:
-        ConfigError: the family's early exit settings contradict the configuration's.
+        ConfigError: the family's early exit settings contradict the configuration's, or a pattern
+            cannot be followed in tokens.
     """
     if boundaries is None:
         return None
@@ -48,6 +51,10 @@ def build_early_exit(
     config = settle_wrap_up(
         exit_config(whole_config, boundaries.family), whole_config, vocabulary, boundaries
     )
+    if config.patterns:
+        where = f"exit.patterns, of the configuration or of family {boundaries.family},"
+        found = patterns.find(config.patterns, where)
+        config = config.model_copy(update={"patterns": found})
     _check_lag(scheduler, whole_config, config)
     blind = next(against_signals(scheduler.vllm_config), None)
     unprobed = blind or next(against_probes(scheduler, boundaries), None)

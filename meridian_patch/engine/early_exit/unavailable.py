@@ -46,6 +46,8 @@ class UnavailableEarlyExit:
         """
         if config.mode == "enforce":
             asked = [each for each in Reason if getattr(config, each, False)]
+            if config.patterns:
+                asked.append(Reason.PATTERN)
             if config.max_think_tokens is not None:
                 asked.append(Reason.HARD_CAP)
             obstacles = dict.fromkeys(asked, self._obstacle)

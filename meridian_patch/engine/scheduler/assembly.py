@@ -5,13 +5,14 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine import status
-from meridian_patch.engine.boundaries import resolve_boundaries
+from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
 from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.manager import EarlyExit
 from meridian_patch.engine.early_exit.part import EarlyExitPart, UnavailablePart
@@ -29,6 +30,8 @@ from meridian_patch.engine.scheduler.rank_agreement import decide_alike
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.engine.scheduler.step_limits import StepLimiter
 from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.patterns import PatternTokens
+from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.policy.profiles import Rules, choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
@@ -92,13 +95,15 @@ def assemble(
     )
     obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
     obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle
+    model_config = scheduler.vllm_config.model_config
+    patterns = PatternTokens(lambda: _vocabulary(model_config), model_config.get_vocab_size())
     early_exit: EarlyExit | None = None
     exit_part: SchedulerPart | None = None
     if obstacle:
         # A request may ask for early exit, and is told that there is none.
         exit_part = UnavailablePart(UnavailableEarlyExit(config.exit, obstacle))
     else:
-        early_exit = build_early_exit(scheduler, config, boundaries, tracker, counters)
+        early_exit = build_early_exit(scheduler, config, boundaries, tracker, counters, patterns)
     if early_exit:
         policy_part.limiter.probes = early_exit.probes
         exit_part = EarlyExitPart(scheduler, early_exit)
@@ -126,8 +131,14 @@ def assemble(
         chunks,
         kv_tiers,
         early_exit,
-        OptionsParser(config.requests, counters),
+        OptionsParser(config.requests, counters, patterns if early_exit else None),
     )
+
+
+def _vocabulary(model_config: Any) -> Vocabulary:
+    # The tokenizer was loaded for the boundaries, and is cached.
+    tokenizer = cached_tokenizer_from_config(model_config)
+    return vocabulary_of(tokenizer, str(model_config.model))
 
 
 def _build_policy(

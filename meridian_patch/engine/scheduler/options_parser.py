@@ -10,6 +10,7 @@ from meridian_patch.config.request_options import (
     refused_names,
 )
 from meridian_patch.config.schema import RequestsConfig
+from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -19,11 +20,23 @@ class OptionsParser:
 
     The patched API server refuses a field that is not allowed. Some requests do not pass through
     it, for example with ``--scheduler-cls`` alone; the field is then ignored and counted.
+
+    Args:
+        config: section ``requests``.
+        phase_counters: count ignored fields.
+        patterns: turns patterns into tokens, which the patched API server has done already; None
+            where no thought is closed.
     """
 
-    def __init__(self, config: RequestsConfig, phase_counters: PhaseCounters) -> None:
+    def __init__(
+        self,
+        config: RequestsConfig,
+        phase_counters: PhaseCounters,
+        patterns: PatternTokens | None = None,
+    ) -> None:
         self._allowed = allowed_names(config.allowed_fields)
         self._counters = phase_counters
+        self._patterns = patterns
 
     def parse(self, request: Any) -> RequestOptions:
         """The options of a new request, or of a session's next chunk.
@@ -37,4 +50,5 @@ class OptionsParser:
         refused = refused_names(extra_args, self._allowed)
         for name in refused:
             self._counters.count(counters.IGNORED_FIELD, name)
-        return parse_options({k: v for k, v in extra_args.items() if k not in refused})
+        options = parse_options({k: v for k, v in extra_args.items() if k not in refused})
+        return options if self._patterns is None else self._patterns.in_options(options)

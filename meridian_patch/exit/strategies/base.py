@@ -44,6 +44,7 @@ class Reason(StrEnum):
     BUDGET = "budget"
     END_PROBABILITY = "end_probability"
     LOOP = "loop"
+    PATTERN = "pattern"
 
 
 BOUNDS: Final = frozenset({Reason.HARD_CAP, Reason.BUDGET})

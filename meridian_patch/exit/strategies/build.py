@@ -1,6 +1,6 @@
 """Builds the strategies of one thought from the configuration."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.strategies.base import Reason, Strategy
@@ -8,8 +8,12 @@ from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
 from meridian_patch.exit.strategies.hard_cap import HardCap
 from meridian_patch.exit.strategies.loop import LoopBreaker
+from meridian_patch.exit.strategies.pattern import PatternExit
 from meridian_patch.exit.strategies.rpdi import Rpdi
 from meridian_patch.exit.text_breaks import Breaks
+
+if TYPE_CHECKING:
+    from meridian_patch.exit.patterns import Sequences
 
 SWITCHES: Final = tuple(
     reason.value
@@ -55,6 +59,9 @@ def build_strategies(
                 config.loop_max_pattern_size, config.loop_min_pattern_size, config.loop_min_count
             )
         )
+    if config.patterns:
+        # They are tokens since the server started, and since the request was read.
+        strategies.append(PatternExit(cast("tuple[Sequences, ...]", config.patterns)))
     if config.max_think_tokens is not None:
         lead = min(config.grace_tokens, config.max_think_tokens // _MOST_LEAD_SHARE)
         strategies.append(HardCap(config.max_think_tokens, lead, think_tokens))

@@ -60,7 +60,7 @@ AXES: dict[str, Axis] = {
     "haste": Axis("default", ("default", "eager")),
     "exit": Axis("off", ("off", "observe", "enforce"), (1, 2, 2)),
     "gap": Axis(64, (1, 4, 64), (2, 1, 1)),
-    "strategy": Axis("eat", (*SWITCHES, "cap"), (6, *[1] * len(SWITCHES))),
+    "strategy": Axis("eat", (*SWITCHES, "pattern", "cap"), (6, *[1] * (len(SWITCHES) + 1))),
     "tiers": Axis(True, (True, False), (4, 1)),
     "history": Axis("strip", ("strip", "keep", "keep_in_tool_loop"), (3, 1, 1)),
     "boundary": Axis("token", BOUNDARY_KINDS, (6, 1, 1, 1, 1, 1, 1, 1)),

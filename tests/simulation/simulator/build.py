@@ -288,6 +288,8 @@ def _exit_settings(case: Case) -> dict[str, Any]:
         "end_probability_threshold": 0.3,
         "end_probability_patience": 1,
     }
+    if case.strategy == "pattern":
+        common["patterns"] = "[[10, 10], [70, 71], [[80, 90], [81, 70]]]"
     if case.strategy == "cap":
         common["max_think_tokens"] = 60
     return common

@@ -238,7 +238,8 @@ class Workload:
                 {"meridian_priority": -MOST}, {"meridian_priority": MOST},
                 {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
                 {"meridian_min_think_tokens": MOST}, {"meridian_rpdi_lambda": 1.0000001},
-                {"meridian_loop_min_count": MOST}, {"meridian_loop_min_pattern_size": 0},
+                {"meridian_exit_patterns": [[70]]}, {"meridian_loop_min_count": MOST},
+                {"meridian_loop_min_pattern_size": 0},
             ))  # fmt: skip
             if case.queue == "priority":
                 ask.priority = rng.choice((MIN64, MAX64))
