@@ -14,6 +14,7 @@ from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.progress import progress_bars
 from meridian_patch.calibrate.engine_process import EngineProcess
 from meridian_patch.calibrate.journal import Journal
+from meridian_patch.calibrate.loops import count_loops
 from meridian_patch.calibrate.observe import PASSES, Natural, Observer, OnProgress, Subject
 from meridian_patch.calibrate.outcome import Goal, check_naturals, decide
 from meridian_patch.calibrate.problems import Problem
@@ -66,6 +67,7 @@ def calibrate_model(request: CalibrationRequest) -> int:
         records = observer.records(naturals)
     outcomes = decide(naturals, records, observer.early_answers, goal)
     origin = _origin(request, identity, naturals, observer.lag)
+    origin["loops"] = count_loops(naturals, subject.config)
     paths = write_report(request.out, naturals, outcomes, goal, origin)
     verdicts = [verdict(outcome, goal) for outcome in outcomes]
     if all(outcome.chosen is None for outcome in outcomes):
