@@ -187,25 +187,28 @@ def test_a_stop_string_leaves_it_in(server):
 @pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
 @pytest.mark.parametrize("path", (CHAT, COMPLETIONS))
 def test_stop_strings_count_where_the_request_says(server, path, is_streamed):
-    """Everywhere as in stock, or in the answer only; both have digits."""
+    """Everywhere as in stock, or in the answer only: its first character is in the thought, too."""
     own = {} if path == CHAT else {"prompt": chat_prompt(server)}
-    texts = {}
-    for scope in ("all", "answer"):
-        body = {"stop": list("0123456789"), "vllm_xargs": {"meridian_stop_scope": scope}} | own
+
+    def said(**body):
         if is_streamed:
-            parts = [event["choices"][0] for event in events(server, path, **body)]
-            texts[scope] = "".join(
+            parts = [event["choices"][0] for event in events(server, path, **own, **body)]
+            return "".join(
                 (part["delta"].get("content") or "") if path == CHAT else part["text"]
                 for part in parts
             )
-        else:
-            (choice,) = whole(server, path, **body)["choices"]
-            texts[scope] = choice["message"]["content"] if path == CHAT else choice["text"]
-            assert choice["stop_reason"].isdigit()
-    assert not any(letter.isdigit() for letter in texts["all"])
-    assert texts["answer"].startswith(texts["all"])
-    assert len(texts["answer"]) > len(texts["all"])
-    assert texts["answer"].endswith(THINK_END)
+        (choice,) = whole(server, path, **own, **body)["choices"]
+        assert "stop" not in body or choice["stop_reason"] == body["stop"]
+        return choice["message"]["content"] if path == CHAT else choice["text"]
+
+    thought, marker, answer = said().partition(THINK_END)
+    stop = answer[0]
+    assert stop in thought
+    scoped = {
+        scope: said(stop=stop, vllm_xargs={"meridian_stop_scope": scope})
+        for scope in ("all", "answer")
+    }
+    assert scoped == {"all": thought.partition(stop)[0], "answer": thought + marker}
 
 
 def test_completions_tell_it_per_choice(server):
