@@ -66,6 +66,7 @@ AXES: dict[str, Axis] = {
     "boundary": Axis("token", BOUNDARY_KINDS, (6, 1, 1, 1, 1, 1, 1, 1)),
     "traffic": Axis("mixed", TRAFFIC, (4, 1, 2, 1, 1, 1, 1, 1, 1, 1)),
     **{f"fault_{name}": Axis(False, (False, True), (4, 1)) for name in FAULTS},
+    "wrap_up": Axis(False, (False, True), (2, 1)),
 }
 """Every axis by name."""
 
@@ -182,6 +183,6 @@ def _repair_exit(new: dict[str, Any]) -> None:
         if new["grammar"] == "behind":
             new["grammar"] = "within"
     if new["exit"] == "off":
-        new.update(strategy="eat", fault_lost_probe=False, fault_nan=False, gap=64)
+        new.update(strategy="eat", fault_lost_probe=False, fault_nan=False, gap=64, wrap_up=False)
     elif new["strategy"] != "eat":
         new.update(fault_lost_probe=False, gap=64)

@@ -44,7 +44,7 @@ from meridian_patch.replay.offload import OffloadTier, transfer_config
 from meridian_patch.replay.types import ReplayArm
 from simulator.axes import Case
 from simulator.grammar import SimGrammarBackend, reasoner_for
-from simulator.oracle import boundaries_of
+from simulator.oracle import WRAP_UP, boundaries_of
 
 MODEL = Path(meridian_patch.demo.__file__).parent / "tiny-reasoner"
 WINDOW = 96
@@ -292,6 +292,8 @@ def _exit_settings(case: Case) -> dict[str, Any]:
         common["patterns"] = "[[10, 10], [70, 71], [[80, 90], [81, 70]]]"
     if case.strategy == "cap":
         common["max_think_tokens"] = 60
+    if case.wrap_up:
+        common["wrap_up"] = WRAP_UP
     return common
 
 

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.phase.boundaries import Boundaries
 from simulator.axes import Case
 from simulator.failure import Failure
-from simulator.oracle import TURN_END, Speaker, starts_thinking
+from simulator.oracle import TURN_END, WRAP_UP_IDS, Speaker, starts_thinking
 from simulator.workload import Ask
 
 # Of the exit settings of every case, see ``build``.
@@ -53,6 +53,10 @@ class Ledger:
         self.boundaries = boundaries
         self._is_stock = is_stock
         self._close = close_sequence(boundaries) if boundaries else ()
+        # What a close may say: with its wrap-up, or bare where that does not fit.
+        self._closes = [self._close]
+        if case.wrap_up:
+            self._closes.insert(0, (*WRAP_UP_IDS, *self._close))
         self.records: dict[str, Record] = {}
         # Those that ended by themselves since the last call of ``take_ended``.
         self._ended: list[Record] = []
@@ -156,11 +160,12 @@ class Ledger:
         speaker.hear(token)
 
     def _begin_of_close(self, said: list[int], token: int) -> int | None:
-        """How many tokens of the close sequence stand before ``token``; None: it is none."""
-        for index in range(len(self._close) - 1, -1, -1):
-            behind = said[len(said) - index :] if index else []
-            if self._close[index] == token and tuple(behind) == self._close[:index]:
-                return index
+        """How many tokens of a close stand before ``token``; None: it is none of a close's."""
+        for close in self._closes:
+            for index in range(len(close) - 1, -1, -1):
+                behind = said[len(said) - index :] if index else []
+                if close[index] == token and tuple(behind) == close[:index]:
+                    return index
         return None
 
     def _end(self, record: Record, reason: FinishReason) -> None:

@@ -13,6 +13,9 @@ from simulator.grammar import GrammarState, grammar_rules
 
 THINK_START, THINK_END, TURN_END, NEWLINE = 256, 257, 259, 10
 STOP_TOKEN = 7
+WRAP_UP = "so.it.ends"
+# The tiny reasoner's tokenizer has a token per character.
+WRAP_UP_IDS = tuple(ord(letter) - ord("!") for letter in WRAP_UP)
 
 _TOKEN = Boundaries("sim", ((THINK_START,),), ((THINK_END,),), (THINK_END,), probe=(THINK_END,))
 
