@@ -348,7 +348,7 @@ OUTPUT_PROCESSOR: Final = Patch(
     contract=Contract(
         calls=("do_tracing", "process_outputs", "_update_stats_from_finished"),
         behaviour=("do_tracing", "process_outputs", "_update_stats_from_finished"),
-        reads=("request_states",),
+        reads=("request_states", "tracing_enabled"),
         lookups=(
             "vllm.v1.engine.async_llm:AsyncLLM.__init__",
             "vllm.v1.engine.llm_engine:LLMEngine.__init__",
@@ -359,7 +359,8 @@ OUTPUT_PROCESSOR: Final = Patch(
     why=(
         "Stock's times and counts of outputs do not know thinking from answering. The subclass "
         "takes the changes of phases out of the engine's outputs, and times each phase. It also "
-        "adds how a request thought to the span that stock exports for it."
+        "adds how a request thought to the span that stock exports for it, and child spans of its "
+        "thoughts and answers."
     ),
     upstream="none: vLLM's statistics have no phases, and spans no attribute for a plug-in's data",
     remove_when="vLLM lets a plug-in see the outputs of requests, and add to their spans",

@@ -1,8 +1,11 @@
 """Follows a request's phase outside of EngineCore, from the changes that the tracker reports."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_patch.phase.tracker import Phase, RequestPhase
+
+if TYPE_CHECKING:
+    from meridian_patch.phase.phase_log import PhaseLog
 
 THINK, ANSWER, TURNING = range(3)
 """Where the last token of a request stands; ``TURNING``: the answer has no token yet."""
@@ -45,35 +48,45 @@ class PhaseProgress:
     Attributes:
         place: ``THINK``, ``ANSWER`` or ``TURNING``; None: unknown, so there is no count.
         num_tokens: output tokens so far.
-        spent_s: seconds of gaps while thinking, and while answering.
         last_s: engine time of the last output, in seconds; None: there was none, or vLLM keeps
             no statistics.
         ttfat_s: seconds from arrival to the first answer token; None: there is none yet. Until the
             request has thought it is that of its first token, and a thought takes it back.
         has_thought: whether the request ever thought.
         is_told: whether ``ttfat_s`` is final and was observed.
+        log: when its phases began and ended; None: it is not kept.
     """
 
     __slots__ = (
         "_change",
+        "_entered_s",
+        "_spent_s",
         "has_thought",
         "is_told",
         "last_s",
+        "log",
         "num_tokens",
         "place",
-        "spent_s",
         "ttfat_s",
     )
 
     def __init__(self) -> None:
         self.place: int | None = None
         self.num_tokens = 0
-        self.spent_s = [0.0, 0.0]
+        # Seconds in phases that are over, and when this one began.
+        self._spent_s = [0.0, 0.0]
+        self._entered_s: float | None = None
         self.last_s: float | None = None
         self.ttfat_s: float | None = None
         self.has_thought = False
         self.is_told = False
+        self.log: PhaseLog | None = None
         self._change: PhaseChange | None = None
+
+    @property
+    def phase_begin(self) -> int:
+        """Index of the first output token of this phase; of the next token if it is unknown."""
+        return self.num_tokens if self._change is None else self._change.begin
 
     def take(self, change: PhaseChange | None, num_new: int) -> int:
         """Take in a step's tokens in the order in which they were accepted.
@@ -107,6 +120,26 @@ class PhaseProgress:
         if now.reasoning_tokens or before == THINK:
             self.has_thought = True
         return in_phase
+
+    def moved(self, before: int | None, now_s: float) -> None:
+        """Note the time of a step that may have changed the phase, after ``take``.
+
+        Args:
+            before: ``place`` before the step.
+            now_s: the engine's time of the step, in seconds.
+        """
+        if self.place == before:
+            return
+        if before in (THINK, ANSWER) and self._entered_s is not None:
+            self._spent_s[before] += now_s - self._entered_s
+        self._entered_s = now_s
+
+    def seconds_in(self, place: int) -> float:
+        """Seconds spent in ``THINK`` or in ``ANSWER`` so far, up to the last output."""
+        seconds = self._spent_s[place]
+        if self.place == place and self._entered_s is not None and self.last_s is not None:
+            seconds += self.last_s - self._entered_s
+        return seconds
 
     def lose(self) -> None:
         """Forget the phase: from now on there is no count, and no time is kept."""

@@ -15,6 +15,7 @@ from meridian_patch.engine.api import (
     request_state,
     responses,
     stat_logger,
+    tracing,
 )
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.early_exit import part as exit_part
@@ -38,6 +39,7 @@ from meridian_patch.patches import (
     ASYNC_SCHEDULER,
     INPUT_PROCESSOR,
     KV_CACHE_MANAGER,
+    OUTPUT_PROCESSOR,
     PATCHES,
     REQUEST_STATE,
     SCHEDULER,
@@ -275,6 +277,7 @@ HANDS = (
         (WORKER, worker, ()),
         (INPUT_PROCESSOR, input_check, ()),
         (REQUEST_STATE, request_state, ()),
+        (OUTPUT_PROCESSOR, tracing, ()),
         (SERVING[0], chat, ()),
         (SERVING[1], completion, ()),
         (SERVING[2], responses, ()),

@@ -4,18 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from scheduler_driver import THINK_END, THINK_START, WORD, Driver, Job, engine_config
+from scheduler_driver import THINK_END, THINK_START, WORD, Job
+from served_driver import JOBS, THINKS, Served, patch_output_processor
 from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.reasoning import ReasoningParserManager
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine import output_processor as upstream
 from vllm.v1.metrics.stats import IterationStats
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from meridian_patch.config.schema import ResponsesConfig
 from meridian_patch.engine import stats_field
@@ -27,100 +22,16 @@ from meridian_patch.engine.api.reasoning_usage import PROGRESS, UsageDetails
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.engine.api.responses import build_responses_serving
 from meridian_patch.engine.api.stat_logger import build_prometheus_stat_logger
-from meridian_patch.engine.api.tracing import build_output_processor
-from meridian_patch.engine.scheduler.scheduler import (
-    build_async_phase_scheduler,
-    build_phase_scheduler,
-)
 from meridian_patch.errors import ConfigError
-from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.progress import PhaseChange, PhaseProgress
 from meridian_patch.telemetry import counters
-
-THINKS, PLAIN = (WORD, WORD, THINK_START), (WORD, WORD, WORD)
 
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch, demo_model):
-    """vLLM's output processor and request states with ours in their place."""
-    reasoning_usage.responses_config.cache_clear()
-    # The first configuration loads the plug-ins, which may patch this process.
-    engine_config(demo_model, is_async=False, blocks=200)
-    for name, build in (
-        ("RequestState", build_request_state),
-        ("OutputProcessor", build_output_processor),
-    ):
-        if not hasattr(getattr(upstream, name), MARK):
-            ours = build(getattr(upstream, name))
-            setattr(ours, MARK, name)
-            monkeypatch.setattr(upstream, name, ours)
+    patch_output_processor(monkeypatch, demo_model)
 
 
-class Served:
-    """A scheduler of the driver, whose outputs go over the wire to an output processor."""
-
-    def __init__(self, model, *, is_async=False, blocks=200, log_stats=True):
-        config = engine_config(model, is_async=is_async, blocks=blocks)
-        build, stock = build_phase_scheduler, Scheduler
-        if is_async:
-            build, stock = build_async_phase_scheduler, AsyncScheduler
-        self.driver = Driver.build(build(stock), config, is_async=is_async)
-        self.processor = upstream.OutputProcessor(None, log_stats=log_stats)
-        self.seen = {}
-        self.stats = []
-        self.params = []
-        update = self.driver.scheduler.update_from_output
-
-        def update_from_output(*args, **kwargs):
-            sent = update(*args, **kwargs)
-            for client in sent.values():
-                self.take(client)
-            return sent
-
-        self.driver.scheduler.update_from_output = update_from_output
-
-    def add(self, job):
-        kind = RequestOutputKind.DELTA
-        params = SamplingParams(output_kind=kind, detokenize=False, max_tokens=job.max_tokens)
-        made = EngineCoreRequest(
-            request_id=job.request_id,
-            prompt_token_ids=list(job.prompt),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        made.external_req_id = job.request_id
-        queue = upstream.RequestOutputCollector(kind, job.request_id)
-        self.processor.add_request(made, None, None, 0, queue)
-        self.seen[job.request_id] = queue, []
-        self.driver.add(job)
-
-    def take(self, sent):
-        frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=sent.outputs))
-        arrived = MsgpackDecoder(EngineCoreOutputs).decode(frames)
-        stats = IterationStats() if self.processor.log_stats else None
-        self.processor.process_outputs(arrived.outputs, self.driver.now_s, stats)
-        if stats is not None:
-            self.stats.append(times_of(stats))
-        for queue, outputs in self.seen.values():
-            while (result := queue.get_nowait()) is not None:
-                self.params.append(result.kv_transfer_params)
-                outputs.append(result.outputs[0])
-
-    def outputs(self, name):
-        return self.seen[name][1]
-
-
-JOBS = {
-    "thinks": Job("thinks", THINKS, 12, 7),
-    "plain": Job("plain", PLAIN, None, 9),
-    "cut": Job("cut", THINKS, 40, 7, max_tokens=20),
-    "own": Job("own", PLAIN, None, 30, opening=(THINK_START, *[WORD] * 5, THINK_END, WORD)),
-}
 EXPECTED = {"thinks": 12, "plain": 0, "cut": 20, "own": 5}
 
 
@@ -210,15 +121,15 @@ def test_a_failure_for_one_request_is_not_the_others(demo_model, monkeypatch):
 
     class Broken(PhaseProgress):
         @property
-        def spent_s(self):
+        def place(self):
             raise RuntimeError
 
-        @spent_s.setter
-        def spent_s(self, value):
+        @place.setter
+        def place(self, value):
             pass
 
     broken = Broken()
-    broken.take(PhaseChange(True, 0, 0), 1)
+    broken._change = PhaseChange(True, 0, 0)
     served.processor.request_states["cut"].progress = broken
     served.driver.drain()
     said = {}

@@ -57,3 +57,17 @@ def test_a_span_says_what_the_response_does(server, collector):
     assert set(cut) == {"meridian.think_ms", "meridian.preemptions"}
     assert natural["meridian.ttfat_ms"] == told[0]["ttfat_ms"]
     assert all(span["gen_ai.usage.completion_tokens"] for span in spans)
+    thoughts, answers = collector.wait_for("think", 4), collector.wait_for("answer", 3)
+    for span, thought, answer in zip(spans[:3], thoughts[:3], answers, strict=True):
+        assert thought["parent"] == answer["parent"] == span["id"]
+        assert span["begin_s"] < thought["begin_s"] <= thought["end_s"] <= answer["begin_s"]
+        assert answer["end_s"] <= span["end_s"]
+        assert thought["meridian.begin_token"] == 0
+        assert thought["meridian.boundary_token"] + 1 == span["meridian.think_tokens"]
+        assert answer["meridian.begin_token"] == span["meridian.think_tokens"]
+        assert thought["meridian.exit_reason"] == span["meridian.exit_reason"]
+        assert thought["meridian.preemptions"] == answer["meridian.preemptions"] == 0
+    (cut_thought,) = thoughts[3:]
+    assert cut_thought["meridian.tokens"] == 3
+    assert "meridian.boundary_token" not in cut_thought
+    assert "meridian.exit_reason" not in cut_thought

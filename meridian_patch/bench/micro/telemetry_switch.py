@@ -150,9 +150,9 @@ class SwitchedEngine:
             type(processor)._update_stats_from_finished,
             self._logger.record,
         )
+        # Upstream forgets the states of requests that end.
+        states = dict(processor.request_states)
         if not self._is_on:
-            states = processor.request_states
-            follow_outputs(states, arrived.outputs, arrived.timestamp, IterationStats())
             stock, logger = self._stock_processor, self._stock_logger
             take = partial(stock.process_outputs, processor)
             end = stock._update_stats_from_finished
@@ -162,6 +162,9 @@ class SwitchedEngine:
         take(arrived.outputs, arrived.timestamp, stats)
         record(arrived.scheduler_stats, stats)
         self._add(SERVER, time.thread_time() - start)
+        if not self._is_on:
+            # Behind the timed part, which must not find in the caches what this reads.
+            follow_outputs(states, arrived.outputs, arrived.timestamp, IterationStats())
 
     def _attached(self, seconds: float) -> None:
         self._attached_s += seconds

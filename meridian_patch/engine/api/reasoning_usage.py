@@ -48,9 +48,9 @@ def milliseconds(progress: PhaseProgress) -> dict[str, float]:
     """Times of a request that thought, in milliseconds; else empty."""
     if not progress.has_thought or progress.place is None or progress.last_s is None:
         return {}
-    seconds = {"think_ms": progress.spent_s[THINK]}
+    seconds = {"think_ms": progress.seconds_in(THINK)}
     if progress.ttfat_s is not None:
-        seconds |= {"ttfat_ms": progress.ttfat_s, "answer_ms": progress.spent_s[ANSWER]}
+        seconds |= {"ttfat_ms": progress.ttfat_s, "answer_ms": progress.seconds_in(ANSWER)}
     return {name: round(value * 1000, 3) for name, value in seconds.items()}
 
 

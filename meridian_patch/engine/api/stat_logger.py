@@ -9,14 +9,14 @@ from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
+_EXPORTS = ApiGuard("metrics of a step were not exported")
+
 
 def build_prometheus_stat_logger(original: type) -> type:
     """``original`` with the ``meridian_*`` metrics added."""
     stats_field.install()
 
     class PhasePrometheusStatLogger(original):
-        _exports = ApiGuard("metrics of a step were not exported")
-
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(vllm_config, *args, **kwargs)
             self._meridian = PhaseMetrics(vllm_config.model_config.served_model_name)
@@ -35,11 +35,11 @@ def build_prometheus_stat_logger(original: type) -> type:
             super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
             stats = getattr(scheduler_stats, stats_field.FIELD, None)
             if stats:
-                with self._exports:
+                with _EXPORTS:
                     self._meridian.record(stats, engine_idx)
             times = getattr(iteration_stats, phase_times.FIELD, None)
             if times is not None:
-                with self._exports:
+                with _EXPORTS:
                     self._meridian.record(times.counts(), engine_idx)
                     self._meridian.observe(times.values, engine_idx)
 

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 
 from meridian_patch.engine.api.guard import ApiGuard
+from meridian_patch.engine.api.phase_spans import PREFIX, export_spans, warn_once_of_failures
 from meridian_patch.engine.api.phase_times import (
     FOLLOWING,
     follow_outputs,
@@ -17,10 +19,9 @@ from meridian_patch.engine.api.phase_times import (
 )
 from meridian_patch.exit.summary import Summary
 
-PREFIX = "meridian"
-"""Prefix of names: ``meridian.exit_reason``, ``meridian.would_exit.think_tokens``, ..."""
-
-_ADDED: ContextVar[Mapping[str, Any] | None] = ContextVar("added", default=None)
+_ENDS = ApiGuard("times of a request that ended were not observed")
+_SPANS = ApiGuard("spans of a request's phases were not exported")
+_ADDED: ContextVar["Added | None"] = ContextVar("added", default=None)
 
 
 def span_attributes(summary: Summary, prefix: str = PREFIX) -> dict[str, Any]:
@@ -32,23 +33,36 @@ def span_attributes(summary: Summary, prefix: str = PREFIX) -> dict[str, Any]:
     return attributes
 
 
+@dataclass(slots=True)
+class Added:
+    """What is added to the spans of one request, and the spans themselves."""
+
+    attributes: Mapping[str, Any]
+    spans: list[Span] = field(default_factory=list)
+
+
 class _Adder(SpanProcessor):
     def on_start(self, span: Span, parent_context: Any = None) -> None:  # noqa: ARG002
-        span.set_attributes(_ADDED.get() or {})
+        added = _ADDED.get()
+        if added is not None:
+            span.set_attributes(added.attributes)
+            added.spans.append(span)
 
 
 def add_to_spans_of(provider: Any) -> None:
     """Make ``adding`` apply to the spans of a tracer provider, with a span processor."""
     if isinstance(provider, TracerProvider):
         provider.add_span_processor(_Adder())
+        warn_once_of_failures()
 
 
 @contextmanager
-def adding(attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: spans that are started within get these attributes."""
-    before = _ADDED.set(attributes)
+def adding(attributes: Mapping[str, Any]) -> Iterator[Added]:
+    """Context manager: spans that are started within get these attributes, and are kept."""
+    added = Added(attributes)
+    before = _ADDED.set(added)
     try:
-        yield
+        yield added
     finally:
         _ADDED.reset(before)
 
@@ -58,7 +72,6 @@ def build_output_processor(original: type) -> type:
 
     class TracedOutputProcessor(original):
         _is_added = False
-        _ends = ApiGuard("times of a request that ended were not observed")
 
         def process_outputs(
             self,
@@ -72,7 +85,13 @@ def build_output_processor(original: type) -> type:
             # here.
             try:
                 now_s = engine_core_timestamp or 0.0
-                follow_outputs(self.request_states, engine_core_outputs, now_s, iteration_stats)
+                follow_outputs(
+                    self.request_states,
+                    engine_core_outputs,
+                    now_s,
+                    iteration_stats,
+                    is_traced=self.tracing_enabled,
+                )
             except Exception as error:
                 FOLLOWING.failed(error)
                 lose_outputs(self.request_states, engine_core_outputs)
@@ -86,7 +105,7 @@ def build_output_processor(original: type) -> type:
             super()._update_stats_from_finished(req_state, finish_reason, iteration_stats, *args)
             progress = getattr(req_state, "progress", None)
             if iteration_stats is not None and progress is not None:
-                with self._ends:
+                with _ENDS:
                     times_of(iteration_stats).ended(progress)
 
         def do_tracing(
@@ -98,7 +117,18 @@ def build_output_processor(original: type) -> type:
                 add_to_spans_of(trace.get_tracer_provider())
             # Load-bearing: upstream starts and ends the span within this call. Request states of
             # other classes have no summary.
-            with adding(span_attributes(getattr(req_state, "thinking", {}))):
-                return super().do_tracing(engine_core_output, req_state, iteration_stats, *args)
+            summary = getattr(req_state, "thinking", {})
+            with adding(span_attributes(summary)) as added:
+                result = super().do_tracing(engine_core_output, req_state, iteration_stats, *args)
+            with _SPANS:
+                progress = getattr(req_state, "progress", None)
+                if added.spans and progress is not None and progress.log is not None:
+                    phases = progress.log.end(
+                        progress,
+                        iteration_stats.iteration_timestamp,
+                        req_state.stats.num_preemptions,
+                    )
+                    export_spans(added.spans[0], phases, summary)
+            return result
 
     return TracedOutputProcessor

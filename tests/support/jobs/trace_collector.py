@@ -11,7 +11,10 @@ LIMIT_S = 30
 
 
 class TraceCollector:
-    """Listens on entry; spans are dicts of their attributes, by name of the span."""
+    """Listens on entry; spans are dicts of their attributes, by name of the span.
+
+    ``id``, ``parent``, ``begin_s`` and ``end_s`` of a span are among them.
+    """
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, dict]] = []
@@ -61,7 +64,14 @@ class TraceCollector:
         for resource in export.resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
-                    self._spans.append((span.name, dict(map(_attribute, span.attributes))))
+                    own = {
+                        "id": span.span_id,
+                        "parent": span.parent_span_id,
+                        "begin_s": span.start_time_unix_nano / 1e9,
+                        "end_s": span.end_time_unix_nano / 1e9,
+                    }
+                    attributes = dict(map(_attribute, span.attributes))
+                    self._spans.append((span.name, attributes | own))
 
 
 def _attribute(pair) -> tuple[str, object]:
