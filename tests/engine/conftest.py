@@ -1,8 +1,11 @@
 """One run of each engine job for all tests here."""
 
+import sys
+
 import pytest
 from engine_plans import NOOP, PATIENT, PROBING, v1_job, v2_job
 from run_engine import PATCHED, STOCK, run_job
+from run_server import Server
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +34,12 @@ def v2_stock(demo_model, tmp_path_factory):
 def v2_patched(demo_model, tmp_path_factory):
     job = v2_job(demo_model, PATCHED | PATIENT | PROBING)
     return run_job(job, tmp_path_factory.mktemp("v2_patched"))
+
+
+@pytest.fixture(scope="session")
+def served(demo_model, tmp_path_factory):
+    """A patched server of the tiny reasoner, by the name of m."""
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(demo_model), "--served-model-name", "m"]
+    with Server(command, PATCHED, tmp_path_factory.mktemp("served")) as started:
+        yield started

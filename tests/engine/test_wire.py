@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from core_reports import THINK_END_ID
-from run_engine import PATCHED, clean_environment, log_tail
-from run_server import Server
+from run_engine import clean_environment, log_tail
 from workloads import THINK_END, engine_arguments
 
 from meridian_patch.engine.status import read_all
@@ -34,14 +33,9 @@ BODIES = {
 EXPECTED = "vllm_xargs field meridian_exit is 'on', expected 'off', 'observe' or 'enforce'"
 
 
-@pytest.fixture(scope="module")
-def server(demo_model, tmp_path_factory):
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(demo_model), "--served-model-name", "m"]
-    command += ["--enable-per-request-metrics"]
-    folder = tmp_path_factory.mktemp("wire")
-    with Server(command, PATCHED, folder) as started:
-        yield started
+@pytest.fixture
+def server(served):
+    return served
 
 
 def post(server, path, **body) -> tuple[int, str]:
