@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.config.schema import Config
+from meridian_patch.telemetry.metrics import METRICS
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -77,6 +81,28 @@ def test_a_dead_link_out_of_the_pages_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="mkdocs.hooks.docs_links"):
         load_hook().fit_links("[a](../no/such/file.py)", "faq.md")
     assert "docs/faq.md links to ../no/such/file.py, which does not exist" in caplog.text
+
+
+def test_security_names_every_field_of_requests():
+    """A new field needs a word on what it may take from others."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert [name for name in RequestOptions.model_fields if f"`{name}`" not in page] == []
+
+
+def test_every_knob_of_tune_exists():
+    """Keys of the configuration, metrics and fields that the page names."""
+    page = (ROOT / "docs" / "tune.md").read_text()
+    sections = {
+        name: set(field.annotation.model_fields)
+        for name, field in Config.model_fields.items()
+        if hasattr(field.annotation, "model_fields")
+    }
+    keys = re.findall(r"`(policy|kv|exit|requests)\.(\w+)", page)
+    assert len(keys) > 20
+    assert [key for key in keys if key[1] not in sections[key[0]]] == []
+    metrics = set(re.findall(r"`(meridian_\w+_total)", page))
+    assert metrics <= {metric.exported_name for metric in METRICS}
+    assert len(metrics) > 4
 
 
 def test_pictures_have_a_title_and_are_used():
