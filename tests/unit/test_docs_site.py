@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def load_hook():
-    spec = importlib.util.spec_from_file_location("docs_links", ROOT / "scripts" / "docs_links.py")
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -78,7 +78,7 @@ def test_links_are_fitted():
 
 def test_a_dead_link_out_of_the_pages_is_a_warning(caplog):
     """A strict build ends with it."""
-    with caplog.at_level(logging.WARNING, logger="mkdocs.hooks.docs_links"):
+    with caplog.at_level(logging.WARNING, logger="mkdocs.hooks.docs_site"):
         load_hook().fit_links("[a](../no/such/file.py)", "faq.md")
     assert "docs/faq.md links to ../no/such/file.py, which does not exist" in caplog.text
 
@@ -103,6 +103,25 @@ def test_every_knob_of_tune_exists():
     metrics = set(re.findall(r"`(meridian_\w+_total)", page))
     assert metrics <= {metric.exported_name for metric in METRICS}
     assert len(metrics) > 4
+
+
+def test_every_decision_is_listed():
+    """docs/adr/README.md has a row for each page beside it."""
+    folder = ROOT / "docs" / "adr"
+    pages = {page.name for page in folder.glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\S+\.md)\)", (folder / "README.md").read_text()))
+
+
+def test_a_pattern_stands_for_its_pages(tmp_path):
+    """A folder's own page comes first; what is no pattern stays."""
+    for name in ("0002-b.md", "0001-a.md", "README.md"):
+        (tmp_path / name).touch()
+    spread = load_hook()._spread
+    pages = ["README.md", "0001-a.md", "0002-b.md"]
+    assert spread({"P": [{"D": "*"}, {"x": "x.md"}]}, tmp_path) == {
+        "P": [{"D": pages}, {"x": "x.md"}]
+    }
+    assert spread("index.md", tmp_path) == "index.md"
 
 
 def test_pictures_have_a_title_and_are_used():

@@ -1,8 +1,10 @@
-"""A hook of MkDocs: makes links of docs/ that lead out of docs/ work in the site.
+"""Hooks of MkDocs: what differs between the site of docs/ and the same pages on a code host.
 
-On a code host such a link leads to a file of the repository. In the site it leads to the page made
-of that file where there is one (`PAGES`); otherwise its text is left without a link. A link to a
-file that does not exist is a warning, which ends a strict build.
+**Links out of docs/.** On a code host such a link leads to a file of the repository. In the site it
+leads to the page made of that file where there is one (`PAGES`); otherwise its text is left without
+a link. A link to a file that does not exist is a warning, which ends a strict build.
+
+**Folders that grow.** In `nav` of mkdocs.yml ``adr/*`` stands for all pages of that folder.
 """
 
 import logging
@@ -20,7 +22,26 @@ PAGES = {"CHANGELOG.md": "changelog.md"}
 # A link to a file that has no picture in its text: [text](target), [text](target#anchor).
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]+)?\)")
 
-logger = logging.getLogger("mkdocs.hooks.docs_links")
+logger = logging.getLogger("mkdocs.hooks.docs_site")
+
+
+def on_config(config: Any) -> Any:
+    """Replace each pattern in the navigation by the pages that it stands for."""
+    config.nav = [_spread(item, Path(config.docs_dir)) for item in config.nav]
+    return config
+
+
+def _spread(item: Any, docs: Path) -> Any:
+    if not isinstance(item, dict):
+        return item
+    ((title, pages),) = item.items()
+    if isinstance(pages, list):
+        return {title: [_spread(page, docs) for page in pages]}
+    if not pages.endswith("*"):
+        return item
+    # A folder's own page is its first.
+    found = sorted(docs.glob(f"{pages}.md"), key=lambda page: (page.stem != "README", page.name))
+    return {title: [page.relative_to(docs).as_posix() for page in found]}
 
 
 def on_files(files: Files, config: Any) -> Files:
