@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/ mark as run end as they say, and vLLM's options exist."""
+"""The commands that the pages mark as run end as they say, and vLLM's options exist."""
 
 import re
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from docs_blocks import PAGES, ROOT, blocks, words
 from fake_server import serving
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from meridian_patch import envs
@@ -72,6 +73,14 @@ def test_a_command_of_the_pages_runs(command, folder, server, demo_model):
     done = run(command, folder, server.url, demo_model)
     assert done.returncode == EXIT_CODES.get(command, 0), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_key_is_asked_for_where_the_page_on_security_says():
+    """`/metrics` is not among these paths."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    (told,) = re.findall(r"asks for the API key below ([^\n]*) only", page)
+    assert tuple(re.findall(r"`(/\w+)`", told)) == GUARDED_PREFIX
+    assert not "/metrics".startswith(GUARDED_PREFIX)
 
 
 def test_options_of_vllm_exist():

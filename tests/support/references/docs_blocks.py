@@ -1,4 +1,4 @@
-"""The command blocks of README.md and docs/: what stands in them, and how they are marked.
+"""Command blocks of README.md, docs/ and examples/: what stands in them, how they are marked.
 
 A comment right before a block says whether its commands are run:
 
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")),
+]
 _BLOCK = re.compile(
     r"^(?P<mark> *<!-- (?P<kind>run by|not run|run)(?:: (?P<told>[^\n]*))? -->\n)?"
     r"^(?P<indent> *)```(?P<language>console|sh|bash|shell)\n(?P<text>.*?)^ *```$",
