@@ -37,7 +37,7 @@ KNOWN = (
 
 logger = logging.getLogger("vllm.meridian_patch")
 
-# What `activate_children` replaced, by name; None: the variable was unset.
+# What was set here replaced, by name; None: the variable was unset.
 _replaced: dict[str, str | None] = {}
 
 # Kubernetes sets these in every container for each service of its namespace, here for one whose
@@ -184,6 +184,12 @@ def load_in_children() -> None:
     names = plugin_names(environment())
     if names is not None and PLUGIN_NAME not in names:
         _set("VLLM_PLUGINS", ",".join([*names, PLUGIN_NAME]))
+
+
+def set_for_children(values: Mapping[str, str]) -> None:
+    """Set variables in this process and its children."""
+    for name, value in values.items():
+        _set(name, value)
 
 
 def _set(name: str, value: str) -> None:

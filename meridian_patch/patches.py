@@ -25,6 +25,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_holds_kv_blocks",
         "_preempt_request",
         "_free_blocks",
+        "_connector_finished",
         "_free_request",
         "_request_blocks_can_be_freed",
         "update_from_output",

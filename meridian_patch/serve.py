@@ -9,8 +9,17 @@ from meridian_patch.activation import check_entry_point
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.errors import ConfigError
 from meridian_patch.patches import load_lock
+from meridian_patch.serve_roles import split_role
 
-USAGE = "usage: meridian serve MODEL [vLLM's own options, as for 'vllm serve']"
+USAGE = """\
+usage: meridian serve MODEL [--role think|answer] [--fabric nixl|mooncake]
+                      [--offload-threshold-blocks N] [vLLM's own options, as for 'vllm serve']
+
+  --role ROLE   behind 'meridian route', requests think on engines of role think and answer on
+                engines of role answer; unset: both happen here
+  --fabric F    what moves the KV cache between the two: nixl (default) or mooncake
+  --offload-threshold-blocks N
+                requests with fewer KV blocks after their thought answer where they thought"""
 
 
 def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another program
@@ -30,7 +39,9 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
     check_entry_point()
     installed_vllm(load_lock())
     envs.activate_children()
-    command = [sys.executable, "-P", *_server(arguments)]
+    role = split_role(arguments, envs.environment())
+    envs.set_for_children(role.environment)
+    command = [sys.executable, "-P", *_server(role.arguments)]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - no shell on purpose
 

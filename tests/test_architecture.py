@@ -17,7 +17,7 @@ KERNELS = ROOT / "triton_kernels"
 BIN = Path(sys.executable).parent
 
 # Room -> the rooms it may import. Read it top down: an arrow only points up the table.
-PURE = ("errors", "envs", "config", "phase", "policy", "exit")
+PURE = ("errors", "envs", "config", "phase", "policy", "exit", "handoff")
 ENGINE = (*PURE, "telemetry", "kernels", "patching", "engine")
 PLUGIN = (*ENGINE, "patches", "activation", "__init__", "apply", "plugin")
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "phase": ("errors", "envs", "config"),
     "policy": ("errors", "envs", "config", "phase"),
     "exit": ("errors", "envs", "config", "phase"),
+    "handoff": ("errors", "envs", "config"),
     "telemetry": PURE,
     "engine": ENGINE,
     "patches": ("errors", "patching"),
@@ -41,10 +42,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "demo": ("errors",),  # the tiny reasoner: weights, tokenizer, problems
     "bench": (*PLUGIN, "replay", "demo"),
     "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
-    "serve": PLUGIN,
+    "serve_roles": ("errors",),
+    "serve": (*PLUGIN, "serve_roles"),
+    "router": PURE,
     "operate": PLUGIN,
     "calibrate": (*PLUGIN, "replay", "bench"),
-    "cli": (*PLUGIN, "demo", "bench", "serve", "operate", "calibrate"),
+    "cli": (*PLUGIN, "demo", "bench", "serve", "router", "operate", "calibrate"),
 }
 # Of an engine's processes, and of what plays on one.
 USES_VLLM = {"engine", "replay", "demo", "bench", "calibrate"}

@@ -444,6 +444,22 @@ class ResponsesConfig(StrictModel):
     )
 
 
+class HandoffConfig(StrictModel):
+    """Whether requests think on one engine and answer on another."""
+
+    role: Literal["none", "think", "answer"] = Field(
+        default="none",
+        description="`think` ends a request that may be handed off one token after its thought, "
+        "and keeps its KV cache for an engine with the role `answer`. Set by "
+        "`meridian serve --role`.",
+    )
+    offload_threshold_blocks: int = Field(
+        default=8,
+        ge=0,
+        description="A request with fewer KV blocks at the end of its thought answers in place.",
+    )
+
+
 class Config(StrictModel):
     """The whole configuration."""
 
@@ -469,6 +485,9 @@ class Config(StrictModel):
     )
     exit: ExitConfig = Field(
         default_factory=ExitConfig, description="When thinking is ended early."
+    )
+    handoff: HandoffConfig = Field(
+        default_factory=HandoffConfig, description="Whether requests answer on another engine."
     )
     requests: RequestsConfig = Field(
         default_factory=RequestsConfig,

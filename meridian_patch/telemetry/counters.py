@@ -94,11 +94,12 @@ PHASE_SECONDS = "phase_seconds"
 TOKENS = "tokens"
 
 # Parts of the scheduler, as labels.
-PHASE_TRACKER, POLICY, KV_TIERS, EARLY_EXIT = PARTS = (
+PHASE_TRACKER, POLICY, KV_TIERS, EARLY_EXIT, HANDOFF = PARTS = (
     "the phase tracker",
     "the policy",
     "the KV tiers",
     "early exit",
+    "the hand-off",
 )
 
 # Label of hit tokens whose blocks other requests were using; the other labels are tiers.

@@ -1,12 +1,13 @@
 """Chat completions: refuses wrong fields before a stream begins, and tells how choices thought."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
+from meridian_patch.engine.api.tickets import Tickets
 
 
 def build_chat_serving(original: type) -> type:
@@ -24,12 +25,14 @@ def build_chat_serving(original: type) -> type:
         async def chat_completion_stream_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
         ) -> AsyncIterator[str]:
-            summaries, details = Summaries(), UsageDetails()
-            results = _watch(result_generator, summaries, details)
+            summaries, details, tickets = Summaries(), UsageDetails(), Tickets()
+            results = tickets.watch(_watch(result_generator, summaries, details))
             events = super().chat_completion_stream_generator(request, results, *args, **kwargs)
             async with aclosing(events):
                 async for event in events:
-                    yield details.add_to_event(summaries.add_to_event(event))
+                    yield tickets.add_to_event(
+                        details.add_to_event(summaries.add_to_event(event))
+                    )
 
         async def chat_completion_full_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
@@ -47,7 +50,7 @@ def build_chat_serving(original: type) -> type:
     return SummaryServingChat
 
 
-async def _watch(results: Any, summaries: Summaries, details: UsageDetails) -> AsyncIterator[Any]:
+async def _watch(results: Any, summaries: Summaries, details: UsageDetails) -> AsyncGenerator[Any]:
     async with aclosing(results):
         async for result in results:
             for output in result.outputs:

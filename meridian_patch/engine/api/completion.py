@@ -1,12 +1,13 @@
 """Completions: refuses wrong fields before a stream begins, and tells how choices thought."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
+from meridian_patch.engine.api.tickets import Tickets
 
 
 def build_completion_serving(original: type) -> type:
@@ -34,14 +35,16 @@ def build_completion_serving(original: type) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> AsyncIterator[str]:
-            summaries, details = Summaries(), UsageDetails()
-            results = _watch(result_generator, summaries, details, request.n or 1)
+            summaries, details, tickets = Summaries(), UsageDetails(), Tickets()
+            results = tickets.watch(_watch(result_generator, summaries, details, request.n or 1))
             events = super().completion_stream_generator(
                 request, engine_inputs, results, *args, **kwargs
             )
             async with aclosing(events):
                 async for event in events:
-                    yield details.add_to_event(summaries.add_to_event(event))
+                    yield tickets.add_to_event(
+                        details.add_to_event(summaries.add_to_event(event))
+                    )
 
         def request_output_to_completion_response(
             self, final_res_batch: Any, *args: Any, **kwargs: Any
@@ -64,7 +67,7 @@ def build_completion_serving(original: type) -> type:
 
 async def _watch(
     results: Any, summaries: Summaries, details: UsageDetails, per_prompt: int
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any]:
     async with aclosing(results):
         async for prompt, result in results:
             for output in result.outputs:

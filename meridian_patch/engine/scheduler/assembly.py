@@ -17,6 +17,8 @@ from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.manager import EarlyExit
 from meridian_patch.engine.early_exit.part import EarlyExitPart, UnavailablePart
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
+from meridian_patch.engine.handoff.binding import build_handoff
+from meridian_patch.engine.handoff.think_part import ThinkPart
 from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
@@ -52,6 +54,7 @@ class Assembly(NamedTuple):
         kv_tiers: None if the KV cache has no tiers.
         early_exit: None if the engine has no early exit.
         options_parser: parses the fields of a request.
+        think_part: None unless requests may leave the engine after their thought.
     """
 
     parts: Parts
@@ -62,6 +65,7 @@ class Assembly(NamedTuple):
     kv_tiers: KVTiers | None
     early_exit: EarlyExit | None
     options_parser: OptionsParser
+    think_part: ThinkPart | None
 
 
 def assemble(
@@ -108,7 +112,8 @@ def assemble(
         policy_part.limiter.probes = early_exit.probes
         exit_part = EarlyExitPart(scheduler, early_exit)
     phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
-    parts: list[SchedulerPart | None] = [phase_part, policy_part, kv_tiers, exit_part]
+    handoff = build_handoff(scheduler, config.handoff, tracker)
+    parts: list[SchedulerPart | None] = [phase_part, policy_part, kv_tiers, exit_part, handoff]
     facts = {
         "scheduler": type(scheduler).__name__,
         "scheduler_base": type(scheduler).__mro__[2].__name__,
@@ -119,6 +124,7 @@ def assemble(
         "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
         "kv_tiers": kv_tiers.history if kv_tiers else "off",
         "exit": early_exit.mode if early_exit else "off",
+        "handoff": config.handoff.role,
         "limited_by": limited_by,
     }
     status.publish(role="engine_core", **facts)
@@ -132,6 +138,7 @@ def assemble(
         kv_tiers,
         early_exit,
         OptionsParser(config.requests, counters, patterns if early_exit else None),
+        handoff if isinstance(handoff, ThinkPart) else None,
     )
 
 

@@ -66,6 +66,7 @@ class PhaseScheduling(UpstreamScheduler):
         self.early_exit = built.early_exit
         self._chunks = built.chunks
         self._options_parser = built.options_parser
+        self._think_part = built.think_part
 
     def add_request(self, request: Any) -> None:
         # A session's next chunk is parsed when the session takes it up.
@@ -183,6 +184,14 @@ class PhaseScheduling(UpstreamScheduler):
         self.phase_part.update_phase(request.request_id)
         self._parts.call("on_freed", request, request_id=request.request_id)
         return super()._free_request(request, *args, **kwargs)
+
+    def _connector_finished(self, request: Any) -> Any:
+        part = self._think_part
+        if part is None:
+            return super()._connector_finished(request)
+        with part.told_to_connector(request) as facts:
+            delays_free, params = super()._connector_finished(request)
+        return delays_free, params if facts is None else part.ticket(request, facts, params)
 
     def _free_blocks(self, request: Any) -> None:
         if self.kv_tiers is None:

@@ -1,0 +1,146 @@
+"""Ends requests on a think engine one token after their thought, with their KV cache kept.
+
+The last token that an engine samples is never computed. So a request that is to be handed off
+goes on for one token after its boundary; that token is discarded, and the answer engine samples
+it again from the KV cache that it was sent.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine.handoff.layout import layout_of
+from meridian_patch.engine.scheduler.parts import SchedulerPart
+from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS, Facts
+from meridian_patch.phase.tracker import Phase, PhaseTracker
+from meridian_patch.telemetry import counters
+
+
+@dataclass(slots=True)
+class _Move:
+    # Known tokens at the boundary, prompt included, and the request's own limit of new tokens.
+    num_tokens: int
+    max_tokens: int
+
+
+class ThinkPart(SchedulerPart):
+    """Hands requests off that ask for it, when their first thought has ended.
+
+    Args:
+        scheduler: the phase-aware scheduler, with a connector.
+        tracker: phases of all requests.
+        least_blocks: KV blocks below which a request answers in place.
+    """
+
+    name = counters.HANDOFF
+
+    def __init__(self, scheduler: Any, tracker: PhaseTracker, least_blocks: int) -> None:
+        self._tracker = tracker
+        self._least_tokens = least_blocks * scheduler.cache_config.block_size
+        self._layout = layout_of(scheduler.vllm_config)
+        # Requests that may be handed off, and those that end one token after their boundary.
+        self._offered: set[str] = set()
+        self._moves: dict[str, _Move] = {}
+        # Requests that were handed off in the step being updated.
+        self._moved: set[str] = set()
+
+    def on_added(self, request: Any, options: RequestOptions) -> None:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode") and can_move(request):
+            self._offered.add(request.request_id)
+
+    def on_phase_changed(self, request: Any) -> None:
+        name = request.request_id
+        if name not in self._offered or name in self._moves:
+            return
+        state = self._tracker.get(name)
+        if state is None or state.phase is not Phase.ANSWER or not state.is_handed_off:
+            return
+        self._offered.discard(name)
+        num_output = request.num_output_tokens
+        if request.num_tokens < self._least_tokens or num_output + 1 >= request.max_tokens:
+            return
+        self._moves[name] = _Move(request.num_tokens, request.max_tokens)
+        # Load-bearing: upstream compares the number of output tokens with it after each token.
+        request.max_tokens = num_output + 1
+
+    def on_freed(self, request: Any) -> None:
+        self._offered.discard(request.request_id)
+
+    def after_update(self, scheduler_output: Any, results: Any) -> None:
+        if not self._moved:
+            return
+        moved, self._moved = self._moved, set()
+        for client in results.values():
+            for output in client.outputs:
+                if output.request_id in moved:
+                    # The token after the boundary: the answer engine samples it.
+                    output.new_token_ids = []
+                    output.new_logprobs = None
+                    output.new_sampling_mask = None
+
+    @contextmanager
+    def told_to_connector(self, request: Any) -> Iterator[Facts | None]:
+        """Let the connector keep the KV cache of a request that moves, and of no other.
+
+        Args:
+            request: a finished request, about to be reported to the connector.
+
+        Yields:
+            The facts of its ticket; None if it does not move.
+        """
+        move = self._moves.pop(request.request_id, None)
+        status, num_computed = request.status, request.num_computed_tokens
+        if move is not None and self._is_moving(request, move):
+            # Load-bearing: upstream clips the blocks to these tokens, and the connector of the
+            # other side reads the last blocks that it is told of.
+            request.num_computed_tokens = move.num_tokens
+            self._moved.add(request.request_id)
+            num_output_tokens = move.num_tokens - request.num_prompt_tokens
+            facts = Facts(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=num_output_tokens,
+                max_tokens_left=move.max_tokens - num_output_tokens,
+                layout=self._layout,
+            )
+        else:
+            # Load-bearing: connectors free the blocks of an aborted request at once. Those of any
+            # other they would keep for a reader.
+            request.status = RequestStatus.FINISHED_ABORTED
+            facts = None
+        try:
+            yield facts
+        finally:
+            request.status, request.num_computed_tokens = status, num_computed
+
+    @staticmethod
+    def ticket(request: Any, facts: Facts, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The ticket of a request that moves; None if the connector keeps nothing for it."""
+        if not params:
+            return params
+        num_tokens = facts.num_prompt_tokens + facts.num_output_tokens
+        token_ids = list(request.all_token_ids[:num_tokens])
+        return {**params, PROMPT_IDS: token_ids, FACTS: facts.model_dump()}
+
+    @staticmethod
+    def _is_moving(request: Any, move: _Move) -> bool:
+        has_one_more = request.num_tokens == move.num_tokens + 1
+        return has_one_more and request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def can_move(request: Any) -> bool:
+    """Whether another engine would sample the rest of a request as this one.
+
+    A seeded generator and penalties on output tokens do not travel; media and chunks of a session
+    cannot be sent as token ids.
+    """
+    params = request.sampling_params
+    if params is None or request.resumable or request.mm_features or not request.prompt_token_ids:
+        return False
+    has_penalty = params.presence_penalty or params.frequency_penalty
+    is_seeded = params.seed is not None and params.temperature > 0
+    return not (has_penalty or is_seeded or params.prompt_logprobs is not None)

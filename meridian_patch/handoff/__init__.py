@@ -1,0 +1,1 @@
+"""Moves a request from one engine to another at its think boundary: what both sides exchange."""

@@ -1,0 +1,1 @@
+"""``meridian route``: one OpenAI-compatible address for think engines and answer engines."""

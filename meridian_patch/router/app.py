@@ -1,0 +1,183 @@
+"""The router as an ASGI application."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from typing import Any, Final
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from meridian_patch.errors import ConfigError
+from meridian_patch.router.attempts import NoEngine, Services
+from meridian_patch.router.engine_client import EngineClient, EngineFailed, EngineRefused
+from meridian_patch.router.metrics import Metrics
+from meridian_patch.router.pool import Engine, Pool
+from meridian_patch.router.stream_relay import StreamRelay
+from meridian_patch.router.whole_relay import WholeRelay
+
+logger = logging.getLogger("meridian.route")
+
+PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+"""Endpoints whose requests may be handed off; all others are passed to one engine."""
+
+RETRY_AFTER_S: Final = 1
+
+# Headers that belong to one connection, or that the router writes itself.
+_OWN_HEADERS: Final = frozenset(
+    ("host", "content-length", "content-encoding", "transfer-encoding", "connection", "keep-alive")
+)
+
+
+class _BodyError(Exception):
+    """The client's request is no JSON object."""
+
+
+class Router:
+    """Endpoints of the router.
+
+    Args:
+        engines: those that think, and those that answer.
+        answer_wait_s: seconds after which an answer engine that has sent nothing is given up.
+        pause_s: seconds that an engine's stream may pause.
+    """
+
+    def __init__(self, engines: Sequence[Engine], answer_wait_s: float, pause_s: float) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
+        # Engines are addressed directly, whatever proxy the environment names.
+        self._http = httpx.AsyncClient(limits=limits, trust_env=False)
+        self.metrics = Metrics()
+        self.pool = Pool(engines, self._http)
+        client = EngineClient(self._http, pause_s)
+        self._services = Services(self.pool, client, self.metrics, answer_wait_s)
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [Route(path, self._generate, methods=["POST"]) for path in PATHS]
+        routes += [
+            Route("/health", self._health),
+            Route("/metrics", self._metrics_page),
+            Route("/{path:path}", self._pass_on, methods=["GET", "POST"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        await self.pool.check_all()
+        watcher = asyncio.create_task(self.pool.watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+            await self._http.aclose()
+
+    async def _generate(self, request: Request) -> Response:
+        response = await self._answer(request)
+        self.metrics.request(request.url.path, response.status_code)
+        return response
+
+    async def _answer(self, request: Request) -> Response:
+        try:
+            return await self._relayed(request, await _json_object(request))
+        except _BodyError as error:
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
+        except EngineRefused as refusal:
+            return Response(refusal.body, refusal.status, media_type="application/json")
+        except NoEngine as error:
+            return _unavailable(str(error))
+        except ConfigError as error:
+            return _error(HTTPStatus.BAD_GATEWAY, str(error))
+
+    async def _relayed(self, request: Request, body: dict[str, Any]) -> Response:
+        # Only engines of the router hand requests to each other.
+        body.pop("kv_transfer_params", None)
+        where = request.url.path, body, _headers(request)
+        if not body.get("stream"):
+            return JSONResponse(await WholeRelay(self._services, *where).response())
+        events = StreamRelay(self._services, *where).events()
+        # The status is sent with the first event, so an error before it has its own.
+        first = await anext(events)
+        return StreamingResponse(_chain(first, events), media_type="text/event-stream")
+
+    async def _pass_on(self, request: Request) -> Response:
+        """Any other endpoint: one engine serves it, without a hand-off."""
+        engine = self.pool.choose("think")
+        if engine is None:
+            return _unavailable("no healthy engine is left for this request")
+        outgoing = self._http.build_request(
+            request.method,
+            f"{engine.url}{request.url.path}",
+            params=request.query_params,
+            content=await request.body(),
+            headers=_headers(request),
+            timeout=None,
+        )
+        engine.num_requests += 1
+        try:
+            reply = await self._http.send(outgoing, stream=True)
+        except httpx.HTTPError as error:
+            engine.num_requests -= 1
+            self.pool.failed(engine, type(error).__name__)
+            return _unavailable(f"the engine failed: {type(error).__name__}")
+        headers = {k: v for k, v in reply.headers.items() if k.lower() not in _OWN_HEADERS}
+        return StreamingResponse(_body_of(reply, engine), reply.status_code, headers)
+
+    async def _health(self, _: Request) -> Response:
+        if self.pool.choose("think") is None:
+            return _unavailable("no think engine is healthy")
+        return Response()
+
+    async def _metrics_page(self, _: Request) -> Response:
+        page = self.metrics.page(self.pool.engines)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _BodyError(f"the request's body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _BodyError("the request's body is no JSON object")
+    return body
+
+
+async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    try:
+        async for event in events:
+            yield event
+    except EngineRefused as refusal:
+        yield b"data: " + refusal.body.replace(b"\n", b" ") + b"\n\n"
+
+
+async def _body_of(reply: httpx.Response, engine: Engine) -> AsyncIterator[bytes]:
+    try:
+        with suppress(EngineFailed, httpx.HTTPError):
+            async for part in reply.aiter_bytes():
+                yield part
+    finally:
+        engine.num_requests -= 1
+        await reply.aclose()
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return {k: v for k, v in request.headers.items() if k.lower() not in _OWN_HEADERS}
+
+
+def _error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:
+    error: dict[str, Any] = {"message": message, "type": status.phrase, "code": status.value}
+    return JSONResponse({"error": error}, status.value, headers=headers or None)
+
+
+def _unavailable(message: str) -> JSONResponse:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return _error(HTTPStatus.SERVICE_UNAVAILABLE, message, **headers)

@@ -1,0 +1,67 @@
+"""One request's engines: which may serve its next part, and which have failed it."""
+
+from typing import Any, NamedTuple
+
+from meridian_patch.errors import MeridianError
+from meridian_patch.handoff.requests import can_be_handed_off, offload
+from meridian_patch.router.engine_client import EngineClient, EngineFailed
+from meridian_patch.router.metrics import Metrics
+from meridian_patch.router.pool import Engine, Pool, Role
+
+Json = dict[str, Any]
+
+
+class NoEngine(MeridianError):  # noqa: N818 - the name is what happened
+    """No healthy engine is left for a request."""
+
+
+class Services(NamedTuple):
+    """What all requests of a router share.
+
+    Attributes:
+        pool: the engines.
+        client: sends requests to them.
+        metrics: the router's own.
+        answer_wait_s: seconds after which an answer engine that has sent nothing is given up.
+    """
+
+    pool: Pool
+    client: EngineClient
+    metrics: Metrics
+    answer_wait_s: float
+
+
+class Attempts:
+    """The engines that one request uses, one after another.
+
+    Args:
+        pool: the engines.
+        body: the request as the client sent it.
+    """
+
+    def __init__(self, pool: Pool, body: Json) -> None:
+        self._pool = pool
+        self._body = body
+        self._failed: list[Engine] = []
+
+    def first_body(self) -> Json:
+        """The request for the think engine; it offers a hand-off if an engine could answer it."""
+        can_move = can_be_handed_off(self._body) and self._pool.choose("answer") is not None
+        return offload(self._body) if can_move else dict(self._body)
+
+    def choose(self, role: Role) -> Engine:
+        """A healthy engine of this role that has not failed the request, or one of the other role.
+
+        Raises:
+            NoEngine: there is none.
+        """
+        for each in (role, "answer" if role == "think" else "think"):
+            engine = self._pool.choose(each, self._failed)
+            if engine is not None:
+                return engine
+        raise NoEngine("no healthy engine is left for this request")
+
+    def failed(self, engine: Engine, error: EngineFailed) -> None:
+        """Do not use this engine again for this request."""
+        self._failed.append(engine)
+        self._pool.failed(engine, str(error))

@@ -1,0 +1,91 @@
+"""``meridian route``: starts the router."""
+
+import argparse
+import logging
+from typing import Any
+from urllib.parse import urlsplit
+
+from meridian_patch.errors import ConfigError
+from meridian_patch.router.pool import Engine, Role
+
+
+def add_route(commands: Any) -> None:
+    """Add ``route`` to the command line."""
+    parser = commands.add_parser(
+        "route", help="one address for engines that think and engines that answer"
+    )
+    parser.add_argument(
+        "--think", action="append", required=True, metavar="URL", help="of a think engine"
+    )
+    parser.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of an answer engine; without any, requests answer where they thought",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="to listen on (%(default)s)")
+    parser.add_argument(
+        "--answer-wait-s",
+        type=_seconds,
+        default=5.0,
+        help="after which an answer engine that sent nothing is given up (%(default)s)",
+    )
+    parser.add_argument(
+        "--pause-s",
+        type=_seconds,
+        default=120.0,
+        help="after which an engine whose stream pauses is given up (%(default)s)",
+    )
+    parser.set_defaults(run=_route)
+
+
+def engines_of(think: list[str], answer: list[str]) -> list[Engine]:
+    """The engines of the command line.
+
+    Raises:
+        ConfigError: an address is wrong, or given twice.
+    """
+    addresses: list[tuple[Role, str]] = [("think", url) for url in think]
+    addresses += [("answer", url) for url in answer]
+    seen: set[str] = set()
+    engines = []
+    for role, address in addresses:
+        url = address.rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path:
+            raise ConfigError(
+                f"meridian route --{role} is {address!r}, expected the address of a server, "
+                "such as http://127.0.0.1:8000"
+            )
+        if url in seen:
+            raise ConfigError(f"meridian route: {address} is given twice, expected once")
+        seen.add(url)
+        engines.append(Engine(url, role))
+    return engines
+
+
+def _route(arguments: argparse.Namespace) -> int:
+    engines = engines_of(arguments.think, arguments.answer)
+    # Both come with vLLM, and only this command needs them.
+    import uvicorn
+
+    from meridian_patch.router.app import Router
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    router = Router(engines, arguments.answer_wait_s, arguments.pause_s)
+    print(f"routing on http://{arguments.host}:{arguments.port}", flush=True)
+    uvicorn.run(router.app(), host=arguments.host, port=arguments.port, log_level="warning")
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected seconds above 0")
+    return value

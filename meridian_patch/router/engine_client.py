@@ -1,0 +1,117 @@
+"""Sends one request to one engine, and tells an engine's failure from its refusal."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any, Final
+
+import httpx
+
+from meridian_patch.router.pool import Engine
+
+Json = dict[str, Any]
+
+_DONE: Final = "[DONE]"
+_CONNECT_S: Final = 5.0
+
+
+class EngineFailed(Exception):  # noqa: N818 - the name is what happened
+    """An engine did not answer, broke off, or reported an error of its own."""
+
+
+class EngineRefused(Exception):  # noqa: N818 - the name is what happened
+    """An engine refused a request: another one would refuse it too.
+
+    Attributes:
+        status: HTTP status of the refusal.
+        body: its content.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+        self.body = body
+
+
+class EngineClient:
+    """Requests to engines.
+
+    Args:
+        client: keeps the connections.
+        pause_s: seconds that an engine may take until it sends something.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, pause_s: float) -> None:
+        self._client = client
+        self._timeout = httpx.Timeout(pause_s, connect=_CONNECT_S)
+
+    async def whole(self, engine: Engine, path: str, body: Json, headers: dict[str, str]) -> Json:
+        """Send a request and return the whole response.
+
+        Raises:
+            EngineFailed: no response, or an error of the engine.
+            EngineRefused: the request is wrong.
+        """
+        async with self._open(engine, path, body, headers) as reply:
+            try:
+                return dict(json.loads(await reply.aread()))
+            except (httpx.HTTPError, ValueError) as error:
+                raise EngineFailed(f"{type(error).__name__} in its response") from error
+
+    async def events(
+        self, engine: Engine, path: str, body: Json, headers: dict[str, str]
+    ) -> AsyncGenerator[Json]:
+        """Send a request and yield the chunks of its stream.
+
+        Raises:
+            EngineFailed: no response, an error of the engine, or a stream without its end.
+            EngineRefused: the request is wrong.
+        """
+        async with self._open(engine, path, body, headers) as reply:
+            try:
+                async for line in reply.aiter_lines():
+                    text = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or not text:
+                        continue
+                    if text == _DONE:
+                        return
+                    yield _chunk(text)
+            except (httpx.HTTPError, ValueError) as error:
+                raise EngineFailed(f"{type(error).__name__} in its stream") from error
+        raise EngineFailed("its stream ended without [DONE]")
+
+    @asynccontextmanager
+    async def _open(
+        self, engine: Engine, path: str, body: Json, headers: dict[str, str]
+    ) -> AsyncIterator[httpx.Response]:
+        request = self._client.build_request(
+            "POST", f"{engine.url}{path}", json=body, headers=headers, timeout=self._timeout
+        )
+        engine.num_requests += 1
+        try:
+            try:
+                reply = await self._client.send(request, stream=True)
+            except httpx.HTTPError as error:
+                raise EngineFailed(type(error).__name__) from error
+            try:
+                if reply.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise EngineFailed(f"HTTP {reply.status_code}")
+                if reply.status_code >= HTTPStatus.BAD_REQUEST:
+                    raise EngineRefused(reply.status_code, await reply.aread())
+                yield reply
+            finally:
+                await reply.aclose()
+        finally:
+            engine.num_requests -= 1
+
+
+def _chunk(text: str) -> Json:
+    chunk = json.loads(text)
+    if "error" not in chunk:
+        return dict(chunk)
+    error = chunk["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and code < HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise EngineRefused(code, text.encode())
+    raise EngineFailed(f"error {code} in its stream")

@@ -1,0 +1,33 @@
+"""Reads an engine's phase-weighted load from its ``/metrics``."""
+
+import re
+from typing import Final
+
+ANSWER_WEIGHT: Final = 2.0
+"""A request that answers counts as so many: its tokens are read as they come."""
+
+_SAMPLE: Final = re.compile(
+    r"^(?P<name>vllm:num_requests_running|vllm:num_requests_waiting|meridian_requests)"
+    r"(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>[0-9.eE+]+)",
+    re.MULTILINE,
+)
+_ANSWERS: Final = 'phase="answer"'
+
+
+def load_from(page: str) -> float:
+    """Requests that run or wait on an engine, of all its ranks; those that answer count more.
+
+    Args:
+        page: the text of its ``/metrics``.
+
+    Raises:
+        ValueError: a value is no number.
+    """
+    load = 0.0
+    for sample in _SAMPLE.finditer(page):
+        value = float(sample["value"])
+        if sample["name"] != "meridian_requests":
+            load += value
+        elif _ANSWERS in (sample["labels"] or ""):
+            load += value * (ANSWER_WEIGHT - 1)
+    return load

@@ -1,0 +1,119 @@
+"""``meridian serve --role``: an engine that thinks, or one that answers, for a router in front."""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+from meridian_patch.errors import ConfigError
+
+_TRANSFER: Final = "--kv-transfer-config"
+_PORT: Final = "--port"
+_DEFAULT_PORT: Final = 8000
+_SIDE_CHANNELS: Final = 10_000
+_MOST_PORT: Final = 65_535
+
+
+class Fabric(NamedTuple):
+    """A way for KV blocks from one engine to another.
+
+    Attributes:
+        connector: vLLM's connector.
+        module: the Python package that it needs.
+        install: how to install that package.
+    """
+
+    connector: str
+    module: str
+    install: str
+
+
+FABRICS: Final[Mapping[str, Fabric]] = {
+    "nixl": Fabric("NixlConnector", "nixl", "pip install nixl"),
+    "mooncake": Fabric("MooncakeConnector", "mooncake", "pip install mooncake-transfer-engine"),
+}
+
+
+class Role(NamedTuple):
+    """What ``--role`` changes.
+
+    Attributes:
+        arguments: vLLM's own, with the connector's configuration.
+        environment: variables to set for the server.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"meridian serve: {message}")
+
+
+def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
+    """Take our options out of the arguments of ``meridian serve``.
+
+    Args:
+        arguments: a model, vLLM's options and ours.
+        env: the environment of the server.
+
+    Raises:
+        ConfigError: a wrong value, an option without ``--role``, or a missing package.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--role", choices=("think", "answer"))
+    parser.add_argument("--fabric", choices=tuple(FABRICS))
+    parser.add_argument("--offload-threshold-blocks", type=_blocks)
+    ours, rest = parser.parse_known_args(list(arguments))
+    if ours.role is None:
+        for name in ("fabric", "offload_threshold_blocks"):
+            if getattr(ours, name) is not None:
+                option = name.replace("_", "-")
+                raise ConfigError(f"meridian serve: --{option} needs --role think or answer")
+        return Role(rest, {})
+    settings = {"MERIDIAN_PATCH_SET_HANDOFF__ROLE": ours.role}
+    if ours.offload_threshold_blocks is not None:
+        name = "MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS"
+        settings[name] = str(ours.offload_threshold_blocks)
+    if any(each == _TRANSFER or each.startswith(f"{_TRANSFER}=") for each in rest):
+        if ours.fabric:
+            raise ConfigError(f"meridian serve: give either --fabric or {_TRANSFER}, not both")
+        return Role(rest, settings)
+    fabric = FABRICS[ours.fabric or "nixl"]
+    if importlib.util.find_spec(fabric.module) is None:
+        raise ConfigError(
+            f"meridian serve --role {ours.role}: the package {fabric.module} is missing, which "
+            f"moves the KV cache; '{fabric.install}'"
+        )
+    if fabric.connector == "NixlConnector" and "VLLM_NIXL_SIDE_CHANNEL_PORT" not in env:
+        settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_side_channel(rest))
+    return Role([*rest, _TRANSFER, json.dumps(_transfer(fabric))], settings)
+
+
+def _transfer(fabric: Fabric) -> dict[str, Any]:
+    return {
+        "kv_connector": fabric.connector,
+        "kv_role": "kv_both",
+        # A request whose KV cache does not arrive is computed here.
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def _side_channel(arguments: Sequence[str]) -> int:
+    """A port for the connector that differs between servers of one host, as theirs do."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_PORT, type=int, default=_DEFAULT_PORT)
+    port = int(parser.parse_known_args(list(arguments))[0].port)
+    return port + (_SIDE_CHANNELS if port + _SIDE_CHANNELS <= _MOST_PORT else -_SIDE_CHANNELS)
+
+
+def _blocks(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected 0 or more")
+    return number
