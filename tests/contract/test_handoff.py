@@ -1,0 +1,235 @@
+"""On vLLM's scheduler with its NIXL connector: what leaves an engine, and what it may take over."""
+
+import functools
+
+import pytest
+from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from meridian_patch.engine.handoff.think_part import can_move
+from meridian_patch.engine.scheduler.scheduler import (
+    build_async_phase_scheduler,
+    build_phase_scheduler,
+)
+from meridian_patch.errors import ConfigError
+from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, facts_in
+
+PROMPT = tuple([WORD] * 49 + [256])
+OFFERED = {"kv_transfer_params": dict(OFFER)}
+
+
+@pytest.fixture(params=(False, True), ids=("sync", "async"))
+def is_async(request) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def role(monkeypatch, request) -> str:
+    name = getattr(request, "param", "think")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__ROLE", name)
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS", "3")
+    return name
+
+
+@pytest.fixture
+def driver(demo_model, is_async, role):
+    return driver_of(demo_model, is_async)
+
+
+@functools.cache
+def config_of(model, *, is_async: bool, blocks: int, has_connector: bool):
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", engine_id="one")
+    return engine_config.__wrapped__(
+        model,
+        is_async=is_async,
+        blocks=blocks,
+        kv_transfer_config=transfer if has_connector else None,
+        max_num_seqs=8,
+    )
+
+
+def driver_of(demo_model, is_async, *, blocks=200, has_connector=True) -> Driver:
+    """A driver whose attribute `ended` has each request's last output."""
+    config = config_of(demo_model, is_async=is_async, blocks=blocks, has_connector=has_connector)
+    build = build_async_phase_scheduler if is_async else build_phase_scheduler
+    scheduler_class = build(AsyncScheduler if is_async else Scheduler)
+    driver = Driver.build(scheduler_class, config, is_async=is_async)
+    driver.ended = watch_ends(driver.scheduler)
+    return driver
+
+
+def watch_ends(scheduler) -> dict:
+    """Request -> its last output, as the API server gets it."""
+    ended = {}
+    update = scheduler.update_from_output
+
+    def watched(*args, **kwargs):
+        results = update(*args, **kwargs)
+        for client in results.values():
+            ended.update(
+                (output.request_id, output)
+                for output in client.outputs
+                if output.finish_reason is not None
+            )
+        return results
+
+    scheduler.update_from_output = watched
+    return ended
+
+
+def num_free(driver) -> int:
+    return driver.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def test_a_thought_leaves_with_all_of_its_tokens_and_blocks(driver):
+    """The token after the boundary is generated, because its step computes the boundary's KV."""
+    free_before = num_free(driver)
+    driver.add(Job("r", PROMPT, think_tokens=45, answer_tokens=30), OFFERED)
+    driver.drain()
+    output = driver.ended["r"]
+    ticket = output.kv_transfer_params
+    assert output.finish_reason == FinishReason.LENGTH
+    assert output.new_token_ids == []
+    # 45 tokens and the boundary reach the client; the one after it does not.
+    assert len(driver.deliveries["r"]) == 46
+    assert ticket[PROMPT_IDS] == [*PROMPT, *[WORD] * 45, THINK_END]
+    assert ticket["do_remote_prefill"] is True
+    assert ticket["remote_num_tokens"] == 96
+    # Exactly the blocks of these tokens: the other side reads the last ones it is told of.
+    (blocks,) = ticket["remote_block_ids"]
+    assert len(blocks) == 96 // BLOCK_SIZE == 3
+    facts = facts_in(ticket)
+    assert (facts.num_prompt_tokens, facts.num_output_tokens) == (50, 46)
+    assert facts.max_tokens_left == 1500 - 46
+    assert facts.layout.block_size == BLOCK_SIZE
+    # The blocks stay until the other engine has read them.
+    assert num_free(driver) < free_before
+    driver.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_sending={"r"}))
+    assert num_free(driver) == free_before
+
+
+@pytest.mark.parametrize(
+    ("job", "args"),
+    (
+        (Job("r", PROMPT, think_tokens=10, answer_tokens=30), OFFERED),
+        (Job("r", PROMPT, think_tokens=60, answer_tokens=0), OFFERED),
+        (Job("r", PROMPT, think_tokens=60, answer_tokens=30, max_tokens=62), OFFERED),
+        (Job("r", PROMPT, think_tokens=60, answer_tokens=30, max_tokens=40), OFFERED),
+        (Job("r", (*PROMPT[:-1], WORD), think_tokens=None, answer_tokens=80), OFFERED),
+        (Job("r", PROMPT, think_tokens=60, answer_tokens=30), None),
+    ),
+    ids=(
+        "below the threshold",
+        "without an answer",
+        "of one answer token",
+        "that never ends",
+        "without a thought",
+        "that was not offered",
+    ),
+)
+def test_a_thought_stays_that(driver, job, args):
+    """And the connector keeps no block for a reader that will not come."""
+    free_before = num_free(driver)
+    driver.add(job, args)
+    driver.drain()
+    output = driver.ended["r"]
+    assert FACTS not in (output.kv_transfer_params or {})
+    wanted = (0 if job.think_tokens is None else job.think_tokens + 1) + job.answer_tokens + 1
+    assert len(driver.deliveries["r"]) == min(job.max_tokens, wanted)
+    assert num_free(driver) == free_before
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    (
+        {"seed": 3, "temperature": 1.0},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"prompt_logprobs": 1},
+    ),
+    ids=str,
+)
+def test_a_request_whose_sampling_does_not_travel_stays(sampling):
+    parameters = SamplingParams(**{"temperature": 0, **sampling})
+    request = Request("r", list(PROMPT), parameters, None)
+    assert not can_move(request)
+    assert can_move(Request("r", list(PROMPT), SamplingParams(temperature=1.0), None))
+
+
+def test_an_abort_within_a_thought_leaves_nothing(driver):
+    free_before = num_free(driver)
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=30), OFFERED)
+    for _ in range(30):
+        driver.step()
+    driver.abort("r")
+    driver.drain()
+    assert num_free(driver) == free_before
+
+
+def test_under_pressure_each_ticket_has_its_own_tokens(demo_model, is_async, role):
+    """Preempted requests are computed again before they leave."""
+    driver = driver_of(demo_model, is_async, blocks=24)
+    for number in range(24):
+        job = Job(f"r{number}", PROMPT, think_tokens=60 + number, answer_tokens=20)
+        driver.add(job, OFFERED)
+    preempted = 0
+    for _ in range(3000):
+        preempted += len(driver.step().preempted_req_ids or ())
+        sent = {name for name in driver.ended if name in driver.scheduler.requests}
+        driver.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_sending=sent))
+        if len(driver.ended) == 24:
+            break
+    assert preempted
+    for number in range(24):
+        ticket = driver.ended[f"r{number}"].kv_transfer_params
+        assert ticket[PROMPT_IDS] == [*PROMPT, *[WORD] * (60 + number), THINK_END]
+        (blocks,) = ticket["remote_block_ids"]
+        assert len(blocks) == -(-len(ticket[PROMPT_IDS]) // BLOCK_SIZE)
+
+
+def test_without_a_connector_the_role_is_refused(demo_model, is_async, role):
+    with pytest.raises(ConfigError, match=r"handoff.role is 'think'.*meridian serve --role think"):
+        driver_of(demo_model, is_async, has_connector=False)
+
+
+@pytest.mark.parametrize("role", ("answer",), indirect=True)
+@pytest.mark.parametrize("is_fitting", (True, False), ids=("fits", "other block size"))
+def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
+    """Another layout is computed here: reading it would serve wrong tokens."""
+    layout = {
+        "model": driver.scheduler.vllm_config.model_config.model,
+        "block_size": BLOCK_SIZE if is_fitting else 16,
+        "cache_dtype": driver.scheduler.cache_config.cache_dtype,
+        "dtype": str(driver.scheduler.vllm_config.model_config.dtype),
+    }
+    facts = {
+        "num_prompt_tokens": 20,
+        "num_output_tokens": 30,
+        "max_tokens_left": 9,
+        "layout": layout,
+    }
+    params = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [[1, 2]],
+        "remote_engine_id": "two",
+        "remote_request_id": "r",
+        "remote_host": "localhost",
+        "remote_port": 1,
+        "tp_size": 1,
+        FACTS: facts,
+    }
+    driver.add(
+        Job("r", (*PROMPT[:-1], WORD), think_tokens=None, answer_tokens=5),
+        {"kv_transfer_params": params},
+    )
+    driver.step()
+    request = driver.scheduler.requests["r"]
+    assert (request.kv_transfer_params is not None) == is_fitting
+    is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert is_loading == is_fitting
