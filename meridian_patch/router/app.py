@@ -46,12 +46,19 @@ class Router:
         engines: those that think, and those that answer.
         answer_wait_s: seconds after which an answer engine that has sent nothing is given up.
         pause_s: seconds that an engine's stream may pause.
+        transport: takes the place of connections to engines.
     """
 
-    def __init__(self, engines: Sequence[Engine], answer_wait_s: float, pause_s: float) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        answer_wait_s: float,
+        pause_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
         # Engines are addressed directly, whatever proxy the environment names.
-        self._http = httpx.AsyncClient(limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(limits=limits, trust_env=False, transport=transport)
         self.metrics = Metrics()
         self.pool = Pool(engines, self._http)
         client = EngineClient(self._http, pause_s)

@@ -1,0 +1,306 @@
+"""The router against servers that fail: which engine serves what, and what the client gets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from meridian_patch.errors import ConfigError
+from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
+from meridian_patch.router.app import Router
+from meridian_patch.router.command import engines_of
+from meridian_patch.router.load import load_from
+
+LAYOUT = {"model": "m", "block_size": 32, "cache_dtype": "auto", "dtype": "float32"}
+TICKET = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "one",
+    PROMPT_IDS: [1, 2, 10, 11],
+    FACTS: {
+        "num_prompt_tokens": 2,
+        "num_output_tokens": 2,
+        "max_tokens_left": 98,
+        "layout": LAYOUT,
+    },
+}
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "q"}], "stream": True}
+
+
+def chunk(token: int | None = None, **choice) -> dict:
+    ids = [] if token is None else [token]
+    return {"id": "x", "choices": [{"index": 0, "delta": {}, "token_ids": ids} | choice]}
+
+
+THOUGHT = [
+    {**chunk(delta={"role": "assistant", "content": ""}), PROMPT_IDS: [1, 2]},
+    chunk(10, delta={"reasoning": "hm"}),
+    chunk(11),
+]
+LEAVES = [{**chunk(finish_reason="length"), "kv_transfer_params": TICKET}]
+USAGE = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+ANSWER = [
+    {**chunk(delta={"role": "assistant", "content": ""}), PROMPT_IDS: [1, 2, 10, 11]},
+    chunk(12, delta={"content": "6"}),
+    chunk(13, delta={"content": "."}, finish_reason="stop"),
+    {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}},
+]
+
+
+class StubEngine:
+    """Answers each request with the next of its scripts; remembers what it was sent.
+
+    A script is a list of chunks, ``None`` among them for a broken connection.
+    """
+
+    def __init__(self, *scripts: list[dict | None], status: int = 200) -> None:
+        self.scripts = list(scripts)
+        self.status = status
+        self.bodies: list[dict] = []
+        self.is_healthy = True
+        self.app = Starlette(
+            routes=[
+                Route("/health", lambda _: Response(status_code=200 if self.is_healthy else 500)),
+                Route(CHAT, self._chat, methods=["POST"]),
+            ]
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        self.bodies.append(await request.json())
+        if self.status != 200:
+            return JSONResponse({"error": {"message": "no"}}, self.status)
+        return StreamingResponse(self._events(self.scripts.pop(0)))
+
+    async def _events(self, script: list[dict | None]) -> AsyncIterator[str]:
+        for each in script:
+            if each is None:
+                return
+            yield f"data: {json.dumps(each)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+class ByHost(httpx.AsyncBaseTransport):
+    """Routes requests to the stub with the host's name."""
+
+    def __init__(self, stubs: dict[str, StubEngine]) -> None:
+        self._transports = {name: httpx.ASGITransport(stub.app) for name, stub in stubs.items()}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host not in self._transports:
+            raise httpx.ConnectError("refused")
+        return await self._transports[request.url.host].handle_async_request(request)
+
+
+@asynccontextmanager
+async def routed(think: list[str], answer: list[str], stubs: dict[str, StubEngine]):
+    """A client of a router whose engines are these stubs."""
+    engines = engines_of([f"http://{n}" for n in think], [f"http://{n}" for n in answer])
+    router = Router(engines, answer_wait_s=5, pause_s=5, transport=ByHost(stubs))
+    app = router.app()
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            yield client, router
+
+
+def post(
+    stubs: dict[str, StubEngine], body: dict = BODY, answer: tuple[str, ...] = ("b",)
+) -> tuple[httpx.Response, Router]:
+    """One request to a router with a think engine ``a``, and answer engines."""
+
+    async def run() -> tuple[httpx.Response, Router]:
+        think = [name for name in stubs if name not in answer] or ["a"]
+        async with routed(think, list(answer), stubs) as (client, router):
+            return await client.post(CHAT, json=body), router
+
+    return asyncio.run(run())
+
+
+def content(response: httpx.Response) -> tuple[str, str]:
+    """The thought and the answer that a client reads."""
+    chunks = events(response)
+    deltas = [c["delta"] for e in chunks for c in e.get("choices", ())]
+    return (
+        "".join(d.get("reasoning") or "" for d in deltas),
+        "".join(d.get("content") or "" for d in deltas),
+    )
+
+
+def events(response: httpx.Response) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def moved(router: Router) -> dict[str, float]:
+    page = router.metrics.page(router.pool.engines).decode()
+    lines = [line for line in page.splitlines() if "handoffs_total{" in line]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+def test_a_request_moves() -> None:
+    """The client sees one stream, without what the engines exchange."""
+    think, answer = (
+        StubEngine([*THOUGHT, *LEAVES, {"choices": [], "usage": USAGE}]),
+        StubEngine(ANSWER),
+    )
+    body = BODY | {"max_tokens": 100, "stream_options": {"include_usage": True}}
+    response, router = post({"a": think, "b": answer}, body)
+    assert content(response) == ("hm", "6.")
+    assert "token_ids" not in response.text
+    assert "kv_transfer_params" not in response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+    roles = [c["delta"].get("role") for e in events(response) for c in e["choices"]]
+    assert roles.count("assistant") == 1
+    finish = [c.get("finish_reason") for e in events(response) for c in e["choices"]]
+    assert [each for each in finish if each] == ["stop"]
+    usage = events(response)[-1]["usage"]
+    assert usage == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+    assert think.bodies[0]["kv_transfer_params"] == {"do_remote_decode": True}
+    (sent,) = answer.bodies
+    assert sent["kv_transfer_params"][PROMPT_IDS] == [1, 2, 10, 11]
+    assert sent["kv_transfer_params"]["remote_engine_id"] == "one"
+    assert sent["max_tokens"] == 98
+    assert moved(router) == {"moved": 1, "answered_again": 0, "resumed": 0}
+
+
+@pytest.mark.parametrize("fails", ("down", "500", "breaks off"))
+def test_an_answer_engine_that_fails_at_once_loses_nothing(fails: str) -> None:
+    """The think engine answers from its own cache."""
+    think = StubEngine([*THOUGHT, *LEAVES], ANSWER)
+    answer = StubEngine([ANSWER[0], None], status=500 if fails == "500" else 200)
+    stubs = {"a": think, "b": answer}
+    if fails == "down":
+
+        async def run() -> tuple[httpx.Response, Router]:
+            async with routed(["a"], ["b"], stubs) as (client, router):
+                del router.pool._client._transport._transports["b"]
+                return await client.post(CHAT, json=BODY), router
+
+        response, router = asyncio.run(run())
+    else:
+        response, router = post(stubs)
+    assert content(response) == ("hm", "6.")
+    again = think.bodies[1]
+    assert again["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
+    assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
+    assert not router.pool.engines[1].is_healthy
+
+
+def test_an_answer_goes_on_after_the_tokens_sent() -> None:
+    think = StubEngine([*THOUGHT, *LEAVES], [ANSWER[0], *ANSWER[2:]])
+    answer = StubEngine([*ANSWER[:2], None])
+    response, router = post({"a": think, "b": answer})
+    assert content(response) == ("hm", "6.")
+    assert think.bodies[1]["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11, 12]}
+    assert moved(router)["moved"] == 1
+
+
+@pytest.mark.parametrize(
+    ("delta", "body"),
+    (({"tool_calls": [{"index": 0}]}, {}), ({"content": "6"}, {"stop": ["67"]})),
+    ids=("tool call", "stop string"),
+)
+def test_what_no_other_engine_can_continue_ends_with_an_error(delta: dict, body: dict) -> None:
+    think = StubEngine([*THOUGHT, *LEAVES])
+    answer = StubEngine([ANSWER[0], chunk(12, delta=delta), None])
+    response, _ = post({"a": think, "b": answer}, BODY | body)
+    assert events(response)[-1]["error"]["code"] == 503
+    assert "[DONE]" not in response.text
+
+
+def test_a_thought_goes_on_at_another_think_engine() -> None:
+    first, second = StubEngine([*THOUGHT[:2], None]), StubEngine([*THOUGHT[2:], *LEAVES])
+    response, router = post({"a": first, "c": second, "b": StubEngine(ANSWER)})
+    assert content(response) == ("hm", "6.")
+    assert second.bodies[0]["kv_transfer_params"][PROMPT_IDS] == [1, 2, 10]
+    assert moved(router)["resumed"] == 1
+
+
+def test_a_refusal_is_the_clients() -> None:
+    response, _ = post({"a": StubEngine(status=400), "b": StubEngine()})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "no"
+
+
+def test_without_an_engine_clients_are_told_when_to_come_back() -> None:
+    response, _ = post({}, answer=())
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "1"
+
+
+def test_without_an_answer_engine_nothing_is_offered() -> None:
+    think = StubEngine([*THOUGHT, *ANSWER[1:]])
+    response, _ = post({"a": think}, answer=())
+    assert content(response) == ("hm", "6.")
+    assert "kv_transfer_params" not in think.bodies[0]
+
+
+def test_tickets_of_clients_are_not_passed_on() -> None:
+    think = StubEngine([*THOUGHT, *ANSWER[1:]])
+    post({"a": think}, BODY | {"kv_transfer_params": {"remote_host": "elsewhere"}}, answer=())
+    assert "kv_transfer_params" not in think.bodies[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    (
+        {"n": 2},
+        {"use_beam_search": True},
+        {"echo": True},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ),
+    ids=str,
+)
+def test_what_cannot_move_is_not_offered(body: dict) -> None:
+    think = StubEngine([*THOUGHT, *ANSWER[1:]])
+    post({"a": think, "b": StubEngine()}, BODY | body)
+    assert "kv_transfer_params" not in think.bodies[0]
+
+
+@pytest.mark.parametrize("content", (b"{", b"[]"))
+def test_a_body_that_is_no_object_is_refused(content: bytes) -> None:
+    async def run() -> httpx.Response:
+        async with routed(["a"], [], {"a": StubEngine()}) as (client, _):
+            return await client.post(CHAT, content=content)
+
+    response = asyncio.run(run())
+    assert response.status_code == 400
+    assert "JSON" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("think", "answer", "says"),
+    (
+        (["a:8000"], [], "--think is 'a:8000'"),
+        (["http://a"], ["http://b/v1"], "--answer is 'http://b/v1'"),
+        (["http://a", "http://a/"], [], "given twice"),
+    ),
+)
+def test_wrong_addresses_are_refused(think: list[str], answer: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engines_of(think, answer)
+
+
+def test_the_engine_with_the_least_load_is_chosen() -> None:
+    """Answers weigh twice; what was sent since the last check counts."""
+    first, second = engines_of(["http://a", "http://b"], [])
+    page = (
+        'vllm:num_requests_running{engine="0"} 3.0\n'
+        'vllm:num_requests_running{engine="1"} 1.0\n'
+        'vllm:num_requests_waiting{engine="0"} 2.0\n'
+        'meridian_requests{engine="0",phase="answer"} 2.0\n'
+        'meridian_requests{engine="0",phase="think"} 1.0\n'
+    )
+    assert load_from(page) == 8
+    first.checked(8)
+    second.checked(7)
+    assert second.weight < first.weight
+    second.num_requests += 2
+    assert first.weight < second.weight

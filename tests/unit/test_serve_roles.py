@@ -1,0 +1,73 @@
+"""``meridian serve --role``: what it adds to vLLM's own options, and what it refuses."""
+
+import json
+
+import pytest
+
+from meridian_patch import serve_roles
+from meridian_patch.errors import ConfigError
+from meridian_patch.serve_roles import split_role
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """Every fabric's package is installed."""
+    monkeypatch.setattr(serve_roles.importlib.util, "find_spec", lambda _: object())
+
+
+def test_without_a_role_nothing_changes() -> None:
+    arguments = ["m", "--port", "8001", "--max-model-len", "1024"]
+    assert split_role(arguments, {}) == (arguments, {})
+
+
+@pytest.mark.parametrize(
+    ("fabric", "connector"), (("nixl", "NixlConnector"), ("mooncake", "MooncakeConnector"))
+)
+def test_a_role_configures_vllms_connector(fabric: str, connector: str) -> None:
+    given = ["m", "--role", "think", "--fabric", fabric, "--offload-threshold-blocks", "3"]
+    role = split_role([*given, "--port", "8001"], {})
+    assert role.arguments[:4] == ["m", "--port", "8001", "--kv-transfer-config"]
+    transfer = json.loads(role.arguments[4])
+    assert transfer["kv_connector"] == connector
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert role.environment["MERIDIAN_PATCH_SET_HANDOFF__ROLE"] == "think"
+    assert role.environment["MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS"] == "3"
+    assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in role.environment) == (fabric == "nixl")
+
+
+@pytest.mark.parametrize(("port", "channel"), (("8001", "18001"), ("60000", "50000")))
+def test_servers_of_one_host_get_side_channels_of_their_own(port: str, channel: str) -> None:
+    role = split_role(["m", "--role", "answer", "--port", port], {})
+    assert role.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == channel
+    given = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
+    assert given.keys().isdisjoint(split_role(["m", "--role", "answer"], given).environment)
+
+
+def test_a_connector_of_the_users_own_is_kept() -> None:
+    own = ["m", "--kv-transfer-config", "{}"]
+    assert split_role([*own, "--role", "think"], {}).arguments == own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    (
+        (["--role", "both"], "--role"),
+        (["--fabric", "nixl"], "--fabric needs --role"),
+        (["--offload-threshold-blocks", "3"], "--offload-threshold-blocks needs --role"),
+        (["--role", "think", "--offload-threshold-blocks", "-1"], "is '-1', expected 0 or more"),
+        (["--role", "think", "--fabric", "rdma"], "--fabric"),
+        (
+            ["--role", "think", "--fabric", "nixl", "--kv-transfer-config", "{}"],
+            "either --fabric or --kv-transfer-config",
+        ),
+    ),
+)
+def test_wrong_options_are_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        split_role(["m", *arguments], {})
+
+
+def test_a_missing_package_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(serve_roles.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"package nixl is missing.*pip install nixl"):
+        split_role(["m", "--role", "think"], {})
