@@ -70,8 +70,7 @@ class StreamState:
         self.token_ids += ids
         self.num_output_tokens += len(ids)
         if not self._shows_ids:
-            choice.pop("token_ids", None)
-            choice.pop("prompt_token_ids", None)
+            choice["token_ids"] = None
         delta = choice.get("delta", {})
         is_opening = "role" in delta and not delta.get("content")
         if is_opening and self._has_begun:

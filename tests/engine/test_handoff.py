@@ -119,7 +119,7 @@ def stream(url: str, question: str, **body) -> Reply:
             reply.ids |= {chunk["id"]} if "id" in chunk else set()
             reply.usage = chunk.get("usage") or reply.usage
             for choice in chunk.get("choices", ()):
-                assert "token_ids" not in choice
+                assert not choice.get("token_ids")
                 delta = choice["delta"]
                 thought = delta.get("reasoning") or ""
                 reply.reasoning += thought
