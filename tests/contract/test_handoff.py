@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from exit_driver import EAGER
 from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
@@ -11,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker import worker_base
 
 from meridian_patch.engine.handoff.think_part import can_move
 from meridian_patch.engine.scheduler.scheduler import (
@@ -19,6 +21,7 @@ from meridian_patch.engine.scheduler.scheduler import (
 )
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, facts_in
+from meridian_patch.patching.candidate import MARK
 
 PROMPT = tuple([WORD] * 49 + [256])
 OFFERED = {"kv_transfer_params": dict(OFFER)}
@@ -233,3 +236,33 @@ def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
     assert (request.kv_transfer_params is not None) == is_fitting
     is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert is_loading == is_fitting
+
+
+def test_a_thought_that_is_closed_early_leaves_too(demo_model, is_async, role, monkeypatch):
+    """Its probes are no requests to the connector."""
+    for name, value in EAGER.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_{name}", value)
+    monkeypatch.setattr(worker_base.WorkerBase, MARK, "worker", raising=False)
+    driver = driver_of(demo_model, is_async)
+    connector, named = driver.scheduler.connector, set()
+    build = connector.build_connector_meta
+
+    def watched(output):
+        meta = build(output)
+        for part in (meta.reqs_to_recv, meta.reqs_to_save, meta.reqs_to_send, meta.reqs_in_batch):
+            named.update(part)
+        named.update(meta.reqs_not_processed)
+        return meta
+
+    connector.build_connector_meta = watched
+    probed = set()
+    for number in range(3):
+        driver.add(Job(f"r{number}", PROMPT, think_tokens=900, answer_tokens=20), OFFERED)
+    while len(driver.ended) < 3:
+        probed |= set(driver.step().num_scheduled_tokens) - {"r0", "r1", "r2"}
+    assert probed
+    assert named == {"r0", "r1", "r2"}
+    for output in driver.ended.values():
+        ids = output.kv_transfer_params[PROMPT_IDS]
+        assert THINK_END in ids[50:]
+        assert len(ids) < 900

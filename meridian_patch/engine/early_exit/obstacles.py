@@ -10,6 +10,9 @@ from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
 
+# Load-bearing: they act only on requests that have `kv_transfer_params`, and a probe has none.
+_BLIND_CONNECTORS = frozenset(("NixlConnector", "NixlPullConnector"))
+
 
 class Finding(NamedTuple):
     """One obstacle, and its explanation for the log and the status report."""
@@ -59,8 +62,12 @@ def against_probes(scheduler: Any, boundaries: Boundaries) -> Iterator[Finding]:
         yield Finding(
             Obstacle.KV_GROUPS, "the model keeps a state in place of its tokens' KV cache"
         )
-    if scheduler.connector is not None:
-        yield Finding(Obstacle.KV_CONNECTOR, "a KV connector is in use, which would see the probes")
+    connector = scheduler.connector
+    if connector is not None and type(connector).__name__ not in _BLIND_CONNECTORS:
+        yield Finding(
+            Obstacle.KV_CONNECTOR,
+            f"the KV connector {type(connector).__name__} would see the probes",
+        )
     # Load-bearing: with EAGLE drafts, the last block of a hit is computed again.
     blocks = 2 if scheduler.kv_cache_manager.coordinator.eagle_group_ids else 1
     most_tokens = blocks * scheduler.block_size + len(boundaries.probe)
