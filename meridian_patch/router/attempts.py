@@ -1,12 +1,15 @@
 """One request's engines: which may serve its next part, and which have failed it."""
 
+import logging
 from typing import Any, NamedTuple
 
 from meridian_patch.errors import MeridianError
 from meridian_patch.handoff.requests import can_be_handed_off, offload
-from meridian_patch.router.engine_client import EngineClient, EngineFailed
+from meridian_patch.router.engine_client import EngineClient, EngineFailed, EngineRefused
 from meridian_patch.router.metrics import Metrics
 from meridian_patch.router.pool import Engine, Pool, Role
+
+logger = logging.getLogger("meridian.route")
 
 Json = dict[str, Any]
 
@@ -61,7 +64,10 @@ class Attempts:
                 return engine
         raise NoEngine("no healthy engine is left for this request")
 
-    def failed(self, engine: Engine, error: EngineFailed) -> None:
-        """Do not use this engine again for this request."""
+    def failed(self, engine: Engine, error: EngineFailed | EngineRefused) -> None:
+        """Do not use this engine again for this request; after a failure, nor for others."""
         self._failed.append(engine)
-        self._pool.failed(engine, str(error))
+        if isinstance(error, EngineFailed):
+            self._pool.failed(engine, str(error))
+        else:
+            logger.warning("engine %s refused what another one began: %s", engine.url, error)

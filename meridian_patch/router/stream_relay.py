@@ -10,7 +10,7 @@ from typing import Any
 
 from meridian_patch.handoff.requests import ingest, resume, ticket_in
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
-from meridian_patch.router.engine_client import EngineFailed
+from meridian_patch.router.engine_client import EngineFailed, EngineRefused
 from meridian_patch.router.pool import Engine, Role
 from meridian_patch.router.stream_state import StreamState
 
@@ -76,7 +76,10 @@ class StreamRelay:
                 async for chunk in self._served(engine, leg):
                     yield chunk
                 leg = self._next_leg() or leg
-            except EngineFailed as error:
+            except (EngineFailed, EngineRefused) as error:
+                # An engine that began the request did not refuse it.
+                if isinstance(error, EngineRefused) and not self._state.token_ids:
+                    raise
                 self._attempts.failed(engine, error)
                 leg = self._resumed(leg)
         usage = self._state.usage_chunk()

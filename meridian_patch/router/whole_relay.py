@@ -5,7 +5,7 @@ from typing import Any
 from meridian_patch.handoff.requests import ingest, resume, ticket_in
 from meridian_patch.handoff.ticket import PROMPT_IDS, facts_in
 from meridian_patch.router.attempts import Attempts, Services
-from meridian_patch.router.engine_client import EngineFailed
+from meridian_patch.router.engine_client import EngineFailed, EngineRefused
 from meridian_patch.router.pool import Role
 from meridian_patch.router.stream_state import joined_usage
 
@@ -50,7 +50,7 @@ class WholeRelay:
         client, metrics = self._services.client, self._services.metrics
         try:
             second = await client.whole(engine, self._path, body, self._headers)
-        except EngineFailed as error:
+        except (EngineFailed, EngineRefused) as error:
             self._attempts.failed(engine, error)
         else:
             metrics.moved("moved")

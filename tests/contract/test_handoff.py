@@ -266,3 +266,15 @@ def test_a_thought_that_is_closed_early_leaves_too(demo_model, is_async, role, m
         ids = output.kv_transfer_params[PROMPT_IDS]
         assert THINK_END in ids[50:]
         assert len(ids) < 900
+
+
+def test_without_its_part_requests_end_as_in_stock(driver):
+    """The circuit breaker switched it off between the boundary and the next token."""
+    part = driver.scheduler._think_part
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=30), OFFERED)
+    while not part._moves:
+        driver.step()
+    driver.scheduler._switch_off([part.name])
+    driver.drain()
+    assert len(driver.deliveries["r"]) == 92
+    assert FACTS not in (driver.ended["r"].kv_transfer_params or {})

@@ -170,11 +170,11 @@ def test_a_request_moves() -> None:
     assert moved(router) == {"moved": 1, "answered_again": 0, "resumed": 0}
 
 
-@pytest.mark.parametrize("fails", ("down", "500", "breaks off"))
+@pytest.mark.parametrize("fails", ("down", "500", "400", "breaks off"))
 def test_an_answer_engine_that_fails_at_once_loses_nothing(fails: str) -> None:
     """The think engine answers from its own cache."""
     think = StubEngine([*THOUGHT, *LEAVES], ANSWER)
-    answer = StubEngine([ANSWER[0], None], status=500 if fails == "500" else 200)
+    answer = StubEngine([ANSWER[0], None], status=int(fails) if fails.isdigit() else 200)
     stubs = {"a": think, "b": answer}
     if fails == "down":
 
@@ -190,7 +190,7 @@ def test_an_answer_engine_that_fails_at_once_loses_nothing(fails: str) -> None:
     again = think.bodies[1]
     assert again["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
     assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
-    assert not router.pool.engines[1].is_healthy
+    assert router.pool.engines[1].is_healthy == (fails == "400")
 
 
 def test_an_answer_goes_on_after_the_tokens_sent() -> None:

@@ -22,6 +22,7 @@ from meridian_patch.telemetry import counters
 
 @dataclass(slots=True)
 class _Move:
+    request: Any
     # Known tokens at the boundary, prompt included, and the request's own limit of new tokens.
     num_tokens: int
     max_tokens: int
@@ -61,12 +62,12 @@ class ThinkPart(SchedulerPart):
         if state is None or state.phase is not Phase.ANSWER or not state.is_handed_off:
             return
         self._offered.discard(name)
-        num_output = request.num_output_tokens
-        if request.num_tokens < self._least_tokens or num_output + 1 >= request.max_tokens:
+        ends_at = request.num_output_tokens + 1
+        if request.num_tokens < self._least_tokens or ends_at >= request.max_tokens:
             return
-        self._moves[name] = _Move(request.num_tokens, request.max_tokens)
+        self._moves[name] = _Move(request, request.num_tokens, request.max_tokens)
         # Load-bearing: upstream compares the number of output tokens with it after each token.
-        request.max_tokens = num_output + 1
+        request.max_tokens = ends_at
 
     def on_freed(self, request: Any) -> None:
         self._offered.discard(request.request_id)
@@ -82,6 +83,12 @@ class ThinkPart(SchedulerPart):
                     output.new_token_ids = []
                     output.new_logprobs = None
                     output.new_sampling_mask = None
+
+    def on_switched_off(self) -> None:
+        for move in self._moves.values():
+            move.request.max_tokens = move.max_tokens
+        self._moves.clear()
+        self._offered.clear()
 
     @contextmanager
     def told_to_connector(self, request: Any) -> Iterator[Facts | None]:
