@@ -46,20 +46,20 @@ def driver(demo_model, is_async, role):
 
 
 @functools.cache
-def config_of(model, *, is_async: bool, blocks: int, has_connector: bool):
-    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", engine_id="one")
+def config_of(model, *, is_async: bool, blocks: int, connector: str | None):
+    transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", engine_id="one")
     return engine_config.__wrapped__(
         model,
         is_async=is_async,
         blocks=blocks,
-        kv_transfer_config=transfer if has_connector else None,
+        kv_transfer_config=transfer if connector else None,
         max_num_seqs=8,
     )
 
 
-def driver_of(demo_model, is_async, *, blocks=200, has_connector=True) -> Driver:
+def driver_of(demo_model, is_async, *, blocks=200, connector="NixlConnector") -> Driver:
     """A driver whose attribute `ended` has each request's last output."""
-    config = config_of(demo_model, is_async=is_async, blocks=blocks, has_connector=has_connector)
+    config = config_of(demo_model, is_async=is_async, blocks=blocks, connector=connector)
     build = build_async_phase_scheduler if is_async else build_phase_scheduler
     scheduler_class = build(AsyncScheduler if is_async else Scheduler)
     driver = Driver.build(scheduler_class, config, is_async=is_async)
@@ -198,7 +198,7 @@ def test_under_pressure_each_ticket_has_its_own_tokens(demo_model, is_async, rol
 
 def test_without_a_connector_the_role_is_refused(demo_model, is_async, role):
     with pytest.raises(ConfigError, match=r"handoff.role is 'think'.*meridian serve --role think"):
-        driver_of(demo_model, is_async, has_connector=False)
+        driver_of(demo_model, is_async, connector=None)
 
 
 @pytest.mark.parametrize("role", ("answer",), indirect=True)
@@ -278,3 +278,19 @@ def test_without_its_part_requests_end_as_in_stock(driver):
     driver.drain()
     assert len(driver.deliveries["r"]) == 92
     assert FACTS not in (driver.ended["r"].kv_transfer_params or {})
+
+
+def test_mooncake_is_told_what_it_needs(demo_model, is_async, role):
+    """Its connector leaves the naming of transfers and engines to the caller."""
+    driver = driver_of(demo_model, is_async, connector="MooncakeConnector")
+    driver.add(Job("r", PROMPT, think_tokens=45, answer_tokens=30), OFFERED)
+    driver.drain()
+    ticket = driver.ended["r"].kv_transfer_params
+    assert ticket["transfer_id"] == "r"
+    assert ticket["remote_engine_id"] == "one"
+    assert ticket["remote_bootstrap_addr"].startswith("http://")
+    assert ticket["do_remote_prefill"] is True
+    assert len(ticket[PROMPT_IDS]) == 96
+    side = driver.scheduler.connector.connector_scheduler
+    (blocks,) = side._reqs_need_send["r"][1]
+    assert len(blocks) == 3

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine.handoff.fabrics import fabric_of
 from meridian_patch.engine.handoff.layout import layout_of
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS, Facts
@@ -43,11 +44,17 @@ class ThinkPart(SchedulerPart):
         self._tracker = tracker
         self._least_tokens = least_blocks * scheduler.cache_config.block_size
         self._layout = layout_of(scheduler.vllm_config)
+        self._fabric = fabric_of(scheduler.vllm_config)
         # Requests that may be handed off, and those that end one token after their boundary.
         self._offered: set[str] = set()
         self._moves: dict[str, _Move] = {}
         # Requests that were handed off in the step being updated.
         self._moved: set[str] = set()
+
+    def before_added(self, request: Any, options: RequestOptions) -> None:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            self._fabric.offer(request)
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         params = request.kv_transfer_params
@@ -124,14 +131,16 @@ class ThinkPart(SchedulerPart):
         finally:
             request.status, request.num_computed_tokens = status, num_computed
 
-    @staticmethod
-    def ticket(request: Any, facts: Facts, params: dict[str, Any] | None) -> dict[str, Any] | None:
+    def ticket(
+        self, request: Any, facts: Facts, params: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
         """The ticket of a request that moves; None if the connector keeps nothing for it."""
-        if not params:
-            return params
+        address = self._fabric.address(request, params)
+        if address is None:
+            return None
         num_tokens = facts.num_prompt_tokens + facts.num_output_tokens
         token_ids = list(request.all_token_ids[:num_tokens])
-        return {**params, PROMPT_IDS: token_ids, FACTS: facts.model_dump()}
+        return {**address, PROMPT_IDS: token_ids, FACTS: facts.model_dump()}
 
     @staticmethod
     def _is_moving(request: Any, move: _Move) -> bool:

@@ -1,0 +1,70 @@
+"""What the connectors of vLLM need besides blocks: names of transfers and addresses."""
+
+from typing import Any, Protocol
+
+from vllm.utils.network_utils import get_ip
+
+
+class Fabric(Protocol):
+    """A connector's way of naming what the other engine is to read."""
+
+    def offer(self, request: Any) -> None:
+        """Prepare a request that may leave, before the connector knows it."""
+
+    def address(self, request: Any, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The connector's part of a ticket; None if it keeps nothing.
+
+        Args:
+            request: the request that leaves.
+            params: what the connector returned for it.
+        """
+
+
+class NixlFabric:
+    """NIXL: the connector names transfers by itself."""
+
+    def offer(self, request: Any) -> None:
+        """Nothing to prepare."""
+
+    def address(self, _request: Any, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What the connector returned."""
+        return params or None
+
+
+class MooncakeFabric:
+    """Mooncake: the caller names transfers, and finds engines by their bootstrap server.
+
+    Args:
+        vllm_config: of this engine.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        # Only an engine with this connector imports it.
+        from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (
+            mooncake_connector,
+        )
+
+        # Load-bearing: where workers of this engine register, and others ask for them.
+        host, port = mooncake_connector.get_mooncake_bootstrap_addr(vllm_config)
+        # The server listens on all addresses; others cannot reach the loopback one.
+        host = get_ip() if host in {"127.0.0.1", "localhost"} else host
+        self._engine = {
+            "remote_engine_id": vllm_config.kv_transfer_config.engine_id,
+            "remote_bootstrap_addr": f"http://{host}:{port}",
+        }
+
+    def offer(self, request: Any) -> None:
+        """Name the transfer."""
+        request.kv_transfer_params.setdefault("transfer_id", request.request_id)
+
+    def address(self, request: Any, _params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Where the other engine finds the blocks of this transfer."""
+        transfer_id = request.kv_transfer_params["transfer_id"]
+        return {"do_remote_prefill": True, "transfer_id": transfer_id, **self._engine}
+
+
+def fabric_of(vllm_config: Any) -> Fabric:
+    """The fabric of an engine's connector, one of ``layout.CONNECTORS``."""
+    if vllm_config.kv_transfer_config.kv_connector == "MooncakeConnector":
+        return MooncakeFabric(vllm_config)
+    return NixlFabric()
