@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import openai
 import pytest
 from run_engine import PATCHED, clean_environment, log_tail
 from run_server import Server, free_port
@@ -219,6 +221,80 @@ def test_wrong_requests_are_refused_as_by_one_engine(engines, router):
     wrong = {"messages": [], "stream": True, "vllm_xargs": {"meridian_exit": "on"}}
     assert httpx.post(f"{router.url}{CHAT}", json=wrong, timeout=60).status_code == 400
     assert httpx.post(f"{router.url}{CHAT}", content=b"{", timeout=60).status_code == 400
+
+
+@pytest.mark.nightly
+def test_two_hundred_streams(engines, router, tmp_path):
+    """One at a time and eight at a time, beside the same requests on one engine.
+
+    Prints the gap between the last piece of the thought and the first one of the answer.
+    """
+    think, _ = engines
+    asked = questions(200, seed=77)
+    before = router.handoffs()
+    rows = []
+    for width, part in ((1, asked[:60]), (8, asked[60:])):
+        gaps = {"one engine": [], "handed off": []}
+        # Alternating pieces: the machine's speed drifts.
+        for first in range(0, len(part), 20):
+            piece = part[first : first + 20]
+            with ThreadPoolExecutor(width) as pool:
+                alone = list(pool.map(lambda question: stream(think.url, question), piece))
+                routed = list(pool.map(lambda question: stream(router.url, question), piece))
+            for one, two in zip(alone, routed, strict=True):
+                assert (two.reasoning, two.content) == (one.reasoning, one.content)
+                gaps["one engine"].append(one.gap_s)
+                gaps["handed off"].append(two.gap_s)
+        for name, seen in gaps.items():
+            cuts = statistics.quantiles(seen, n=100)
+            rows.append((width, name, len(seen), cuts[49] * 1e3, cuts[98] * 1e3, max(seen) * 1e3))
+    after = router.handoffs()
+    print("\n| at a time | way | requests | P50 gap ms | P99 gap ms | worst ms |")
+    for row in rows:
+        print("| {} | {} | {} | {:.0f} | {:.0f} | {:.0f} |".format(*row))
+    print(after)
+    assert after["moved"] - before["moved"] == len(asked)
+
+
+@pytest.mark.nightly
+def test_clients_of_others(demo_model, engines, router, tmp_path):
+    """The openai package, vLLM's own load generator, and curl."""
+    question = {"role": "user", "content": questions(1)[0]}
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none")
+    whole = client.chat.completions.create(model="m", messages=[question], temperature=0)
+    chunks = client.chat.completions.create(
+        model="m", messages=[question], temperature=0, stream=True
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    body = json.dumps({"model": "m", "messages": [question], "temperature": 0})
+    header = "Content-Type: application/json"
+    curl = ["curl", "-sS", f"{router.url}{CHAT}", "-H", header, "-d", body]
+    said = json.loads(subprocess.run(curl, check=True, capture_output=True).stdout)
+    assert said["choices"][0]["message"]["content"] == text
+    # Load-bearing: on the CPU build, the command `vllm bench serve` cannot start.
+    code = (
+        "import argparse; from vllm.benchmarks import serve; p = argparse.ArgumentParser();"
+        "serve.add_cli_args(p); serve.main(p.parse_args())"
+    )
+    options = {
+        "backend": "openai-chat",
+        "base-url": router.url,
+        "endpoint": CHAT,
+        "model": "m",
+        "tokenizer": str(demo_model),
+        "dataset-name": "random",
+        "random-input-len": "40",
+        "random-output-len": "120",
+        "num-prompts": "40",
+        "max-concurrency": "8",
+        "result-filename": str(tmp_path / "bench.json"),
+    }
+    command = [sys.executable, "-P", "-c", code, "--save-result"]
+    command += [part for name, value in options.items() for part in (f"--{name}", value)]
+    subprocess.run(command, check=True, timeout=300, env=clean_environment(tmp_path))
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["completed"] == 40
 
 
 def test_a_lost_answer_engine_loses_nothing(engines, router):
