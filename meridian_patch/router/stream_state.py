@@ -28,6 +28,8 @@ class StreamState:
         self._constant: Json = {}
         self._has_begun = False
         self._usage: Json | None = None
+        # How thinking ended, as the think engine told it.
+        self._told: Json | None = None
         self.token_ids: list[int] = []
         self.num_output_tokens = 0
         self.is_answering = False
@@ -82,13 +84,15 @@ class StreamState:
             self.is_answering = True
         if is_last_of_leg:
             choice["finish_reason"] = None
-            choice.pop("meridian", None)
+            self._told = choice.pop("meridian", None)
             has_text = any(
                 delta.get(name) for name in ("content", "reasoning", "reasoning_content")
             )
             return choice if has_text or choice.get("text") or ids else None
         if choice.get("finish_reason"):
             self.is_ended = True
+            if self._told:
+                choice.setdefault("meridian", self._told)
         return choice
 
     def _add_usage(self, usage: Json) -> None:

@@ -30,9 +30,7 @@ def build_chat_serving(original: type) -> type:
             events = super().chat_completion_stream_generator(request, results, *args, **kwargs)
             async with aclosing(events):
                 async for event in events:
-                    yield tickets.add_to_event(
-                        details.add_to_event(summaries.add_to_event(event))
-                    )
+                    yield tickets.add_to_event(details.add_to_event(summaries.add_to_event(event)))
 
         async def chat_completion_full_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any

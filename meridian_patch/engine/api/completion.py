@@ -42,9 +42,7 @@ def build_completion_serving(original: type) -> type:
             )
             async with aclosing(events):
                 async for event in events:
-                    yield tickets.add_to_event(
-                        details.add_to_event(summaries.add_to_event(event))
-                    )
+                    yield tickets.add_to_event(details.add_to_event(summaries.add_to_event(event)))
 
         def request_output_to_completion_response(
             self, final_res_batch: Any, *args: Any, **kwargs: Any
