@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from meridian_patch.errors import ConfigError
+from meridian_patch.handoff.requests import cleaned
 from meridian_patch.router.attempts import NoEngine, Services
-from meridian_patch.router.engine_client import EngineClient, EngineFailed, EngineRefused
+from meridian_patch.router.engine_client import EngineClient, EngineRefused
 from meridian_patch.router.metrics import Metrics
 from meridian_patch.router.pool import Engine, Pool
 from meridian_patch.router.stream_relay import StreamRelay
@@ -28,6 +29,10 @@ PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 """Endpoints whose requests may be handed off; all others are passed to one engine."""
 
 RETRY_AFTER_S: Final = 1
+
+_GONE_POLL_S: Final = 0.5
+# What servers note for a client that closed its connection; no client reads it.
+_CLIENT_GONE: Final = 499
 
 # Headers that belong to one connection, or that the router writes itself.
 _OWN_HEADERS: Final = frozenset(
@@ -45,7 +50,6 @@ class Router:
     Args:
         engines: those that think, and those that answer.
         answer_wait_s: seconds after which an answer engine that has sent nothing is given up.
-        pause_s: seconds that an engine's stream may pause.
         transport: takes the place of connections to engines.
     """
 
@@ -53,7 +57,6 @@ class Router:
         self,
         engines: Sequence[Engine],
         answer_wait_s: float,
-        pause_s: float,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
@@ -61,7 +64,7 @@ class Router:
         self._http = httpx.AsyncClient(limits=limits, trust_env=False, transport=transport)
         self.metrics = Metrics()
         self.pool = Pool(engines, self._http)
-        client = EngineClient(self._http, pause_s)
+        client = EngineClient(self._http)
         self._services = Services(self.pool, client, self.metrics, answer_wait_s)
 
     def app(self) -> Starlette:
@@ -93,7 +96,8 @@ class Router:
 
     async def _answer(self, request: Request) -> Response:
         try:
-            return await self._relayed(request, await _json_object(request))
+            body = cleaned(_json_object(await request.body()))
+            return await _unless_gone(request, self._relayed(request, body))
         except _BodyError as error:
             return _error(HTTPStatus.BAD_REQUEST, str(error))
         except EngineRefused as refusal:
@@ -104,8 +108,6 @@ class Router:
             return _error(HTTPStatus.BAD_GATEWAY, str(error))
 
     async def _relayed(self, request: Request, body: dict[str, Any]) -> Response:
-        # Only engines of the router hand requests to each other.
-        body.pop("kv_transfer_params", None)
         where = request.url.path, body, _headers(request)
         if not body.get("stream"):
             return JSONResponse(await WholeRelay(self._services, *where).response())
@@ -123,7 +125,7 @@ class Router:
             request.method,
             f"{engine.url}{request.url.path}",
             params=request.query_params,
-            content=await request.body(),
+            content=_passed_on(await request.body()),
             headers=_headers(request),
             timeout=None,
         )
@@ -132,7 +134,7 @@ class Router:
             reply = await self._http.send(outgoing, stream=True)
         except httpx.HTTPError as error:
             engine.num_requests -= 1
-            self.pool.failed(engine, type(error).__name__)
+            self.pool.take_out(engine, type(error).__name__)
             return _unavailable(f"the engine failed: {type(error).__name__}")
         headers = {k: v for k, v in reply.headers.items() if k.lower() not in _OWN_HEADERS}
         return StreamingResponse(_body_of(reply, engine), reply.status_code, headers)
@@ -147,14 +149,38 @@ class Router:
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _json_object(request: Request) -> dict[str, Any]:
+def _json_object(content: bytes) -> dict[str, Any]:
     try:
-        body = await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        body = json.loads(content)
+        # What JSON does not have, such as NaN, is refused here rather than by an engine.
+        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise _BodyError(f"the request's body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise _BodyError("the request's body is no JSON object")
     return body
+
+
+def _passed_on(content: bytes) -> bytes:
+    """A body without what only engines may tell each other; anything but JSON is left as it is."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    return json.dumps(cleaned(body)).encode() if isinstance(body, dict) else content
+
+
+async def _unless_gone(request: Request, reply: Coroutine[Any, Any, Response]) -> Response:
+    """The reply, unless its client closes the connection while it waits for it."""
+    task = asyncio.ensure_future(reply)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_GONE_POLL_S)
+            if not task.done() and await request.is_disconnected():
+                return Response(status_code=_CLIENT_GONE)
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -168,7 +194,7 @@ async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[by
 
 async def _body_of(reply: httpx.Response, engine: Engine) -> AsyncIterator[bytes]:
     try:
-        with suppress(EngineFailed, httpx.HTTPError):
+        with suppress(httpx.HTTPError):
             async for part in reply.aiter_bytes():
                 yield part
     finally:

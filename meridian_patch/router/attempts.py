@@ -40,17 +40,26 @@ class Attempts:
     Args:
         pool: the engines.
         body: the request as the client sent it.
+
+    Attributes:
+        may_move: whether another engine can go on with the request.
     """
 
     def __init__(self, pool: Pool, body: Json) -> None:
         self._pool = pool
         self._body = body
         self._failed: list[Engine] = []
+        self.may_move = can_be_handed_off(body)
 
-    def first_body(self) -> Json:
-        """The request for the think engine; it offers a hand-off if an engine could answer it."""
-        can_move = can_be_handed_off(self._body) and self._pool.choose("answer") is not None
-        return offload(self._body) if can_move else dict(self._body)
+    def first_body(self, engine: Engine) -> Json:
+        """The request for the engine that begins it.
+
+        A think engine may hand it off if an answer engine is there. An answer engine that stands in
+        for a think engine must not: no other engine would read its KV cache.
+        """
+        is_offered = self.may_move and engine.role == "think"
+        is_offered = is_offered and self._pool.choose("answer", self._failed) is not None
+        return offload(self._body) if is_offered else self._body
 
     def choose(self, role: Role) -> Engine:
         """A healthy engine of this role that has not failed the request, or one of the other role.
@@ -65,9 +74,9 @@ class Attempts:
         raise NoEngine("no healthy engine is left for this request")
 
     def failed(self, engine: Engine, error: EngineFailed | EngineRefused) -> None:
-        """Do not use this engine again for this request; after a failure, nor for others."""
+        """Do not use this engine again for this request; if it is down, nor for others."""
         self._failed.append(engine)
-        if isinstance(error, EngineFailed):
-            self._pool.failed(engine, str(error))
+        if isinstance(error, EngineFailed) and error.is_down:
+            self._pool.take_out(engine, str(error))
         else:
-            logger.warning("engine %s refused what another one began: %s", engine.url, error)
+            logger.warning("engine %s failed a request: %s", engine.url, error)

@@ -32,12 +32,6 @@ def add_route(commands: Any) -> None:
         default=5.0,
         help="after which an answer engine that sent nothing is given up (%(default)s)",
     )
-    parser.add_argument(
-        "--pause-s",
-        type=_seconds,
-        default=120.0,
-        help="after which an engine whose stream pauses is given up (%(default)s)",
-    )
     parser.set_defaults(run=_route)
 
 
@@ -75,7 +69,7 @@ def _route(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    router = Router(engines, arguments.answer_wait_s, arguments.pause_s)
+    router = Router(engines, arguments.answer_wait_s)
     print(f"routing on http://{arguments.host}:{arguments.port}", flush=True)
     uvicorn.run(router.app(), host=arguments.host, port=arguments.port, log_level="warning")
     return 0

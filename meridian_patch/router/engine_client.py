@@ -1,23 +1,37 @@
 """Sends one request to one engine, and tells an engine's failure from its refusal."""
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
 
 from meridian_patch.router.pool import Engine
 
 Json = dict[str, Any]
+Reply = TypeVar("Reply")
 
 _DONE: Final = "[DONE]"
 _CONNECT_S: Final = 5.0
+# What a server says that cannot serve any request now.
+_DOWN: Final = frozenset(
+    (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+)
 
 
 class EngineFailed(Exception):  # noqa: N818 - the name is what happened
-    """An engine did not answer, broke off, or reported an error of its own."""
+    """An engine did not answer, broke off, or reported an error of its own.
+
+    Attributes:
+        is_down: whether it would fail other requests, too.
+    """
+
+    def __init__(self, message: str, *, is_down: bool = True) -> None:
+        super().__init__(message)
+        self.is_down = is_down
 
 
 class EngineRefused(Exception):  # noqa: N818 - the name is what happened
@@ -34,17 +48,37 @@ class EngineRefused(Exception):  # noqa: N818 - the name is what happened
         self.body = body
 
 
+async def within(engine: Engine, reply: Awaitable[Reply], limit_s: float | None = None) -> Reply:
+    """Wait for a reply of an engine until it is lost.
+
+    Args:
+        engine: from which the reply comes.
+        reply: to wait for.
+        limit_s: seconds to wait at most; None: as long as the engine answers its health checks.
+
+    Raises:
+        EngineFailed: the engine is lost, or the time is over.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as wait:
+            engine.waits.add(wait)
+            try:
+                return await reply
+            finally:
+                engine.waits.discard(wait)
+    except TimeoutError as error:
+        raise EngineFailed("it sent nothing for too long") from error
+
+
 class EngineClient:
     """Requests to engines.
 
     Args:
         client: keeps the connections.
-        pause_s: seconds that an engine may take until it sends something.
     """
 
-    def __init__(self, client: httpx.AsyncClient, pause_s: float) -> None:
+    def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
-        self._timeout = httpx.Timeout(pause_s, connect=_CONNECT_S)
 
     async def whole(self, engine: Engine, path: str, body: Json, headers: dict[str, str]) -> Json:
         """Send a request and return the whole response.
@@ -86,7 +120,11 @@ class EngineClient:
         self, engine: Engine, path: str, body: Json, headers: dict[str, str]
     ) -> AsyncIterator[httpx.Response]:
         request = self._client.build_request(
-            "POST", f"{engine.url}{path}", json=body, headers=headers, timeout=self._timeout
+            "POST",
+            f"{engine.url}{path}",
+            content=json.dumps(body, separators=(",", ":")).encode(),
+            headers={**headers, "content-type": "application/json"},
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
         )
         engine.num_requests += 1
         try:
@@ -95,7 +133,7 @@ class EngineClient:
             except httpx.HTTPError as error:
                 raise EngineFailed(type(error).__name__) from error
             try:
-                if reply.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                if reply.status_code in _DOWN:
                     raise EngineFailed(f"HTTP {reply.status_code}")
                 if reply.status_code >= HTTPStatus.BAD_REQUEST:
                     raise EngineRefused(reply.status_code, await reply.aread())
@@ -114,4 +152,4 @@ def _chunk(text: str) -> Json:
     code = error.get("code") if isinstance(error, dict) else None
     if isinstance(code, int) and code < HTTPStatus.INTERNAL_SERVER_ERROR:
         raise EngineRefused(code, text.encode())
-    raise EngineFailed(f"error {code} in its stream")
+    raise EngineFailed(f"error {code} in its stream", is_down=False)

@@ -18,19 +18,23 @@ Role = Literal["think", "answer"]
 POLL_S: Final = 1.0
 """Seconds between two health checks of an engine."""
 
+LOST_AFTER: Final = 2
+"""Health checks in a row that an engine must fail until its requests are given up."""
+
 _POLL_TIMEOUT_S: Final = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Engine:
     """An engine's address and state.
 
     Attributes:
         url: base address, without a slash at its end.
         role: what the router uses it for.
-        is_healthy: whether it answered its last health check, and no request failed since.
+        is_healthy: whether it answered its last health check, and no connection failed since.
         num_requests: requests that the router has there now.
         load: its own phase-weighted load at the last check; 0 if it reports none.
+        waits: what waits for a reply of it; all are ended when the engine is lost.
     """
 
     url: str
@@ -38,7 +42,9 @@ class Engine:
     is_healthy: bool = False
     num_requests: int = 0
     load: float = 0.0
-    # Requests that the router had there when `load` was read.
+    waits: set[asyncio.Timeout] = field(default_factory=set, repr=False)
+    # Health checks that it failed in a row, and requests there when `load` was read.
+    _failed_checks: int = field(default=0, repr=False)
     _num_at_check: int = field(default=0, repr=False)
 
     @property
@@ -46,9 +52,19 @@ class Engine:
         """Load now: as it was at the last check, with what the router sent and ended since."""
         return max(self.load + self.num_requests - self._num_at_check, 0.0)
 
-    def checked(self, load: float) -> None:
-        """Note a successful check."""
+    def passed(self, load: float) -> None:
+        """Note a check that succeeded."""
+        self._failed_checks = 0
         self.is_healthy, self.load, self._num_at_check = True, load, self.num_requests
+
+    def failed(self) -> None:
+        """Note a check that failed; after some in a row, give up what waits for the engine."""
+        self.is_healthy = False
+        self._failed_checks += 1
+        if self._failed_checks >= LOST_AFTER:
+            now = asyncio.get_running_loop().time()
+            for wait in self.waits:
+                wait.reschedule(now)
 
 
 class Pool:
@@ -70,16 +86,16 @@ class Pool:
             role: what the engine is to do.
             without: engines that failed this request already.
         """
-        tried = {engine.url for engine in without}
+        tried = set(without)
         fit = [
             engine
             for engine in self.engines
-            if engine.role == role and engine.is_healthy and engine.url not in tried
+            if engine.role == role and engine.is_healthy and engine not in tried
         ]
         return min(fit, key=lambda engine: engine.weight, default=None)
 
-    def failed(self, engine: Engine, why: str) -> None:
-        """A request failed on an engine: it gets no more until its next check succeeds."""
+    def take_out(self, engine: Engine, why: str) -> None:
+        """Send no more requests to an engine until its next check succeeds."""
         if engine.is_healthy:
             logger.warning("engine %s is taken out: %s", engine.url, why)
         engine.is_healthy = False
@@ -99,7 +115,8 @@ class Pool:
             reply = await self._client.get(f"{engine.url}/health", timeout=_POLL_TIMEOUT_S)
             reply.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            self.failed(engine, f"{type(error).__name__} at its health check")
+            self.take_out(engine, f"{type(error).__name__} at its health check")
+            engine.failed()
             return
         load = 0.0
         with suppress(httpx.HTTPError, ValueError):
@@ -107,4 +124,4 @@ class Pool:
             load = load_from(page.text)
         if not engine.is_healthy:
             logger.info("engine %s (%s) is healthy", engine.url, engine.role)
-        engine.checked(load)
+        engine.passed(load)

@@ -1,6 +1,5 @@
 """Serves a streamed request: it thinks on one engine, answers on another, and survives a loss."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -8,9 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from meridian_patch.handoff.requests import ingest, resume, ticket_in
+from meridian_patch.handoff.requests import has_grammar, ingest, resume, ticket_in
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
-from meridian_patch.router.engine_client import EngineFailed, EngineRefused
+from meridian_patch.router.engine_client import EngineFailed, EngineRefused, within
 from meridian_patch.router.pool import Engine, Role
 from meridian_patch.router.stream_state import StreamState
 
@@ -24,7 +23,8 @@ class _Leg:
     """What one engine is to serve of the request."""
 
     role: Role
-    body: Json
+    # None: the request from its beginning.
+    body: Json | None = None
     # When its thought ended elsewhere; None for a request that was not handed off.
     ended_at: float | None = None
 
@@ -37,18 +37,31 @@ class StreamRelay:
         path: of the endpoint.
         body: the request as the client sent it.
         headers: to pass on.
+        attempts: engines that failed an earlier part; None if there was none.
     """
 
-    def __init__(self, services: Services, path: str, body: Json, headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        services: Services,
+        path: str,
+        body: Json,
+        headers: dict[str, str],
+        attempts: Attempts | None = None,
+    ) -> None:
         self._services = services
         self._path = path
         self._body = body
         self._headers = headers
-        self._attempts = Attempts(services.pool, body)
+        self._attempts = attempts or Attempts(services.pool, body)
         self._state = StreamState(body)
         self._ticket: Json | None = None
 
-    async def events(self) -> AsyncIterator[bytes]:
+    @property
+    def usage(self) -> Json | None:
+        """The usage of the request so far."""
+        return self._state.usage
+
+    async def events(self) -> AsyncGenerator[bytes]:
         """Server-sent events for the client.
 
         Raises:
@@ -57,7 +70,7 @@ class StreamRelay:
         """
         has_begun = False
         try:
-            async for chunk in self._chunks():
+            async for chunk in self._chunks(_Leg("think")):
                 has_begun = True
                 yield _event(chunk)
         except NoEngine as error:
@@ -68,10 +81,20 @@ class StreamRelay:
             return
         yield DONE
 
-    async def _chunks(self) -> AsyncIterator[Json]:
-        leg = _Leg("think", _streamed(self._attempts.first_body()))
+    async def rest(self, ticket: Json) -> AsyncIterator[Json]:
+        """The chunks of a request whose thought was served elsewhere.
+
+        Raises:
+            NoEngine: no engine is left.
+        """
+        self._state.begin_leg()
+        async for chunk in self._chunks(self._moved(ticket)):
+            yield chunk
+
+    async def _chunks(self, leg: _Leg) -> AsyncIterator[Json]:
         while not self._state.is_ended:
             engine = self._attempts.choose(leg.role)
+            self._state.begin_leg()
             try:
                 async for chunk in self._served(engine, leg):
                     yield chunk
@@ -97,16 +120,15 @@ class StreamRelay:
 
     async def _sent(self, engine: Engine, leg: _Leg) -> AsyncGenerator[Json]:
         """The chunks of one engine; one that took a request over must send its first token soon."""
+        body = self._attempts.first_body(engine) if leg.body is None else leg.body
         limit = None if leg.ended_at is None else self._services.answer_wait_s
-        client = self._services.client
-        async with aclosing(client.events(engine, self._path, leg.body, self._headers)) as events:
+        events = self._services.client.events(engine, self._path, _asked(body), self._headers)
+        async with aclosing(events):
             while True:
                 try:
-                    chunk = await asyncio.wait_for(anext(events), limit)
+                    chunk = await within(engine, anext(events), limit)
                 except StopAsyncIteration:
                     return
-                except TimeoutError as error:
-                    raise EngineFailed(f"it sent no token for {limit:g} s") from error
                 has_token = any(choice.get("token_ids") for choice in chunk.get("choices", ()))
                 if limit is not None and has_token and leg.ended_at is not None:
                     self._services.metrics.moved("moved")
@@ -117,10 +139,14 @@ class StreamRelay:
     def _next_leg(self) -> _Leg | None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            return _Leg("answer", _streamed(ingest(self._body, ticket)), time.monotonic())
+            return self._moved(ticket)
         if not self._state.is_ended:
-            raise EngineFailed("its stream ended without a finish reason")
+            raise EngineFailed("its stream ended without a finish reason", is_down=False)
         return None
+
+    def _moved(self, ticket: Json) -> _Leg:
+        self._state.continue_from(ticket)
+        return _Leg("answer", ingest(self._body, ticket), time.monotonic())
 
     def _resumed(self, leg: _Leg) -> _Leg:
         """The rest of the request, for another engine.
@@ -128,26 +154,33 @@ class StreamRelay:
         Raises:
             NoEngine: the client has a part that another engine cannot continue.
         """
-        state = self._state
-        held_back = state.is_answering and self._body.get("stop")
-        if state.has_tool_calls or held_back:
-            raise NoEngine(
-                "the engine was lost within a tool call, or within a text that a stop string may "
-                "hold back, and no other engine can continue it"
-            )
+        state, body = self._state, self._body
         self._services.metrics.moved("resumed" if leg.ended_at is None else "answered_again")
         self._ticket = None
         role: Role = "answer" if state.is_answering else "think"
-        if not state.token_ids:
-            return _Leg(role, leg.body)
-        return _Leg(role, _streamed(resume(self._body, state.token_ids, state.num_output_tokens)))
+        if leg.body is None and not state.has_text:
+            state.begin_again()
+            return _Leg(role)
+        is_bound = state.is_answering and (body.get("stop") or has_grammar(body))
+        if state.has_tool_calls or is_bound or not self._attempts.may_move:
+            raise NoEngine(
+                "the engine was lost, and no other one can continue this request: a tool call, a "
+                "grammar, a stop string, several choices or media"
+            )
+        return _Leg(role, resume(body, state.token_ids, state.num_output_tokens))
 
 
-def _streamed(body: Json) -> Json:
-    """The body for an engine: its chunks have token ids, and the last one has the usage."""
-    options = {**(body.get("stream_options") or {}), "include_usage": True}
+def _asked(body: Json) -> Json:
+    """The body for an engine: its chunks have token ids and reasoning, and the last one usage."""
+    given = body.get("stream_options")
+    if given is not None and not isinstance(given, dict):
+        # The engine refuses it.
+        return body
+    options = {**(given or {}), "include_usage": True}
     options.pop("continuous_usage_stats", None)
-    return {**body, "stream": True, "stream_options": options, "return_token_ids": True}
+    asked = {**body, "stream": True, "stream_options": options, "return_token_ids": True}
+    asked.pop("include_reasoning", None)
+    return asked
 
 
 def _event(payload: Json) -> bytes:

@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
+
 Json = dict[str, Any]
+
+_THOUGHT = ("reasoning", "reasoning_content")
 
 
 class StreamState:
     """Joins the streams of several engines into the one that the client asked for.
+
+    Engines are asked for token ids, usage and reasoning, whether the client wants them or not.
 
     Args:
         body: the request as the client sent it.
@@ -15,26 +21,58 @@ class StreamState:
     Attributes:
         token_ids: the prompt and all tokens whose text was sent; empty before the first chunk.
         num_output_tokens: how many of them were generated.
+        has_text: whether any text was sent.
         is_answering: whether any text of the answer was sent.
         has_tool_calls: whether a part of a tool call was sent.
-        is_ended: whether the choice has ended.
+        is_ended: whether every choice has ended.
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        options = body.get("stream_options") or {}
-        self._shows_usage = bool(options.get("include_usage"))
-        self._shows_ids = bool(body.get("return_token_ids"))
+        options = body.get("stream_options")
+        self._shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        # As vLLM: without the reasoning there are no ids and no log-probabilities either.
+        self._shows_thought = body.get("include_reasoning", True) is not False
+        self._shows_ids = bool(body.get("return_token_ids")) and self._shows_thought
+        self._left = body["n"] if isinstance(body.get("n"), int) else 1
         # Values that must not change within one stream: id, created, model.
         self._constant: Json = {}
-        self._has_begun = False
         self._usage: Json | None = None
+        self._num_legs_counted = 0
         # How thinking ended, as the think engine told it.
         self._told: Json | None = None
+        self._has_role = False
         self.token_ids: list[int] = []
         self.num_output_tokens = 0
+        self.has_text = False
         self.is_answering = False
         self.has_tool_calls = False
-        self.is_ended = False
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether every choice has ended."""
+        return self._left <= 0
+
+    @property
+    def usage(self) -> Json | None:
+        """What the client is charged for: the prompt once, and every generated token."""
+        if self._usage is None or self._num_legs_counted == 1:
+            return self._usage
+        prompt = len(self.token_ids) - self.num_output_tokens
+        counts = {"prompt_tokens": prompt, "completion_tokens": self.num_output_tokens}
+        return {**self._usage, **counts, "total_tokens": len(self.token_ids)}
+
+    def begin_leg(self) -> None:
+        """Another engine goes on with the request."""
+        self._num_legs_counted += 1
+
+    def begin_again(self) -> None:
+        """Forget tokens of which the client has no text: the request is sent from its beginning."""
+        self.token_ids, self.num_output_tokens = [], 0
+
+    def continue_from(self, ticket: Mapping[str, Any]) -> None:
+        """Take over the tokens of a ticket."""
+        self.token_ids = list(ticket[PROMPT_IDS])
+        self.num_output_tokens = ticket[FACTS]["num_output_tokens"]
 
     def take(self, chunk: Json, *, is_last_of_leg: bool = False) -> Json | None:
         """The chunk for the client; None if the client gets nothing.
@@ -46,67 +84,67 @@ class StreamState:
         self._constant = self._constant or {
             name: chunk[name] for name in ("id", "created", "model") if name in chunk
         }
-        prompt_ids = chunk.pop("prompt_token_ids", None)
-        if prompt_ids and not self.token_ids:
-            self.token_ids = list(prompt_ids)
-            if self._shows_ids:
-                chunk["prompt_token_ids"] = prompt_ids
-        if chunk.get("usage") and not chunk.get("choices"):
-            self._add_usage(chunk["usage"])
-            return None
-        chunk.pop("usage", None)
         chunk.pop("kv_transfer_params", None)
+        usage = chunk.pop("usage", None)
+        if usage and not chunk.get("choices"):
+            self._usage = {**usage, **self._details()} if self._usage else usage
+            return None
+        self._take_prompt(chunk)
         shown = [self._choice(choice, is_last_of_leg) for choice in chunk.get("choices", ())]
         chunk["choices"] = [choice for choice in shown if choice is not None]
         return {**chunk, **self._constant} if chunk["choices"] else None
 
     def usage_chunk(self) -> Json | None:
         """The last chunk, with the usage of all engines; None if the client asked for none."""
-        if not self._shows_usage or self._usage is None:
+        usage = self.usage
+        if not self._shows_usage or usage is None:
             return None
-        kind = "chat.completion.chunk"
-        return {"object": kind, **self._constant, "choices": [], "usage": self._usage}
+        return {"object": "chat.completion.chunk", **self._constant, "choices": [], "usage": usage}
+
+    def _details(self) -> Json:
+        """The first engine's details: it saw the prompt and the thought as the client does."""
+        names = ("completion_tokens_details", "prompt_tokens_details")
+        kept = self._usage or {}
+        return {name: kept[name] for name in names if name in kept}
+
+    def _take_prompt(self, holder: Json) -> None:
+        """Note the prompt's ids; chat has them in the chunk, completions in the choice."""
+        ids = holder.pop("prompt_token_ids", None)
+        if ids and not self.token_ids:
+            self.token_ids = list(ids)
+            if self._shows_ids:
+                holder["prompt_token_ids"] = ids
 
     def _choice(self, choice: Json, is_last_of_leg: bool) -> Json | None:
+        self._take_prompt(choice)
         ids = choice.get("token_ids") or []
         self.token_ids += ids
         self.num_output_tokens += len(ids)
         if not self._shows_ids:
             choice["token_ids"] = None
         delta = choice.get("delta", {})
-        is_opening = "role" in delta and not delta.get("content")
-        if is_opening and self._has_begun:
+        if not self._shows_thought:
+            choice["logprobs"] = None
+            for name in _THOUGHT:
+                delta.pop(name, None)
+        is_opening = "role" in delta and not delta.get("content") and not ids
+        if is_opening and self._has_role and self._left == 1:
             return None
-        self._has_begun = True
-        if delta.get("tool_calls"):
-            self.has_tool_calls = True
-        if delta.get("content") or choice.get("text"):
-            self.is_answering = True
+        self._has_role |= "role" in delta
+        has_tool_calls = bool(delta.get("tool_calls"))
+        has_answer = bool(delta.get("content") or choice.get("text") or has_tool_calls)
+        has_text = has_answer or any(delta.get(name) for name in _THOUGHT)
+        self.has_tool_calls |= has_tool_calls
+        self.is_answering |= has_answer
+        self.has_text |= has_text
         if is_last_of_leg:
             choice["finish_reason"] = None
             self._told = choice.pop("meridian", None)
-            has_text = any(
-                delta.get(name) for name in ("content", "reasoning", "reasoning_content")
-            )
-            return choice if has_text or choice.get("text") or ids else None
+            return choice if has_text or (ids and self._shows_ids) else None
         if choice.get("finish_reason"):
-            self.is_ended = True
+            self._left -= 1
             if self._told:
                 choice.setdefault("meridian", self._told)
+        elif not self._shows_thought and not has_text and not is_opening:
+            return None
         return choice
-
-    def _add_usage(self, usage: Json) -> None:
-        if self._usage is None:
-            self._usage = usage
-            return
-        self._usage = joined_usage(self._usage, usage)
-
-
-def joined_usage(first: Json, second: Json) -> Json:
-    """The usage of a request that two engines served.
-
-    The second engine's prompt is the first one's prompt and output, so it is not counted again.
-    """
-    completion = first["completion_tokens"] + second["completion_tokens"]
-    total = first["prompt_tokens"] + completion
-    return {**first, "completion_tokens": completion, "total_tokens": total}

@@ -1,13 +1,15 @@
-"""Serves a request that is not streamed: its thought on one engine, its answer on another."""
+"""Serves a request that is not streamed: its thought on one engine, its answer on another.
+
+The answer is streamed from its engine: vLLM's parsers of whole texts do not look at the prompt, and
+would take an answer whose thought is in the prompt for a thought.
+"""
 
 from typing import Any
 
-from meridian_patch.handoff.requests import ingest, resume, ticket_in
-from meridian_patch.handoff.ticket import PROMPT_IDS, facts_in
+from meridian_patch.handoff.requests import ticket_in
 from meridian_patch.router.attempts import Attempts, Services
-from meridian_patch.router.engine_client import EngineFailed, EngineRefused
-from meridian_patch.router.pool import Role
-from meridian_patch.router.stream_state import joined_usage
+from meridian_patch.router.engine_client import EngineFailed, within
+from meridian_patch.router.stream_relay import StreamRelay
 
 Json = dict[str, Any]
 
@@ -24,10 +26,7 @@ class WholeRelay:
 
     def __init__(self, services: Services, path: str, body: Json, headers: dict[str, str]) -> None:
         self._services = services
-        self._path = path
-        self._body = body
-        self._headers = headers
-        self._attempts = Attempts(services.pool, body)
+        self._where = path, body, headers
 
     async def response(self) -> Json:
         """The response for the client.
@@ -37,55 +36,71 @@ class WholeRelay:
             EngineRefused: the request is wrong.
             ConfigError: a think engine's ticket is wrong.
         """
-        first = await self._sent("think", self._attempts.first_body())
+        path, body, headers = self._where
+        attempts = Attempts(self._services.pool, body)
+        first = await self._thought(attempts)
         ticket = ticket_in(first)
         if ticket is None:
             return first
         first.pop("kv_transfer_params", None)
-        return joined(first, await self._answer(ticket))
+        relay = StreamRelay(self._services, path, body, headers, attempts)
+        choice = first["choices"][0]
+        async for chunk in relay.rest(ticket):
+            for part in chunk["choices"]:
+                extend(choice, part)
+        if relay.usage is not None:
+            counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+            first["usage"] |= {name: relay.usage[name] for name in counts}
+        return first
 
-    async def _answer(self, ticket: Json) -> Json:
-        engine = self._attempts.choose("answer")
-        body = ingest(self._body, ticket)
-        client, metrics = self._services.client, self._services.metrics
-        try:
-            second = await client.whole(engine, self._path, body, self._headers)
-        except (EngineFailed, EngineRefused) as error:
-            self._attempts.failed(engine, error)
-        else:
-            metrics.moved("moved")
-            return second
-        metrics.moved("answered_again")
-        facts = facts_in(ticket)
-        num_output_tokens = facts.num_output_tokens if facts else 0
-        again = resume(self._body, ticket[PROMPT_IDS], num_output_tokens)
-        return await self._sent("think", again)
-
-    async def _sent(self, role: Role, body: Json) -> Json:
+    async def _thought(self, attempts: Attempts) -> Json:
+        path, _, headers = self._where
         while True:
-            engine = self._attempts.choose(role)
+            engine = attempts.choose("think")
+            body = attempts.first_body(engine)
             try:
-                return await self._services.client.whole(engine, self._path, body, self._headers)
+                return await within(
+                    engine, self._services.client.whole(engine, path, body, headers)
+                )
             except EngineFailed as error:
-                self._attempts.failed(engine, error)
+                attempts.failed(engine, error)
                 self._services.metrics.moved("resumed")
 
 
-def joined(first: Json, second: Json) -> Json:
-    """One response of two: the thought of the first, and the answer of the second."""
-    before, after = first["choices"][0], second["choices"][0]
-    choice = {**before, **after}
-    if "message" in after:
-        names = ("reasoning", "reasoning_content")
-        thought = {name: before["message"][name] for name in names if before["message"].get(name)}
-        choice["message"] = {**after["message"], **thought}
-        content = before["message"].get("content")
-        if content:
-            # Tokens that were accepted in the same step as the boundary.
-            choice["message"]["content"] = content + (after["message"].get("content") or "")
+def extend(choice: Json, part: Json) -> None:
+    """Append a streamed piece to a choice of a whole response, in place."""
+    if "text" in part:
+        choice["text"] += part["text"]
     else:
-        choice["text"] = before["text"] + after["text"]
-    if before.get("token_ids") and after.get("token_ids"):
-        choice["token_ids"] = [*before["token_ids"], *after["token_ids"]]
-    usage = joined_usage(first["usage"], second["usage"])
-    return {**first, "choices": [choice], "usage": usage}
+        _extend_message(choice["message"], part["delta"])
+    if part.get("token_ids"):
+        choice["token_ids"] = [*(choice.get("token_ids") or ()), *part["token_ids"]]
+    logprobs = part.get("logprobs") or {}
+    for name, values in logprobs.items():
+        if isinstance(values, list):
+            kept = choice.setdefault("logprobs", None) or {}
+            choice["logprobs"] = {**kept, name: [*(kept.get(name) or ()), *values]}
+    for name in ("finish_reason", "stop_reason", "meridian"):
+        if part.get(name) is not None:
+            choice[name] = part[name]
+        elif name == "stop_reason" and part.get("finish_reason"):
+            choice[name] = None
+
+
+def _extend_message(message: Json, delta: Json) -> None:
+    for name in ("content", "reasoning", "reasoning_content"):
+        if delta.get(name):
+            message[name] = (message.get(name) or "") + delta[name]
+    for call in delta.get("tool_calls") or ():
+        _extend_call(message, call)
+
+
+def _extend_call(message: Json, piece: Json) -> None:
+    calls = message["tool_calls"] = message.get("tool_calls") or []
+    while len(calls) <= piece["index"]:
+        calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+    call = calls[piece["index"]]
+    call["id"] = piece.get("id") or call["id"]
+    function = piece.get("function") or {}
+    call["function"]["name"] = function.get("name") or call["function"]["name"]
+    call["function"]["arguments"] += function.get("arguments") or ""

@@ -204,7 +204,9 @@ def test_requests_that_cannot_move_are_served_in_place(engines, router):
     (question,) = questions(1)
     before = router.handoffs()
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
-    several = httpx.post(f"{router.url}{CHAT}", json=body | {"n": 2}, timeout=120).json()
+    several = httpx.post(
+        f"{router.url}{CHAT}", json=body | {"n": 2, "temperature": 0.7}, timeout=120
+    ).json()
     assert len(several["choices"]) == 2
     penalized = body | {"presence_penalty": 0.1}
     assert httpx.post(f"{router.url}{CHAT}", json=penalized, timeout=120).status_code == 200

@@ -102,7 +102,7 @@ class ByHost(httpx.AsyncBaseTransport):
 async def routed(think: list[str], answer: list[str], stubs: dict[str, StubEngine]):
     """A client of a router whose engines are these stubs."""
     engines = engines_of([f"http://{n}" for n in think], [f"http://{n}" for n in answer])
-    router = Router(engines, answer_wait_s=5, pause_s=5, transport=ByHost(stubs))
+    router = Router(engines, answer_wait_s=5, transport=ByHost(stubs))
     app = router.app()
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
@@ -190,7 +190,8 @@ def test_an_answer_engine_that_fails_at_once_loses_nothing(fails: str) -> None:
     again = think.bodies[1]
     assert again["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
     assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
-    assert router.pool.engines[1].is_healthy == (fails == "400")
+    # An error that a request may have caused does not take the engine from others.
+    assert router.pool.engines[1].is_healthy == fails.isdigit()
 
 
 def test_an_answer_goes_on_after_the_tokens_sent() -> None:
@@ -299,8 +300,8 @@ def test_the_engine_with_the_least_load_is_chosen() -> None:
         'meridian_requests{engine="0",phase="think"} 1.0\n'
     )
     assert load_from(page) == 8
-    first.checked(8)
-    second.checked(7)
+    first.passed(8)
+    second.passed(7)
     assert second.weight < first.weight
     second.num_requests += 2
     assert first.weight < second.weight

@@ -19,6 +19,18 @@ def layout_of(vllm_config: Any) -> KVLayout:
     )
 
 
+def is_mapping(request: Any) -> bool:
+    """Whether a request's ``kv_transfer_params`` can be read; others are removed.
+
+    A request may set them to anything through ``vllm_xargs``, and connectors expect a mapping.
+    """
+    params = request.kv_transfer_params
+    if params is None or isinstance(params, dict):
+        return True
+    request.kv_transfer_params = None
+    return False
+
+
 def check_connector(scheduler: Any, role: str) -> None:
     """Refuse an engine whose connector cannot hand requests off.
 
@@ -39,8 +51,11 @@ def check_connector(scheduler: Any, role: str) -> None:
             "(kv_buffer_device is 'cpu'), which saves no generated token; expected the device's "
             "own memory"
         )
-    if scheduler.kv_cache_config.has_mamba_layers:
+    # Load-bearing: prompt tokens that the connector cuts off a request that is offered.
+    backoff = getattr(side, "_prefill_backoff", None)
+    if scheduler.kv_cache_config.has_mamba_layers or (backoff is not None and backoff() > 0):
         raise ConfigError(
-            f"handoff.role is {role!r}, and the model has recurrent state, which holds one "
-            "position only; expected a model of attention layers"
+            f"handoff.role is {role!r}, and the connector leaves the end of a prompt to the other "
+            "engine, as for recurrent states and several draft modules; expected a model of "
+            "attention layers with at most one draft module"
         )

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.handoff.fabrics import fabric_of
-from meridian_patch.engine.handoff.layout import layout_of
+from meridian_patch.engine.handoff.layout import is_mapping, layout_of
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS, Facts
 from meridian_patch.phase.tracker import Phase, PhaseTracker
@@ -24,8 +24,11 @@ from meridian_patch.telemetry import counters
 @dataclass(slots=True)
 class _Move:
     request: Any
-    # Known tokens at the boundary, prompt included, and the request's own limit of new tokens.
+    # Tokens up to the boundary, prompt included, and those known when it was seen: drafts may have
+    # been accepted behind it.
     num_tokens: int
+    num_known: int
+    # The request's own limit of new tokens.
     max_tokens: int
 
 
@@ -50,10 +53,12 @@ class ThinkPart(SchedulerPart):
         self._moves: dict[str, _Move] = {}
         # Requests that were handed off in the step being updated.
         self._moved: set[str] = set()
+        # Number of tokens behind the boundary that were accepted in the step being updated.
+        self._surplus: dict[str, int] = {}
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
         params = request.kv_transfer_params
-        if params and params.get("do_remote_decode"):
+        if is_mapping(request) and params and params.get("do_remote_decode"):
             self._fabric.offer(request)
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
@@ -70,9 +75,16 @@ class ThinkPart(SchedulerPart):
             return
         self._offered.discard(name)
         ends_at = request.num_output_tokens + 1
-        if request.num_tokens < self._least_tokens or ends_at >= request.max_tokens:
+        num_tokens, num_known = state.tokens_before, request.num_tokens
+        if request.is_finished() or num_tokens < self._least_tokens:
             return
-        self._moves[name] = _Move(request, request.num_tokens, request.max_tokens)
+        if ends_at >= request.max_tokens:
+            return
+        if num_known > num_tokens and request.sampling_params.logprobs is not None:
+            # Their log-probabilities would have to be taken back, too.
+            return
+        self._moves[name] = _Move(request, num_tokens, num_known, request.max_tokens)
+        self._surplus[name] = num_known - num_tokens
         # Load-bearing: upstream compares the number of output tokens with it after each token.
         request.max_tokens = ends_at
 
@@ -80,8 +92,9 @@ class ThinkPart(SchedulerPart):
         self._offered.discard(request.request_id)
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
-        if not self._moved:
+        if not self._surplus and not self._moved:
             return
+        surplus, self._surplus = self._surplus, {}
         moved, self._moved = self._moved, set()
         for client in results.values():
             for output in client.outputs:
@@ -90,6 +103,9 @@ class ThinkPart(SchedulerPart):
                     output.new_token_ids = []
                     output.new_logprobs = None
                     output.new_sampling_mask = None
+                elif surplus.get(output.request_id):
+                    # Drafts accepted behind the boundary: the answer engine samples them, too.
+                    del output.new_token_ids[-surplus[output.request_id] :]
 
     def on_switched_off(self) -> None:
         for move in self._moves.values():
@@ -144,7 +160,7 @@ class ThinkPart(SchedulerPart):
 
     @staticmethod
     def _is_moving(request: Any, move: _Move) -> bool:
-        has_one_more = request.num_tokens == move.num_tokens + 1
+        has_one_more = request.num_tokens == move.num_known + 1
         return has_one_more and request.status == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
