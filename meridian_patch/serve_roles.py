@@ -11,8 +11,10 @@ from meridian_patch.errors import ConfigError
 _TRANSFER: Final = "--kv-transfer-config"
 _PORT: Final = "--port"
 _DEFAULT_PORT: Final = 8000
-_SIDE_CHANNELS: Final = 10_000
-_MOST_PORT: Final = 65_535
+# Side channels begin at the first port; each server has as many as it may have data-parallel ranks.
+_FIRST_CHANNEL: Final = 10_000
+_CHANNELS: Final = 8
+_ALL_CHANNELS: Final = 50_000
 
 
 class Fabric(NamedTuple):
@@ -77,7 +79,7 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     if ours.offload_threshold_blocks is not None:
         name = "MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS"
         settings[name] = str(ours.offload_threshold_blocks)
-    if any(each == _TRANSFER or each.startswith(f"{_TRANSFER}=") for each in rest):
+    if any(_is_transfer(each) for each in rest):
         if ours.fabric:
             raise ConfigError(f"meridian serve: give either --fabric or {_TRANSFER}, not both")
         return Role(rest, settings)
@@ -106,7 +108,13 @@ def _side_channel(arguments: Sequence[str]) -> int:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_PORT, type=int, default=_DEFAULT_PORT)
     port = int(parser.parse_known_args(list(arguments))[0].port)
-    return port + (_SIDE_CHANNELS if port + _SIDE_CHANNELS <= _MOST_PORT else -_SIDE_CHANNELS)
+    return _FIRST_CHANNEL + port * _CHANNELS % _ALL_CHANNELS
+
+
+def _is_transfer(argument: str) -> bool:
+    """Whether an argument configures the connector, in any of vLLM's spellings."""
+    name = argument.partition("=")[0].partition(".")[0]
+    return name.replace("_", "-") == _TRANSFER
 
 
 def _blocks(text: str) -> int:

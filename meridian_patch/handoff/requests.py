@@ -21,7 +21,9 @@ Json = dict[str, Any]
 _TRANSFER: Final = "kv_transfer_params"
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 # Their effect depends on tokens before the boundary, or they ask for what has been sent already.
-_FIRST_ONLY: Final = ("thinking_token_budget", "echo", "prompt_logprobs")
+_FIRST_ONLY: Final = ("echo", "prompt_logprobs")
+_BUDGET: Final = "thinking_token_budget"
+_OUR_BUDGET: Final = "meridian_max_think_tokens"
 
 
 def cleaned(body: Mapping[str, Any]) -> Json:
@@ -98,6 +100,13 @@ def resume(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens:
         num_output_tokens: how many of them were generated.
     """
     after = _continued(body, token_ids, num_output_tokens)
+    # Without effect once the thought is over: the prompt has its end.
+    if type(body.get(_BUDGET)) is int and body[_BUDGET] >= 0:
+        after[_BUDGET] = max(body[_BUDGET] - num_output_tokens, 0)
+    ours = body.get("vllm_xargs")
+    if isinstance(ours, dict) and type(ours.get(_OUR_BUDGET)) is int:
+        left = max(ours[_OUR_BUDGET] - num_output_tokens, 1)
+        after["vllm_xargs"] = {**ours, _OUR_BUDGET: left, "meridian_min_think_tokens": 0}
     for name in _LIMITS:
         if after.get(name) is not None:
             after[name] = max(after[name] - num_output_tokens, 1)
@@ -105,7 +114,8 @@ def resume(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens:
 
 
 def _continued(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens: int) -> Json:
-    after = {name: value for name, value in body.items() if name not in _FIRST_ONLY}
+    without = (*_FIRST_ONLY, _BUDGET)
+    after = {name: value for name, value in body.items() if name not in without}
     if "prompt" in body:
         after["prompt"] = list(token_ids)
     else:

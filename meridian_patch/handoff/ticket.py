@@ -27,12 +27,14 @@ class KVLayout(StrictModel):
 
     Attributes:
         model: path or name that the engine loaded.
+        weights: digest of the model's configuration, quantization and revision.
         block_size: tokens per KV block.
         cache_dtype: vLLM's ``cache_config.cache_dtype``.
         dtype: data type of the model's activations.
     """
 
     model: str
+    weights: str
     block_size: int
     cache_dtype: str
     dtype: str

@@ -69,7 +69,8 @@ class Router:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        routes = [Route(path, self._generate, methods=["POST"]) for path in PATHS]
+        both = [spelling for path in PATHS for spelling in (path, f"{path}/")]
+        routes = [Route(path, self._generate, methods=["POST"]) for path in both]
         routes += [
             Route("/health", self._health),
             Route("/metrics", self._metrics_page),
@@ -108,7 +109,7 @@ class Router:
             return _error(HTTPStatus.BAD_GATEWAY, str(error))
 
     async def _relayed(self, request: Request, body: dict[str, Any]) -> Response:
-        where = request.url.path, body, _headers(request)
+        where = request.url.path.rstrip("/"), body, _headers(request)
         if not body.get("stream"):
             return JSONResponse(await WholeRelay(self._services, *where).response())
         events = StreamRelay(self._services, *where).events()

@@ -67,7 +67,8 @@ async def within(engine: Engine, reply: Awaitable[Reply], limit_s: float | None 
             finally:
                 engine.waits.discard(wait)
     except TimeoutError as error:
-        raise EngineFailed("it sent nothing for too long") from error
+        # One that is slow to begin may still serve others.
+        raise EngineFailed("it sent nothing for too long", is_down=limit_s is None) from error
 
 
 class EngineClient:

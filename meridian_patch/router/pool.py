@@ -106,9 +106,16 @@ class Pool:
 
     async def watch(self) -> None:
         """Check every engine once per second, until cancelled."""
+        await asyncio.gather(*(self._watch(engine) for engine in self.engines))
+
+    async def _watch(self, engine: Engine) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await self.check_all()
+            try:
+                await self._check(engine)
+            except Exception:
+                # Without its checks an engine that was taken out would stay out.
+                logger.exception("the check of engine %s failed", engine.url)
 
     async def _check(self, engine: Engine) -> None:
         try:

@@ -161,7 +161,10 @@ class StreamRelay:
         if leg.body is None and not state.has_text:
             state.begin_again()
             return _Leg(role)
-        is_bound = state.is_answering and (body.get("stop") or has_grammar(body))
+        # A stop string may hold text back.
+        is_bound = body.get("stop") or (state.is_answering and has_grammar(body))
+        is_handed = leg.ended_at is not None and not state.is_answering
+        is_bound = is_bound and not is_handed
         if state.has_tool_calls or is_bound or not self._attempts.may_move:
             raise NoEngine(
                 "the engine was lost, and no other one can continue this request: a tool call, a "

@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker import worker_base
 
+from meridian_patch.engine.handoff.layout import layout_of
 from meridian_patch.engine.handoff.think_part import can_move
 from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
@@ -48,6 +49,7 @@ def driver(demo_model, is_async, role):
 @functools.cache
 def config_of(model, *, is_async: bool, blocks: int, connector: str | None):
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", engine_id="one")
+    transfer.kv_load_failure_policy = "recompute"
     return engine_config.__wrapped__(
         model,
         is_async=is_async,
@@ -205,12 +207,8 @@ def test_without_a_connector_the_role_is_refused(demo_model, is_async, role):
 @pytest.mark.parametrize("is_fitting", (True, False), ids=("fits", "other block size"))
 def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
     """Another layout is computed here: reading it would serve wrong tokens."""
-    layout = {
-        "model": driver.scheduler.vllm_config.model_config.model,
-        "block_size": BLOCK_SIZE if is_fitting else 16,
-        "cache_dtype": driver.scheduler.cache_config.cache_dtype,
-        "dtype": str(driver.scheduler.vllm_config.model_config.dtype),
-    }
+    layout = layout_of(driver.scheduler.vllm_config).model_dump()
+    layout |= {} if is_fitting else {"block_size": 16}
     facts = {
         "num_prompt_tokens": 20,
         "num_output_tokens": 30,
@@ -294,3 +292,58 @@ def test_mooncake_is_told_what_it_needs(demo_model, is_async, role):
     side = driver.scheduler.connector.connector_scheduler
     (blocks,) = side._reqs_need_send["r"][1]
     assert len(blocks) == 3
+
+
+@pytest.mark.parametrize("role", ("think", "answer"), indirect=True)
+@pytest.mark.parametrize("value", ("x", 5, ["a"]), ids=repr)
+def test_parameters_that_are_no_mapping_reach_no_connector(driver, value):
+    """A request may set anything in `vllm_xargs`; NIXL would raise in EngineCore."""
+    driver.add(Job("r", PROMPT, think_tokens=45, answer_tokens=30), {"kv_transfer_params": value})
+    driver.drain()
+    assert len(driver.deliveries["r"]) == 77
+
+
+@pytest.mark.parametrize("role", ("answer",), indirect=True)
+def test_an_answer_engine_keeps_nothing_for_readers(driver):
+    free_before = num_free(driver)
+    driver.add(Job("r", PROMPT, think_tokens=45, answer_tokens=30), OFFERED)
+    driver.drain()
+    assert num_free(driver) == free_before
+    assert len(driver.deliveries["r"]) == 77
+
+
+@pytest.mark.parametrize("role", ("answer",), indirect=True)
+def test_an_answer_engine_must_compute_what_does_not_arrive(demo_model, is_async, role):
+    config = config_of(demo_model, is_async=is_async, blocks=200, connector="NixlConnector")
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    try:
+        with pytest.raises(ConfigError, match=r"kv_load_failure_policy.*expected 'recompute'"):
+            driver_of(demo_model, is_async)
+    finally:
+        config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def test_drafts_behind_the_boundary_are_taken_back(demo_model, role):
+    """The answer engine samples them again, from its own grammar's and parser's beginning."""
+    driver = driver_of(demo_model, False)
+    part = driver.scheduler._think_part
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=30), OFFERED)
+    request = driver.scheduler.requests["r"]
+    deliver, appended = driver.scheduler._update_request_with_output, []
+
+    def with_drafts(of, token_ids, *args, **kwargs):
+        if THINK_END in token_ids and not appended:
+            # As a verified draft: two tokens of the answer with the boundary.
+            appended.append(True)
+            token_ids = [*token_ids, WORD, WORD]
+            request.num_computed_tokens += 2
+        return deliver(of, token_ids, *args, **kwargs)
+
+    driver.scheduler._update_request_with_output = with_drafts
+    driver.drain()
+    assert appended
+    assert not part._moves
+    output = driver.ended["r"]
+    assert len(driver.deliveries["r"]) == 61
+    assert output.kv_transfer_params[PROMPT_IDS] == [*PROMPT, *[WORD] * 60, THINK_END]
+    assert output.kv_transfer_params["remote_num_tokens"] == 111

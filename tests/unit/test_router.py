@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from meridian_patch.errors import ConfigError
+from meridian_patch.handoff.requests import resume
 from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
 from meridian_patch.router.app import Router
 from meridian_patch.router.command import engines_of
 from meridian_patch.router.load import load_from
 
-LAYOUT = {"model": "m", "block_size": 32, "cache_dtype": "auto", "dtype": "float32"}
+LAYOUT = {"model": "m", "weights": "w", "block_size": 32, "cache_dtype": "auto", "dtype": "float32"}
 TICKET = {
     "do_remote_prefill": True,
     "remote_engine_id": "one",
@@ -57,10 +58,10 @@ ANSWER = [
 class StubEngine:
     """Answers each request with the next of its scripts; remembers what it was sent.
 
-    A script is a list of chunks, ``None`` among them for a broken connection.
+    A script is a whole response, or a list of chunks, ``None`` among them for a broken connection.
     """
 
-    def __init__(self, *scripts: list[dict | None], status: int = 200) -> None:
+    def __init__(self, *scripts: dict | list[dict | None], status: int = 200) -> None:
         self.scripts = list(scripts)
         self.status = status
         self.bodies: list[dict] = []
@@ -76,7 +77,10 @@ class StubEngine:
         self.bodies.append(await request.json())
         if self.status != 200:
             return JSONResponse({"error": {"message": "no"}}, self.status)
-        return StreamingResponse(self._events(self.scripts.pop(0)))
+        script = self.scripts.pop(0)
+        if isinstance(script, dict):
+            return JSONResponse(script)
+        return StreamingResponse(self._events(script))
 
     async def _events(self, script: list[dict | None]) -> AsyncIterator[str]:
         for each in script:
@@ -305,3 +309,141 @@ def test_the_engine_with_the_least_load_is_chosen() -> None:
     assert second.weight < first.weight
     second.num_requests += 2
     assert first.weight < second.weight
+
+
+def test_one_bad_request_takes_no_engine_from_others() -> None:
+    """An error that it causes at each engine is its client's."""
+    stubs = {name: StubEngine(status=501) for name in ("a", "c", "b")}
+    response, router = post(stubs)
+    assert response.status_code == 501
+    assert all(engine.is_healthy for engine in router.pool.engines)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ({"n": 2}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ids=("choices", "media"),
+)
+def test_what_cannot_move_is_not_resumed_either(body: dict) -> None:
+    first, second = StubEngine([*THOUGHT, None]), StubEngine(ANSWER)
+    response, _ = post({"a": first, "c": second}, BODY | body, answer=())
+    assert not second.bodies
+    assert events(response)[-1]["error"]["code"] == 503
+
+
+def test_hidden_reasoning_stays_hidden_and_is_resumed() -> None:
+    """Engines are asked for it, because vLLM hides the token ids with it."""
+    think = StubEngine([*THOUGHT, *LEAVES], [ANSWER[0], *ANSWER[2:]])
+    answer = StubEngine([*ANSWER[:2], None])
+    body = BODY | {"include_reasoning": False, "return_token_ids": True}
+    response, _ = post({"a": think, "b": answer}, body)
+    assert content(response) == ("", "6.")
+    assert "hm" not in response.text
+    assert not any(c["token_ids"] for e in events(response) for c in e["choices"])
+
+
+def test_a_grammar_is_not_begun_again_within_its_answer() -> None:
+    think = StubEngine([*THOUGHT, *LEAVES], ANSWER)
+    answer = StubEngine([*ANSWER[:2], None])
+    response, _ = post({"a": think, "b": answer}, BODY | {"response_format": {"type": "json"}})
+    assert events(response)[-1]["error"]["code"] == 503
+    assert len(think.bodies) == 1
+
+
+def test_an_answer_engine_that_stands_in_is_offered_nothing() -> None:
+    answer = StubEngine([*THOUGHT, *ANSWER[1:]])
+
+    async def run() -> httpx.Response:
+        async with routed(["a"], ["b"], {"b": answer}) as (client, _):
+            return await client.post(CHAT, json=BODY)
+
+    assert content(asyncio.run(run())) == ("hm", "6.")
+    assert "kv_transfer_params" not in answer.bodies[0]
+
+
+def test_usage_counts_the_prompt_once_after_a_loss() -> None:
+    first = StubEngine([*THOUGHT[:2], None])
+    tail = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}}
+    second = StubEngine([chunk(11), *ANSWER[1:3], tail])
+    body = BODY | {"stream_options": {"include_usage": True}}
+    response, _ = post({"a": first, "c": second}, body, answer=())
+    usage = events(response)[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "content",
+    (
+        b'{"temperature": NaN}',
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"n": {}, "prompt": 5}',
+        b'{"stream": true, "stream_options": "x"}',
+        b'{"stream": true, "stream_options": [1]}',
+    ),
+)
+def test_any_body_gets_an_answer(content: bytes) -> None:
+    async def run() -> httpx.Response:
+        async with routed(["a"], [], {"a": StubEngine(status=400)}) as (client, _):
+            return await client.post(CHAT, content=content)
+
+    assert asyncio.run(run()).status_code == 400
+
+
+def test_xargs_carry_no_ticket_either() -> None:
+    think = StubEngine([*THOUGHT, *ANSWER[1:]])
+    sent = {"vllm_xargs": {"kv_transfer_params": "x", "meridian_priority": 1}}
+    post({"a": think}, BODY | sent, answer=())
+    assert think.bodies[0]["vllm_xargs"] == {"meridian_priority": 1}
+
+
+def test_budgets_go_on_with_a_thought() -> None:
+    body = {
+        "prompt": "q",
+        "thinking_token_budget": 50,
+        "vllm_xargs": {"meridian_max_think_tokens": 9},
+    }
+    after = resume(body, [1, 2, 10, 11], 2)
+    assert after["prompt"] == [1, 2, 10, 11]
+    assert after["thinking_token_budget"] == 48
+    assert after["vllm_xargs"]["meridian_max_think_tokens"] == 7
+
+
+def test_a_whole_response_of_two_engines() -> None:
+    """Content, tool calls and log-probabilities are put together as they come."""
+    message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": []}
+    first = {
+        "id": "x",
+        "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
+        "usage": USAGE,
+        "kv_transfer_params": TICKET,
+    }
+    pieces = [{"name": "add", "arguments": '{"a"'}, {"arguments": ": 1}"}]
+    calls = [
+        {"index": 0, "id": "c1" if n == 0 else None, "function": p} for n, p in enumerate(pieces)
+    ]
+    answer = StubEngine(
+        [
+            chunk(12, delta={"content": "6"}, logprobs={"content": [{"token": "6"}]}),
+            chunk(13, delta={"tool_calls": calls[:1]}),
+            chunk(14, delta={"tool_calls": calls[1:]}, finish_reason="tool_calls"),
+            {
+                "choices": [],
+                "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7},
+            },
+        ]
+    )
+    think = StubEngine(first)
+    body = {name: value for name, value in BODY.items() if name != "stream"}
+    response, router = post({"a": think, "b": answer}, body)
+    said = response.json()
+    (choice,) = said["choices"]
+    assert choice["message"]["reasoning"] == "hm"
+    assert choice["message"]["content"] == "6"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert choice["logprobs"]["content"] == [{"token": "6"}]
+    assert choice["finish_reason"] == "tool_calls"
+    assert said["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert "kv_transfer_params" not in said
+    assert moved(router)["moved"] == 1

@@ -35,7 +35,9 @@ def test_a_role_configures_vllms_connector(fabric: str, connector: str) -> None:
     assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in role.environment) == (fabric == "nixl")
 
 
-@pytest.mark.parametrize(("port", "channel"), (("8001", "18001"), ("60000", "50000")))
+@pytest.mark.parametrize(
+    ("port", "channel"), (("8001", "24008"), ("8002", "24016"), ("60000", "40000"))
+)
 def test_servers_of_one_host_get_side_channels_of_their_own(port: str, channel: str) -> None:
     role = split_role(["m", "--role", "answer", "--port", port], {})
     assert role.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == channel
@@ -43,8 +45,16 @@ def test_servers_of_one_host_get_side_channels_of_their_own(port: str, channel: 
     assert given.keys().isdisjoint(split_role(["m", "--role", "answer"], given).environment)
 
 
-def test_a_connector_of_the_users_own_is_kept() -> None:
-    own = ["m", "--kv-transfer-config", "{}"]
+@pytest.mark.parametrize(
+    "own",
+    (
+        ["m", "--kv-transfer-config", "{}"],
+        ["m", "--kv_transfer_config={}"],
+        ["m", "--kv-transfer-config.kv_connector", "NixlConnector"],
+    ),
+    ids=str,
+)
+def test_a_connector_of_the_users_own_is_kept(own: list[str]) -> None:
     assert split_role([*own, "--role", "think"], {}).arguments == own
 
 

@@ -1,5 +1,7 @@
 """What engines that hand requests off must have in common, and which connectors can do it."""
 
+import hashlib
+import json
 from typing import Any, Final
 
 from meridian_patch.errors import ConfigError
@@ -11,8 +13,13 @@ CONNECTORS: Final = ("NixlConnector", "NixlPullConnector", "MooncakeConnector")
 
 def layout_of(vllm_config: Any) -> KVLayout:
     """The layout of an engine's KV cache."""
+    model = vllm_config.model_config
+    # The values of a KV cache depend on them: overrides, quantization, and which weights.
+    values = [model.hf_config.to_dict(), model.quantization, model.revision]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
     return KVLayout(
-        model=str(vllm_config.model_config.model),
+        model=str(model.model),
+        weights=digest.hexdigest()[:16],
         block_size=vllm_config.cache_config.block_size,
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         dtype=str(vllm_config.model_config.dtype),
@@ -43,6 +50,18 @@ def check_connector(scheduler: Any, role: str) -> None:
         raise ConfigError(
             f"handoff.role is {role!r}, and the engine's KV connector is {found or 'none'}, "
             f"expected one of {', '.join(CONNECTORS)}; start it with 'meridian serve --role {role}'"
+        )
+    one_way = {"think": "kv_consumer", "answer": "kv_producer"}[role]
+    if transfer.kv_role == one_way:
+        raise ConfigError(
+            f"handoff.role is {role!r}, and kv_role of the KV connector is {one_way!r}, expected "
+            "'kv_both'"
+        )
+    if role == "answer" and transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            "handoff.role is 'answer', and kv_load_failure_policy of the KV connector is "
+            f"{transfer.kv_load_failure_policy!r}, which ends a request whose KV cache does not "
+            "arrive; expected 'recompute'"
         )
     side = getattr(scheduler.connector, "connector_scheduler", None)
     if getattr(side, "use_host_buffer", False):
