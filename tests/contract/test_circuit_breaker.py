@@ -10,7 +10,7 @@ from meridian_patch.engine.scheduler import guard, scheduler
 from meridian_patch.engine.scheduler.guard import MOST_FAILED_STEPS, WATCHED_STEPS, StepGuard
 from meridian_patch.telemetry.counters import PARTS, PhaseCounters
 
-# What each part is made to fail in: its own call that comes in every step.
+# What each part of an engine without a role is made to fail in: a call that comes in every step.
 FAILS_IN = {
     "the phase tracker": lambda scheduler: (scheduler.phase_tracker, "expects"),
     "the policy": lambda scheduler: (scheduler.step_limiter, "scheduled"),
@@ -30,7 +30,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", FAILS_IN)
 def test_a_part_that_always_fails_is_switched_off(monkeypatch, demo_model, part, is_async):
     """After the stated number of steps; one metric, one line of status, and all is served."""
     published = []
@@ -49,7 +49,7 @@ def test_a_part_that_always_fails_is_switched_off(monkeypatch, demo_model, part,
     off = published[-1]["parts_off"]
     assert part in off
     # The others ask the tracker, so they are off with it.
-    assert len(off) == (len(PARTS) if part == "the phase tracker" else 1)
+    assert len(off) == (len(FAILS_IN) if part == "the phase tracker" else 1)
     assert totals["fallback:exception"] in range(MOST_FAILED_STEPS, MOST_FAILED_STEPS + 3)
     assert sum("this step runs as stock" in text for text in logged) == 1
     assert sum("is off until the next start" in text for text in logged) == 1
@@ -70,7 +70,7 @@ def test_a_part_that_always_fails_is_switched_off(monkeypatch, demo_model, part,
     assert driver.scheduler.get_request_counts() == (0, 0)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", FAILS_IN)
 def test_a_part_that_is_off_keeps_no_request(monkeypatch, demo_model, part):
     """Its tables are emptied, and no request that it followed counts as live for ever."""
     monkeypatch.setattr(guard.logger, "error", lambda *_args, **_: None)
