@@ -143,7 +143,7 @@ MUTANTS = (
            "            return Standing.ANSWER\n", "            return Standing.PREFILL\n",
            fixed=TIGHT, seeds=40),
     Mutant("noop orders requests", "policy.profiles",
-           "        order=False,\n", "        order=True,\n",
+           '    "noop": Rules(),\n', '    "noop": Rules(order=True),\n',
            fixed={"profile": "noop", "exit": "off", "boundary": "token", "rule": "profile",
                   "pool": "starving", "tiers": False}, seeds=40),
     Mutant("the order loses a request", "engine.scheduler.running_order",
