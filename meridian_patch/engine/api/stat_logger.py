@@ -15,7 +15,6 @@ _EXPORTS = ApiGuard("metrics of a step were not exported")
 def build_prometheus_stat_logger(original: type) -> type:
     """``original`` with the ``meridian_*`` metrics added."""
     stats_field.install()
-    exports = ApiGuard("metrics of a step were not exported")
 
     class PhasePrometheusStatLogger(original):
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,19 +35,11 @@ def build_prometheus_stat_logger(original: type) -> type:
             super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
             stats = getattr(scheduler_stats, stats_field.FIELD, None)
             if stats:
-<<<<<<< HEAD
                 with _EXPORTS:
                     self._meridian.record(stats, engine_idx)
             times = getattr(iteration_stats, phase_times.FIELD, None)
             if times is not None:
                 with _EXPORTS:
-=======
-                with exports:
-                    self._meridian.record(stats, engine_idx)
-            times = getattr(iteration_stats, phase_times.FIELD, None)
-            if times is not None:
-                with exports:
->>>>>>> 64d21cb (Mend two tests that later changes left behind)
                     self._meridian.record(times.counts(), engine_idx)
                     self._meridian.observe(times.values, engine_idx)
 
