@@ -449,14 +449,11 @@ class HandoffConfig(StrictModel):
 
     role: Literal["none", "think", "answer"] = Field(
         default="none",
-        description="`think` ends a request that may be handed off one token after its thought, "
-        "and keeps its KV cache for an engine with the role `answer`. Set by "
-        "`meridian serve --role`.",
+        description="`think` ends requests after their thought, and keeps their KV cache for an "
+        "engine with the role `answer`. Set by `meridian serve --role`.",
     )
     offload_threshold_blocks: int = Field(
-        default=8,
-        ge=0,
-        description="A request with fewer KV blocks at the end of its thought answers in place.",
+        default=8, ge=0, description="Requests with fewer KV blocks then answer in place."
     )
 
 
@@ -486,9 +483,7 @@ class Config(StrictModel):
     exit: ExitConfig = Field(
         default_factory=ExitConfig, description="When thinking is ended early."
     )
-    handoff: HandoffConfig = Field(
-        default_factory=HandoffConfig, description="Whether requests answer on another engine."
-    )
+    handoff: HandoffConfig = Field(default_factory=HandoffConfig, description="Engines with roles.")
     requests: RequestsConfig = Field(
         default_factory=RequestsConfig,
         description="Which options requests may set, and their defaults.",
