@@ -18,7 +18,7 @@ from meridian_patch.bench.served.arms import NOOP
 from meridian_patch.bench.served.command import add_serve, run_serve
 
 _MODULE = "meridian_patch.demo.run"
-_DEFAULTS = "--workload mixed --rate auto --requests 80 --pause 1 --headlines --out out/demo"
+_DEFAULTS = "--workload mixed --rate auto --pause 1 --headlines --out out/demo"
 _ARMS = "stock,stock-again,patched"
 # With what `meridian calibrate` chose for the tiny reasoner.
 _EXIT_ARM = "exit"

@@ -23,7 +23,7 @@ def run(capsys, *arguments: str) -> tuple[int, str]:
         (["--rate", "fast"], "--rate is 'fast', expected a number above 0"),
         (["--arms", "stock,turbo"], "unknown arm 'turbo'; known: stock, noop, patched"),
         (["--arms", "stock,stock"], "arm 'stock' is named twice"),
-        (["--blocks", "64"], "--blocks is 64, expected at least 129"),
+        (["--blocks", "64"], "--blocks is 64, expected at least 65"),
     ],
 )
 def test_wrong_option_is_refused(capsys, arguments, message):
@@ -63,7 +63,7 @@ def test_request_too_long_for_the_servers_is_refused(capsys, tmp_path):
     )
     code, err = run(capsys, "--trace", str(trace))
     assert code == 1
-    assert "request a: max_tokens is 8192, expected less than 4096" in err
+    assert "request a: max_tokens is 8192, expected less than 2048" in err
 
 
 def test_the_demo_shows_the_product_beside_stock_twice():

@@ -19,7 +19,7 @@ from meridian_patch.bench.served.arms import (
     STOCK_AGAIN,
     arm_environment,
 )
-from meridian_patch.bench.served.capacity import bearable_rate
+from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.metrics import read_counters
@@ -192,7 +192,7 @@ def _load_of(
     """A rate that the machine can serve, and seeds of as many traces as there is time for."""
     if context.rehearse:
         return Mix(requests=6, rate_per_s=3.0, max_tokens=128), [_SEED]
-    rate, _ = bearable_rate(settings, load, folder, console)
+    rate, _ = bearable_rate(settings, load, CAPACITY_SHARE, folder, console)
     mix = Mix(requests=160, rate_per_s=rate)
     of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
     number = int(max(1.0, min(5.0, (remaining_s() - 3 * _START_S) / of_seed)))

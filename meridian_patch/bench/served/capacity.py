@@ -61,15 +61,15 @@ def measure_capacity(settings: ServerSettings, load: Load, folder: Path, console
 
 
 def bearable_rate(
-    settings: ServerSettings, load: Load, folder: Path, console: Console
+    settings: ServerSettings, load: Load, share: float, folder: Path, console: Console
 ) -> tuple[float, str]:
     """Requests per second that this machine can serve; also say what stock completes.
 
-    Args and errors as of ``measure_capacity``.
+    Args and errors as of ``measure_capacity``; ``share`` is the rate over what stock completes.
     """
     capacity = measure_capacity(settings, load, folder, console)
     words = f"Stock completes {capacity:.2f} per second here when all come at once and fit."
-    return round(CAPACITY_SHARE * capacity, 2), words
+    return round(share * capacity, 2), words
 
 
 def completed_per_s(ends_s: Sequence[float]) -> float:

@@ -39,6 +39,7 @@ class RequestRecord:
         finish_reason: the server's, or None when the stream broke off.
         error: what went wrong, or None.
         thought: text of the thought, where the server separates it from the answer.
+        prompt_ids: the prompt's tokens, as the server says them with the first token.
     """
 
     request: ServedRequest
@@ -49,6 +50,7 @@ class RequestRecord:
     finish_reason: str | None = None
     error: str | None = None
     thought: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,7 @@ def _note(record: RequestRecord, chunk: dict[str, Any], now_s: float) -> None:
     if "error" in chunk:
         record.error = str(chunk["error"])
         return
+    record.prompt_ids = chunk.get("prompt_token_ids") or record.prompt_ids
     for choice in chunk.get("choices", []):
         ids = choice.get("token_ids") or []
         record.token_ids.extend(ids)

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from meridian_patch.bench.served.client import RequestRecord
+from meridian_patch.bench.served.prefixes import reusable_tokens
 from meridian_patch.demo.problems import grade
 
 STALL_S = 0.25
@@ -80,6 +81,7 @@ FIGURE_KINDS = (
     FigureKind("tokens_per_s", "tokens/s"),
     FigureKind("think_tokens_mean", "think tokens per request"),
     FigureKind("computed_tokens", "prompt tokens computed"),
+    FigureKind("computed_again_tokens", "prompt tokens computed again"),
     FigureKind("accuracy", "graded accuracy", "%"),
     FigureKind("failed_requests", "failed requests"),
 )
@@ -177,7 +179,10 @@ def _total(samples: Iterable[Sample], label: tuple[str, str] | None) -> float:
 
 
 def run_figures(
-    records: Sequence[RequestRecord], end_marker: Sequence[int], counters: Mapping[str, float]
+    records: Sequence[RequestRecord],
+    end_marker: Sequence[int],
+    counters: Mapping[str, float],
+    block_size: int | None = None,
 ) -> Figures:
     """All figures of one run.
 
@@ -186,6 +191,7 @@ def run_figures(
         end_marker: token ids that end thinking.
         counters: what rose during the run, from ``difference``; a missing one is reported as
             None.
+        block_size: tokens per block of the server's KV cache, where it is known.
     """
     times = [t for t in (request_times(record, end_marker) for record in records) if t is not None]
     gaps = [gap for t in times for gap in t.answer_gaps_s]
@@ -218,6 +224,7 @@ def run_figures(
         "tokens_per_s": _tokens_per_s(records),
         "think_tokens_mean": fmean(thought) if thought else None,
         "computed_tokens": _computed_tokens(counters),
+        "computed_again_tokens": _computed_again(records, counters, block_size),
         "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
         "hit_share": _hit_share(counters),
@@ -250,6 +257,19 @@ def _computed_tokens(counters: Mapping[str, float]) -> float | None:
     """Prompt tokens that the prefix cache did not have, at first admission."""
     asked = counters.get("prompt_tokens")
     return asked - counters.get("hit_tokens", 0.0) if asked is not None else None
+
+
+def _computed_again(
+    records: Sequence[RequestRecord], counters: Mapping[str, float], block_size: int | None
+) -> float | None:
+    """Prompt tokens that the prefix cache had evicted: of those computed before, the ones not hit.
+
+    A prompt may hit what is computed while it waits, so that hits can exceed what is counted here.
+    """
+    reusable = reusable_tokens(records, block_size) if block_size else None
+    if reusable is None or "prompt_tokens" not in counters:
+        return None
+    return max(0.0, reusable - counters.get("hit_tokens", 0.0))
 
 
 def _think_tokens(records: Iterable[RequestRecord], end_marker: Sequence[int]) -> list[int]:

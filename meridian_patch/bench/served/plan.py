@@ -16,7 +16,7 @@ from meridian_patch import envs
 from meridian_patch.bench.arms import override
 from meridian_patch.bench.options import read_positive, read_seeds, read_whole
 from meridian_patch.bench.served.arms import ServedArm, read_arms
-from meridian_patch.bench.served.capacity import bearable_rate
+from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.run import Comparison, check_ports
 from meridian_patch.bench.served.server import ServerSettings
@@ -35,10 +35,16 @@ from meridian_patch.errors import BenchError
 FIRST_SEED = 11
 DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
-SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (160, 4096)}
-_REQUESTS = {"problems": "160", "turns": "96", "mixed": "160"}
+SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (160, 2048)}
+_REQUESTS = {"problems": "160", "turns": "96", "mixed": "90"}
 # Per second; of turns, conversations.
 _RATES = {"problems": "8", "turns": "0.7", "mixed": "5"}
+# Of what stock completes, with --rate auto. Conversations wait for their answers: a mix of both
+# comes in smaller bursts, and bears more.
+_CAPACITY_SHARES = {"problems": CAPACITY_SHARE, "turns": CAPACITY_SHARE, "mixed": 0.5}
+# Of conversations beside single problems: their prompts stay within the context.
+_MIXED_TURNS = (2, 4)
+_MIXED_HARD_SHARE = 0.5
 # The CPU build wants a multiple of 32.
 _BLOCK_SIZE = 32
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -80,7 +86,8 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         why = ""
         if parsed.rate == "auto":
             check_ports(port, len(arms))
-            rate, why = bearable_rate(settings, load, parsed.out, console)
+            share = _CAPACITY_SHARES[parsed.workload]
+            rate, why = bearable_rate(settings, load, share, parsed.out, console)
             if parsed.workload == "turns":
                 rate = round(rate / fmean(TURNS), 3)
         else:
@@ -122,8 +129,15 @@ def _workload(
         mix = Mix(requests, rate)
         return partial(make_trace, mix), str(mix)
     half = requests // 2
-    mix = Mix(requests - half, rate / 2, history_share=0.0)
-    turns = Turns(half, round(rate / 2 / fmean(TURNS), 3), pause_s, hard_share=mix.hard_share)
+    mix = Mix(requests - half, rate / 2, history_share=0.0, hard_share=_MIXED_HARD_SHARE)
+    of_conversations = rate / 2 / fmean(_MIXED_TURNS)
+    turns = Turns(
+        half,
+        round(of_conversations, 3),
+        pause_s,
+        turns=_MIXED_TURNS,
+        hard_share=_MIXED_HARD_SHARE,
+    )
     return partial(make_mixed, mix, turns), f"{mix} Beside them {turns}"
 
 
@@ -186,7 +200,8 @@ def any_settings(
         max_model_len=context,
         dtype="float32",
         reasoning_parser="deepseek_r1",
-        extra=extra,
+        # Compiling takes half of a start here, and no step is faster for it.
+        extra=("--enforce-eager", *extra),
     )
 
 

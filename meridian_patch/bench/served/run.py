@@ -79,12 +79,14 @@ class RunningArm:
     Attributes:
         run: takes what the arm does.
         end_marker: token ids that end thinking; empty when there is no thinking.
+        block_size: tokens per block of its KV cache; None where vLLM chose it.
     """
 
     run: ArmRun
     server: ServerProcess
     client: Client
     end_marker: tuple[int, ...]
+    block_size: int | None
 
 
 def run_comparison(comparison: Comparison, console: Console) -> int:
@@ -188,7 +190,7 @@ def start_arm(
         end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
         client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
         _check_is_patched(run.name, envs.activation(env), client.metrics_text())
-        yield RunningArm(run, server, client, end_marker)
+        yield RunningArm(run, server, client, end_marker, settings.block_size)
 
 
 def play_seed(
@@ -210,7 +212,7 @@ def play_seed(
     Raises:
         BenchError: the server died, or a client did.
     """
-    seed_run = SeedRun(seed, arm.end_marker)
+    seed_run = SeedRun(seed, arm.end_marker, block_size=arm.block_size)
     arm.run.seeds.append(seed_run)
     arm.server.check_alive()
     arm.client.reset_prefix_cache()

@@ -19,6 +19,9 @@ from meridian_patch.bench.served.metrics import (
 )
 from meridian_patch.bench.statistics import bootstrap_interval
 
+# Few seeds can agree by luck: a tenth is no difference that a comparison of this size shows.
+LEAST_CHANCE = 1.1
+
 
 @dataclass
 class SeedRun:
@@ -30,6 +33,7 @@ class SeedRun:
         records: one per request that was sent.
         counters: what the server's counters rose by.
         is_complete: False when the run broke off.
+        block_size: tokens per block of the server's KV cache, where it is known.
     """
 
     seed: int
@@ -37,10 +41,11 @@ class SeedRun:
     records: list[RequestRecord] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     is_complete: bool = False
+    block_size: int | None = None
 
     def figures(self) -> Figures:
         """All figures of the run."""
-        return run_figures(self.records, self.end_marker, self.counters)
+        return run_figures(self.records, self.end_marker, self.counters, self.block_size)
 
 
 @dataclass
@@ -170,23 +175,24 @@ def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | N
 
 
 def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
-    """By how much two servers of the same code differ in one figure, as a factor of at least 1.
+    """By how much two servers of the same code differ in one figure, as a factor of at least 1.1.
 
-    The largest ratio between ``stock-again`` and ``stock`` over seeds, whichever is larger. A ratio
-    between its inverse and it shows nothing. None without both arms.
+    For each seed the higher figure of ``stock`` and ``stock-again``, added up, over the lower ones.
+    A ratio between its inverse and it shows nothing, nor does one below ``LEAST_CHANCE``. None
+    without both arms.
     """
     pair = _pair(arms, STOCK_AGAIN)
     if pair is None:
         return None
     again, stock = pair
-    factors = [1.0]
+    high = low = 0.0
     for seed in again.seeds.keys() & stock.seeds.keys():
         one, other = again.seeds[seed].get(name), stock.seeds[seed].get(name)
-        if one is None or other is None or one == other:
-            continue
-        low, high = sorted((one, other))
-        factors.append(high / low if low > 0 else inf)
-    return max(factors)
+        if one is not None and other is not None:
+            high, low = high + max(one, other), low + min(one, other)
+    if high == low:
+        return LEAST_CHANCE
+    return max(LEAST_CHANCE, high / low) if low > 0 else inf
 
 
 def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
