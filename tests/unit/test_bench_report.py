@@ -223,6 +223,26 @@ def test_halts_within_answers_are_counted_over_the_picture(monkeypatch):
     ]
 
 
+def test_who_waited_stands_above_the_figures(drawn):
+    """The picture that needs no explaining comes first."""
+    page = drawn.read_text()
+    assert page.index("<h2>Who waited, and when</h2>") < page.index("<h2>Figures")
+    assert page.count("<h2>Who waited, and when</h2>") == 1
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_machine_that_stood_still_is_named(tmp_path):
+    """Where no stream at all got a token, gaps are not the scheduler's doing."""
+    words = "The machine itself stood still for up to"
+    calm = write_report(tmp_path, [ArmRun("stock", [seed_run(1, 0.1, {})])], origin())
+    assert words not in calm.read_text()
+    hung = seed_run(1, 0.1, {})
+    for record in hung.records:
+        record.token_s = [at + 0.3 * (at > 0.65) for at in record.token_s]
+    page = write_report(tmp_path, [ArmRun("stock", [hung])], origin()).read_text()
+    assert re.search(f"{words} 0.[34] s", page)
+
+
 def test_report_of_requests_without_an_answer(tmp_path):
     """A run whose thoughts never ended can still be drawn."""
     run = seed_run(1, 1.0, {})

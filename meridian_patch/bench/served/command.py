@@ -47,11 +47,11 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
     serve.add_argument(
         "--trace", type=Path, help="JSON lines that every pair plays, in place of a drawn workload"
     )
-    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96)")
+    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 90)")
     serve.add_argument(
         "--rate",
-        help="mean arrivals per second (default: 8; turns: 0.7 conversations); auto: 35 %% of what "
-        "stock completes on this machine",
+        help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 5); auto: "
+        "35 %% of what stock completes on this machine, mixed: 50 %%",
     )
     serve.add_argument(
         "--pause", default="4", help="mean seconds from an answer to the next turn (default: 4)"

@@ -19,7 +19,7 @@ from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.served import plots
 from meridian_patch.bench.served.arms import NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.metrics import FigureKind
+from meridian_patch.bench.served.metrics import STALL_S, FigureKind
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import (
     ArmRun,
@@ -156,6 +156,7 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
         title=table_title(arms),
         titles=column_titles(arms),
         rows=rows,
+        silence=silence_in_words(arms),
         chance_note=CHANCE_NOTE if is_played_twice(arms) else "",
         note=BORROWED_NOTE if has_borrowed(rows) else "",
         worst={name: ratio.by_seed for name, ratio in worst.items() if ratio},
@@ -356,6 +357,21 @@ def headline_table(arms: Sequence[ArmSummary], title: str) -> Table:
 def is_played_twice(arms: Sequence[ArmSummary]) -> bool:
     """True where a second stock server says what is chance."""
     return {STOCK, STOCK_AGAIN} <= {arm.name for arm in arms}
+
+
+def silence_in_words(arms: Sequence[ArmSummary]) -> str:
+    """That the machine itself stood still, for longer than what counts as a stall; or nothing."""
+    longest = max(
+        (arm.spreads["silence_max_s"].high for arm in arms if "silence_max_s" in arm.spreads),
+        default=0.0,
+    )
+    if longest <= STALL_S:
+        return ""
+    return (
+        f"The machine itself stood still for up to {longest:.1f} s, in which no stream got a "
+        "token: gaps and stalls of this run are in part its doing. Run this again when nothing "
+        "else runs."
+    )
 
 
 def _empty_table(title: str, note: str | None) -> Table:

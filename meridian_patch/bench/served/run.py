@@ -28,6 +28,7 @@ from meridian_patch.bench.served.metrics import difference, read_counters
 from meridian_patch.bench.served.report import (
     Origin,
     headline_table,
+    silence_in_words,
     table_title,
     terminal_table,
     write_report,
@@ -128,6 +129,9 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     title = f"{machine.how}{table_title(arms)}"
     table = headline_table if comparison.headlines_only else terminal_table
     console.print(table(arms, title))
+    words = silence_in_words(arms)
+    if words:
+        _print_red(words, console)
     page = write_report(folder, played, origin)
     console.print(f"report: {page}", highlight=False)
     return code
