@@ -50,11 +50,12 @@ def finish_gap_tail(figure: Figure, axes: Axes, stall_s: float, shortest_ms: flo
     """
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(left=shortest_ms)
+    # Before the limits: it widens them where every gap is shorter.
     axes.axvline(stall_s * 1000, color="#444444", lw=0.9, ls="--")
     axes.text(
         stall_s * 1000, 1.0, " stalls", transform=axes.get_xaxis_transform(), va="top", size=9
     )
+    axes.set_xlim(left=shortest_ms)
     label_log_axis(axes.xaxis, plain_number)
     label_log_axis(axes.yaxis, one_in)
     axes.set_xlabel("gap between two tokens of an answer (ms)")

@@ -189,13 +189,16 @@ def test_report_is_written_when_an_arm_failed(tmp_path):
     assert data["over_stock"]["patched"] == {}
 
 
-@pytest.mark.parametrize("number", [1, 5])
-def test_pictures_hold_all_their_words(tmp_path, monkeypatch, number):
-    """With one arm and with many, and a command of several lines."""
+@pytest.mark.parametrize(("number", "stall_s"), [(1, 1e-4), (5, 1.0)])
+def test_pictures_hold_all_their_words(tmp_path, monkeypatch, number, stall_s):
+    """With one arm and with many, with and without stalls, and a command of several lines."""
     cut = watch_pictures(monkeypatch)
     long = replace(origin(), command="demo " + "--arm calm:policy.max_preemptions=5 " * 8)
     names = ("stock", "patched", "exit", "calm", "policy-without-time-sharing")[:number]
-    write_report(tmp_path, [replace(three_arms()[0], name=name) for name in names], long)
+    runs = [ArmRun(name, [seed_run(1, stall_s, {})]) for name in names]
+    for record in runs[0].seeds[0].records if number == 1 else ():
+        record.token_s = [record.submit_s + 1e-4 * count for count in range(6)]
+    write_report(tmp_path, runs, long)
     assert cut == []
 
 
