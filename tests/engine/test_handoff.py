@@ -1,8 +1,6 @@
 """Two real engines and the router: requests think on one, and answer on the other."""
 
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -308,7 +306,7 @@ def test_a_lost_answer_engine_loses_nothing(engines, router):
         futures = [pool.submit(stream, router.url, question) for question in asked]
         while router.handoffs()["moved"] < 30:
             time.sleep(0.02)
-        os.kill(answer.pid, signal.SIGKILL)
+        answer.kill()
         routed = [future.result() for future in futures]
     for one, two in zip(alone, routed, strict=True):
         assert two.error is None

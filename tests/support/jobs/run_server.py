@@ -11,6 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Self
 
+import psutil
 from run_engine import clean_environment, log_tail
 
 START_LIMIT_S = 240
@@ -58,6 +59,14 @@ class Server:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def kill(self) -> None:
+        """End all of its processes at once, as when its machine is lost."""
+        server = psutil.Process(self.pid)
+        # An EngineCore whose API server was killed alone stays, and keeps a core busy.
+        for process in [server, *server.children(recursive=True)]:
+            process.kill()
+        self._process.wait()
 
     @property
     def url(self) -> str:
