@@ -7,6 +7,7 @@ contexts, and each distinct sequence is used.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 from meridian_patch.phase.boundaries import TokenIds
@@ -51,17 +52,24 @@ class MarkerSequences:
 
 
 def find_sequences(marker: str, vocabulary: Vocabulary) -> MarkerSequences:
-    """All token sequences of ``marker``, in the contexts ``BEFORE`` x ``AFTER``."""
+    """All token sequences of ``marker``; one that is a vocabulary entry has that one only."""
     entry = vocabulary.token_id(marker)
     if entry is not None:
         return MarkerSequences(((entry,),), (), (entry,), marker)
+    return find_spellings(marker, vocabulary)
+
+
+def find_spellings(marker: str, vocabulary: Vocabulary) -> MarkerSequences:
+    """All token sequences of ``marker``, in the contexts ``BEFORE`` x ``AFTER``."""
     sequences: dict[TokenIds, None] = {}
     merged = []
+    # Contexts share most of what is decoded: the marker behind the same text, and the marker alone.
+    decode = _remembering(vocabulary.decode)
     for before, after in product(BEFORE, AFTER):
-        ids = vocabulary.encode(before + marker + after)
-        window = _window(ids, marker, vocabulary.decode)
-        if window and vocabulary.decode(window).strip() == marker.strip():
-            sequences[tuple(window)] = None
+        ids = tuple(vocabulary.encode(before + marker + after))
+        window = _window(ids, marker, decode)
+        if window and decode(window).strip() == marker.strip():
+            sequences[window] = None
         elif window:
             merged.append(before + marker + after)
     bare_ids = vocabulary.encode(marker)
@@ -70,10 +78,21 @@ def find_sequences(marker: str, vocabulary: Vocabulary) -> MarkerSequences:
     )
 
 
-def _window(ids: list[int], marker: str, decode: Callable[[list[int]], str]) -> list[int]:
-    """The shortest run of ids whose text contains the marker; empty if there is none."""
-    stop = next((n for n in range(1, len(ids) + 1) if marker in decode(ids[:n])), 0)
-    first = 0
+def _window(ids: TokenIds, marker: str, decode: Callable[[TokenIds], str]) -> TokenIds:
+    """The shortest run of ids whose text contains the marker; empty if there is none.
+
+    Little stands around the marker, so few ids are taken off, first at the end, then at the front.
+    """
+    if not ids or marker not in decode(ids):
+        return ()
+    first, stop = 0, len(ids)
+    while stop > 1 and marker in decode(ids[: stop - 1]):
+        stop -= 1
     while first + 1 < stop and marker in decode(ids[first + 1 : stop]):
         first += 1
     return ids[first:stop]
+
+
+def _remembering(decode: Callable[[list[int]], str]) -> Callable[[TokenIds], str]:
+    """``decode`` that decodes the same ids once."""
+    return cache(lambda ids: decode(list(ids)))

@@ -1,7 +1,9 @@
 """Patterns that end a thought: what may be written, and which tokens they are."""
 
+from dataclasses import replace
+
 import pytest
-from tokenizers_for_tests import merging_bpe, prefixing_words, vocabulary_of
+from tokenizers_for_tests import merging_bpe, prefixing_words, vocabulary_of, word_bpe
 
 from meridian_patch.config.load import load_config
 from meridian_patch.config.request_options import parse_options
@@ -98,6 +100,36 @@ def test_a_text_that_has_no_tokens_of_its_own():
         tokens.in_options(parse_options({FIELD: ["so"]}))
     with pytest.raises(ConfigError, match="holds token id 1000, expected ids below 1000"):
         tokens.find([(3, 1000)], "exit.patterns")
+
+
+def test_a_word_of_the_vocabulary_is_found_behind_a_space():
+    """It is another entry there, as in the vocabularies of most models."""
+    tokenizer = word_bpe()
+    (found,) = tokens_of(tokenizer).find(["Wait"], "exit.patterns")
+    assert {(tokenizer.token_to_id("Wait"),), (tokenizer.token_to_id("ĠWait"),)} <= set(found)
+
+
+def test_texts_are_encoded_once_also_if_they_are_refused():
+    """Requests may send the same ones again and again."""
+    vocabulary, asked = vocabulary_of(prefixing_words(["_a"])), []
+    counting = replace(
+        vocabulary, encode=lambda text: asked.append(text) or vocabulary.encode(text)
+    )
+    tokens = PatternTokens(lambda: counting, 1000)
+    for where in ("exit.patterns", FIELD):
+        with pytest.raises(ConfigError, match=rf"{where} holds 'so', which cannot be followed"):
+            tokens.find(["so"], where)
+    assert len(asked) == 17
+
+
+def test_a_long_text_is_decoded_a_few_times():
+    """The API server serves nothing else meanwhile."""
+    vocabulary, lengths = vocabulary_of(merging_bpe()), []
+    counting = replace(
+        vocabulary, decode=lambda ids: lengths.append(len(ids)) or vocabulary.decode(ids)
+    )
+    PatternTokens(lambda: counting, 1000).find(["xq" * 49], "exit.patterns")
+    assert len(lengths) <= 40
 
 
 def test_texts_need_a_tokenizer():

@@ -25,6 +25,17 @@ def merging_bpe() -> Tokenizer:
     return tokenizer
 
 
+def word_bpe() -> Tokenizer:
+    """A byte-level BPE that has ``Wait`` as two entries: behind a space, and elsewhere."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["Wait no Wait\nWait"] * 50, trainer)
+    return tokenizer
+
+
 def prefixing_words(words: list[str]) -> Tokenizer:
     """One token per text, which it puts an underscore before; all other texts are unknown."""
     vocabulary = {word: index for index, word in enumerate(["[UNK]", *words])}
