@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
@@ -11,6 +12,9 @@ from meridian_patch.exit.strategies.base import BOUNDS, Reason, Signals, TokenSi
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.text_breaks import Breaks
+
+MOST_STORED: Final = 128
+"""Tokens that are processed together at most, where they come one by one."""
 
 
 class ThoughtMonitor:
@@ -28,7 +32,9 @@ class ThoughtMonitor:
 
     Most tokens are only stored. The strategies process them together: at ends of lines, once a
     close may be due there, and at least once per ``grace_tokens`` from the token on at which a
-    strategy may fire. So no close is late because of this.
+    strategy may fire. So no close is late because of this. Below the floor, too, they are processed
+    every ``MOST_STORED`` tokens: a request may set a floor of any height, and the steps of others
+    must not wait until a whole thought is processed.
 
     Args:
         number: number of the thought in its request, from 1.
@@ -201,7 +207,7 @@ class ThoughtMonitor:
     def _next_look(self) -> float:
         latest = max(self.think_tokens, self._fires_from - 1) + max(self._grace_tokens, 1)
         due_by = self._schedule.due_by if self._schedule else math.inf
-        return min(latest, due_by, self._most_tokens)
+        return min(latest, due_by, self._most_tokens, self.think_tokens + MOST_STORED)
 
     def _ask(self, tokens: list[int], signals: Signals, before: int) -> None:
         first = max(0, self._floor_tokens - before - 1)

@@ -216,6 +216,15 @@ def test_eat_waits_for_the_floor():
     assert controller.end(1).num_invalid == 1
 
 
+def test_few_tokens_are_stored_below_the_floor():
+    """A request may set any floor: a whole thought at once would hold up all others."""
+    controller = controller_of(min_think_tokens=10**6, loop=True)
+    for _ in range(1000):
+        assert controller.accept([PLAIN], [CALM]) is None
+        assert len(controller._watch._tokens) < 128
+        assert controller.fast_path_tokens <= 128
+
+
 def test_router_and_controller_together():
     """Prompt, spec-decoded boundary with answer tokens, and a second thought."""
     start, end = 101, 102
