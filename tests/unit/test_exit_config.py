@@ -169,6 +169,24 @@ def test_a_wrong_field_is_one_sentence(name, value, expected):
     assert str(error.value).startswith(f"vllm_xargs field {name} is {value!r}, {expected}")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("meridian_exit_patterns", ["x" * 1000] * 100_000),
+        ("meridian_exit_patterns", [[["x" * 10**6] * 9] * 9] * 9),
+        ("meridian_wrap_up", "x" * 10**7),
+        ("meridian_priority", {"a" * 10**6: "b"}),
+        ("meridian_itl_ms", -(10**4000)),
+    ],
+)
+def test_a_message_is_no_longer_than_a_page(name, value):
+    """A request may be large, and its answer and the log must not be."""
+    with pytest.raises(ConfigError) as error:
+        parse_options({name: value})
+    assert str(error.value).startswith(f"vllm_xargs field {name} is ")
+    assert len(str(error.value)) < 2000
+
+
 def test_bounds_of_a_request_that_clash():
     """Both are named."""
     with pytest.raises(ConfigError, match=r"min_think_tokens is 9, expected at most .*which is 5"):
