@@ -134,11 +134,13 @@ COMMA = ord(",") - ord("!")
     "change",
     [
         {"stop": ["stop"]},
+        {"stop": ["never", "\nSo"]},
+        {"stop": ["stop.\n</think>"]},
         {"_all_stop_token_ids": {TURN_END, COMMA}},
         {"allowed_token_ids": [WORD, THINK_END, TURN_END]},
         {"_bad_words_token_ids": [[WORD, COMMA]]},
     ],
-    ids=["stop string", "stop token", "allowed tokens", "bad word"],
+    ids=["stop string", "its end", "its beginning", "stop token", "allowed tokens", "bad word"],
 )
 def test_it_is_left_out_where_it_would_do_harm(monkeypatch, demo_model, change):
     """It would end the request, or be undone: the bare marker is forced."""

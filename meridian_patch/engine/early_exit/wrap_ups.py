@@ -37,6 +37,7 @@ class WrapUps:
     ) -> None:
         self._checks = checks
         self._default_scope = default_scope
+        self._close_text = vocabulary.decode(list(boundaries.close))
 
         @lru_cache(_KEPT_TEXTS)
         def ids_of(text: str) -> TokenIds:
@@ -62,6 +63,14 @@ class WrapUps:
         if not ids or not sampling.all_stop_token_ids.isdisjoint(ids):
             return ()
         is_everywhere = stop_scope(sampling.extra_args, self._default_scope) == "all"
-        if is_everywhere and any(stop in text for stop in sampling.stop or ()):
+        if is_everywhere and any(self._may_complete(text, each) for each in sampling.stop or ()):
             return ()
         return () if self._checks.obstacle(request, think_tokens, ids) else ids
+
+    def _may_complete(self, text: str, stop: str) -> bool:
+        """Whether a stop string may match once the text and the close are said.
+
+        It may begin in the thought before them: that one mostly ends with a line.
+        """
+        ends = (stop[begin:] for begin in range(1, len(stop)))
+        return stop in text + self._close_text or text.startswith(tuple(ends))
