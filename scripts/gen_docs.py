@@ -76,6 +76,7 @@ ROLES = {
         "meridian_patch/telemetry",
         "meridian_patch/patching",
     ),
+    "Between engines": ("meridian_patch/handoff", "meridian_patch/router"),
     "For operators": ("meridian_patch/operate",),
     "Replay, calibration, benches and the demo": (
         "meridian_patch/replay",
