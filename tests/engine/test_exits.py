@@ -195,8 +195,10 @@ def test_reasons_are_counted(run):
     counted = run["counted"]
     ended = {name: n for name, n in counted.items() if name.startswith("exit:")}
     assert ended.get("exit:eat", 0) > 0 or ended.get("exit:hard_cap", 0) > 0
-    # The one with exits off is not followed.
-    assert sum(ended.values()) == len([name for name in thoughts(run) if name != "off"])
+    # The one with exits off is not followed; one with a stop string in its answer is.
+    samples = {name: output["samples"][0]["ids"] for name, output in run["outputs"].items()}
+    closed = [name for name, ids in samples.items() if THINK_END in ids and name != "off"]
+    assert sum(ended.values()) == len(closed)
     assert "fallback:exception" not in counted
 
 
