@@ -23,6 +23,7 @@ const byReason = {
   budget: "closed by vLLM at thinking_token_budget",
   end_probability: "closed, the model could have ended it",
   loop: "closed, it repeated itself",
+  pattern: "closed, it said one of the texts to be closed at",
 };
 
 // Name -> class of its colour. A name that is not here gets one by its place.
@@ -30,7 +31,8 @@ const COLOURS = {
   answer: "green", think: "blue", prefill: "orange", waiting: "grey", running: "purple",
   think_complete: "purple", think_active: "blue", output_critical: "red", in_use: "grey",
   natural: "green", eat: "blue", rpdi: "purple", hard_cap: "red", budget: "orange",
-  end_probability: "grey", loop: "pink", generated: "green", prompt: "orange", "KV cache": "blue", all: "red",
+  end_probability: "grey", loop: "pink", pattern: "purple",
+  generated: "green", prompt: "orange", "KV cache": "blue", all: "red",
 };
 const MORE_COLOURS = ["blue", "orange", "green", "purple", "red", "grey", "pink"];
 
