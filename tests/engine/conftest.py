@@ -41,5 +41,6 @@ def served(demo_model, tmp_path_factory):
     """A patched server of the tiny reasoner, by the name of m."""
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(demo_model), "--served-model-name", "m"]
+    command += ["--enable-per-request-metrics"]
     with Server(command, PATCHED, tmp_path_factory.mktemp("served")) as started:
         yield started
