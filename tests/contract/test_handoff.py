@@ -347,3 +347,15 @@ def test_drafts_behind_the_boundary_are_taken_back(demo_model, role):
     assert len(driver.deliveries["r"]) == 61
     assert output.kv_transfer_params[PROMPT_IDS] == [*PROMPT, *[WORD] * 60, THINK_END]
     assert output.kv_transfer_params["remote_num_tokens"] == 111
+
+
+def test_a_request_whose_blocks_the_connector_did_not_keep_leaves_too(driver):
+    """Its last token is discarded already, so its client would lose the answer."""
+    connector = driver.scheduler.connector
+    connector.request_finished_all_groups = lambda *_: (False, None)
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=30), OFFERED)
+    driver.drain()
+    ticket = driver.ended["r"].kv_transfer_params
+    assert ticket[PROMPT_IDS] == [*PROMPT, *[WORD] * 60, THINK_END]
+    assert facts_in(ticket).num_output_tokens == 61
+    assert "do_remote_prefill" not in ticket

@@ -147,13 +147,13 @@ class ThinkPart(SchedulerPart):
         finally:
             request.status, request.num_computed_tokens = status, num_computed
 
-    def ticket(
-        self, request: Any, facts: Facts, params: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
-        """The ticket of a request that moves; None if the connector keeps nothing for it."""
-        address = self._fabric.address(request, params)
-        if address is None:
-            return None
+    def ticket(self, request: Any, facts: Facts, params: dict[str, Any] | None) -> dict[str, Any]:
+        """The ticket of a request that moves.
+
+        Its last token is discarded, so it leaves even if the connector keeps nothing for it: the
+        answer engine then computes all tokens again.
+        """
+        address = self._fabric.address(request, params) or {}
         num_tokens = facts.num_prompt_tokens + facts.num_output_tokens
         token_ids = list(request.all_token_ids[:num_tokens])
         return {**address, PROMPT_IDS: token_ids, FACTS: facts.model_dump()}
