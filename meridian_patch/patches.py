@@ -11,6 +11,7 @@ LOCK_FILE: Final = "upstream_lock.json"
 SUPPORTED: Final = ">=0.32,<0.34"
 
 OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+SIMPLE_OFFLOAD: Final = "vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler"
 
 SCHEDULER_CONTRACT: Final = Contract(
     calls=(
@@ -27,7 +28,6 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_free_blocks",
         "_connector_finished",
         "_free_request",
-        "_request_blocks_can_be_freed",
         "update_from_output",
         "get_grammar_bitmask",
         "finish_requests",
@@ -52,6 +52,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "_preempt_request",
         "_free_blocks",
         "_free_request",
+        "_free_request_blocks",
         "_try_schedule_encoder_inputs",
         "_is_blocked_waiting_status",
         "_mamba_block_aligned_split",
@@ -95,6 +96,11 @@ SCHEDULER_CONTRACT: Final = Contract(
     lookups=("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",),
     collaborators=(
         f"{OFFLOADING}:OffloadingConnectorScheduler._build_store_jobs",
+        f"{OFFLOADING}:OffloadingConnectorScheduler._calc_num_offloadable_tokens",
+        f"{SIMPLE_OFFLOAD}._prepare_eager_store_specs",
+        f"{SIMPLE_OFFLOAD}._prepare_lazy_store_specs",
+        f"{SIMPLE_OFFLOAD}._queue_finished_eager_store",
+        f"{SIMPLE_OFFLOAD}._select_eager_blocks_to_store",
         "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager.lookup",
         "vllm.v1.request:Request.__init__",
         "vllm.v1.request:Request.update_block_hashes",
@@ -174,6 +180,7 @@ KV_CACHE_MANAGER: Final = Patch(
         lookups=("vllm.v1.core.sched.scheduler:Scheduler.__init__",),
         collaborators=(
             *(f"{FREE_QUEUE}.{name}" for name in FREE_QUEUE_METHODS),
+            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
             "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
             "vllm.v1.core.block_pool:BlockPool.touch",

@@ -139,6 +139,10 @@ class PolicyConfig(StrictModel):
         description="Share of the engine's time that may be spent on computing tokens again that "
         "time-sharing preempted.",
     )
+    reload: bool = Field(
+        default=True,
+        description="Count what a KV tier of vLLM loads again as not lost in a preemption.",
+    )
     aging_s: float = Field(
         default=30.0,
         gt=0,
@@ -268,11 +272,7 @@ class ExitConfig(StrictModel):
         ge=1,
         description="EAT: upper bound of tokens between two probes, also within a paragraph.",
     )
-    probes_in_flight: int = Field(
-        default=16,
-        ge=1,
-        description="EAT: upper bound of probes in one step.",
-    )
+    probes_in_flight: int = Field(default=16, ge=1, description="EAT: most probes in one step.")
     probe_every_steps: int = Field(
         default=8,
         ge=1,

@@ -69,6 +69,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "model", f"family {family}" if family else "single-phase"
         modes = f"early exit {report.get('exit', '?')}, KV tiers {report.get('kv_tiers', '?')}"
         yield "modes", modes
+        if report.get("reload"):
+            yield "reload", f"preempted requests, by {report['reload']}"
     for why in _off(report):
         yield "off", why
     if report.get("limited_by"):
@@ -108,6 +110,8 @@ def _off(report: Report) -> Iterator[str]:
         yield "phases: the model's think boundaries are unknown; run meridian doctor MODEL"
     if report.get("kv_tiers_off"):
         yield f"KV tiers: {report['kv_tiers_off']}"
+    if report.get("reload_off"):
+        yield f"reload after a preemption: {report['reload_off']}"
     for rule, why in (report.get("rules_off") or {}).items():
         yield f"rule {rule}: {why}"
     for name, what in (("exit_signals", "early exit's signals"), ("probes", "probes")):

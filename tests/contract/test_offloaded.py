@@ -1,13 +1,21 @@
 """What vLLM's offloading connector keeps, on the real scheduler: who is preempted for it."""
 
+import __future__
+
+import ast
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector import v1
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.engine import status
 from meridian_patch.engine.scheduler import offload_estimate
-from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
+from meridian_patch.engine.scheduler.offload_estimate import build_reloads
 from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
@@ -33,7 +41,7 @@ def log(monkeypatch, caplog):
 
     def lines():
         ours = [r.getMessage() for r in caplog.records if r.name == "vllm.meridian_patch"]
-        return [line for line in ours if "offload" in line]
+        return [line for line in ours if "offload" in line or "preempted" in line]
 
     return lines
 
@@ -174,22 +182,119 @@ def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
 
 def test_prompts_alone_get_a_hint(offload_prompts_alone, log):
     scheduler = Engine().scheduler
-    build_offload_estimate(scheduler, is_reasoning=True)
+    build_reloads(scheduler, is_on=True, is_reasoning=True)
     (line,) = log()
     assert '{"kv_connector_extra_config": {"offload_prompt_only": false}}' in line
 
 
 @pytest.mark.parametrize("is_reasoning", [True, False])
 def test_with_thinking_offloaded_there_is_no_hint(log, is_reasoning):
-    assert build_offload_estimate(Engine().scheduler, is_reasoning=is_reasoning)
+    assert build_reloads(Engine().scheduler, is_on=True, is_reasoning=is_reasoning)
     assert not log()
 
 
-@pytest.mark.parametrize("name", ["NoneType", "MultiConnector", "NixlConnector"])
-def test_other_connectors_keep_nothing(log, name):
-    connector = type(name, (), {})()
-    assert build_offload_estimate(SimpleNamespace(connector=connector), is_reasoning=True) is None
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("MultiConnector", "which of its connectors would load is not known"),
+        ("NixlConnector", "it is not known to load what a preempted request had computed"),
+        ("LMCacheMPConnector", "it loads nothing for a preempted request"),
+    ],
+)
+def test_other_connectors_keep_nothing(log, name, why):
+    """Said once in the log, and in ``meridian status``."""
+    scheduler = SimpleNamespace(
+        connector=type(name, (), {})(), kv_cache_config=SimpleNamespace(kv_cache_groups=[None])
+    )
+    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
+    (line,) = log()
+    assert f"because of its KV connector {name}: {why}" in line
+    assert status._report["reload_off"] == f"{name}: {why}"
+    assert status._report["reload"] is None
+
+
+def test_without_a_connector_nothing_is_said(log):
+    assert build_reloads(SimpleNamespace(connector=None), is_on=True, is_reasoning=True) is None
     assert not log()
+    assert status._report["reload_off"] is None
+
+
+def test_what_is_counted_is_told(log):
+    build_reloads(Engine().scheduler, is_on=True, is_reasoning=True)
+    assert status._report["reload"] == "OffloadingConnector, all tokens"
+    assert status._report["reload_off"] is None
+
+
+def test_lmcache_loads_nothing_for_a_preempted_request():
+    """Upstream's own answer, whatever it has of the request. Its module needs the package."""
+    source = Path(v1.__file__).with_name("lmcache_mp_connector.py").read_text()
+    (method,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_num_new_matched_tokens"
+    )
+    names = {"RequestStatus": RequestStatus}
+    code = compile(ast.unparse(method), "method", "exec", __future__.annotations.compiler_flag)
+    exec(code, names)
+    ask = names["get_num_new_matched_tokens"]
+    connector = SimpleNamespace(_get_or_create_request_tracker=lambda request: None)
+    request = SimpleNamespace(status=RequestStatus.PREEMPTED)
+    assert ask(connector, request, 0) == (0, False)
+
+
+@pytest.mark.parametrize(("is_tiered", "is_stored"), [("true", False), ("false", True)])
+def test_a_finished_thought_is_not_stored_late(is_tiered, is_stored):
+    """A tier that had no room while the request ran is not offered the thought at its end."""
+    engine = Engine(
+        {"MERIDIAN_PATCH_SET_KV__HISTORY": "strip", "MERIDIAN_PATCH_SET_KV__TIERS": is_tiered}
+    )
+    engine.think("one", 100, 200)
+    side = engine.scheduler.connector.connector_scheduler
+    state, store, offered = side._req_status["one"], side.manager.prepare_store, []
+
+    def prepare_store(keys, context):
+        if not engine.requests["one"].is_finished():
+            return None
+        offered.extend(keys)
+        return store(keys, context)
+
+    side.manager.prepare_store = prepare_store
+    while not engine.is_idle:
+        engine.step()
+    keys = state.group_states[0].offload_keys
+    kept = 99 // BLOCK_SIZE
+    assert set(offered) >= set(keys[:kept])
+    assert bool(set(offered) & set(keys[kept:])) is is_stored
+
+
+def failed_load(engine, name, is_partial):
+    report = KVConnectorOutput(finished_recving={name})
+    if is_partial:
+        report.invalid_block_ids = {3}
+    else:
+        report.failed_recving = {name}
+    engine.offloaded_tokens.received(SimpleNamespace(kv_connector_output=report))
+
+
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_after_a_failed_load_nothing_is_kept_until_one_succeeds(is_partial):
+    engine = Engine()
+    engine.think("one", BIG, 200)
+    one, kept = engine.requests["one"], engine.offloaded_tokens
+    for _ in range(20):
+        engine.step()
+    assert kept(one) > 0
+    kept.rate.started("other", 100, 0.0)
+    failed_load(engine, "other", is_partial)
+    assert kept(one) == 0
+    # Another request's notice is of no load here.
+    kept.received(SimpleNamespace(kv_connector_output=KVConnectorOutput(finished_recving={"x"})))
+    assert kept(one) == 0
+    kept.rate.started("other", 100, 0.0)
+    kept.received(
+        SimpleNamespace(kv_connector_output=KVConnectorOutput(finished_recving={"other"}))
+    )
+    assert kept(one) > 0
 
 
 def test_another_manager_is_refused_in_one_line(monkeypatch, log):
@@ -197,7 +302,7 @@ def test_another_manager_is_refused_in_one_line(monkeypatch, log):
     scheduler = Engine().scheduler
     side = scheduler.connector.connector_scheduler
     monkeypatch.setattr(side, "manager", type("TieringOffloadingManager", (), {})())
-    assert build_offload_estimate(scheduler, is_reasoning=True) is None
+    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
     (line,) = log()
     assert "its manager is TieringOffloadingManager" in line
 
@@ -206,9 +311,9 @@ def test_a_changed_upstream_is_refused_in_one_line(monkeypatch, log):
     """Nothing is taken off, and the engine starts."""
     scheduler = Engine().scheduler
     monkeypatch.setattr(offload_estimate, "fields", lambda _: [SimpleNamespace(name="other")])
-    assert build_offload_estimate(scheduler, is_reasoning=True) is None
+    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
     (line,) = log()
     assert "RequestOffloadState has no group_states, req_context" in line
     monkeypatch.delattr(scheduler.connector, "connector_scheduler")
-    assert build_offload_estimate(scheduler, is_reasoning=True) is None
+    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
     assert "is not as expected: AttributeError" in log()[-1]

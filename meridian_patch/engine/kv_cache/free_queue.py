@@ -113,7 +113,19 @@ class TieredFreeQueue(FreeKVCacheBlockQueue):
         return [block for block in super().get_all_free_blocks() if block.block_id >= 0]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        return (block for block in super().iter_blocks_after(cursor) if block.block_id >= 0)
+        """Blocks after ``cursor`` or from the front, without those of finished thoughts.
+
+        Load-bearing: upstream stores the blocks that it finds here in an offload tier.
+        """
+        thoughts_end = self._tier_ends[Tier.THINK_COMPLETE]
+        if cursor is None and self.fake_free_list_head is self._blank_end:
+            cursor = thoughts_end
+        for node in super().iter_blocks_after(cursor):
+            if node is self._blank_end:
+                yield from self.iter_blocks_after(thoughts_end)
+                return
+            if node.block_id >= 0:
+                yield node
 
     def assign(self, block: KVCacheBlock, retention: Retention) -> None:
         """Set the tier of a block for when it becomes free; the highest assigned tier counts."""

@@ -11,6 +11,10 @@ from meridian_patch.config.schema import Config
 from meridian_patch.engine import status
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.engine.kv_cache.manager import PhaseKVCaching
+from meridian_patch.engine.kv_cache.offloaded_thoughts import (
+    OffloadedThoughts,
+    build_offloaded_thoughts,
+)
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import SchedulerPart
@@ -41,6 +45,7 @@ class KVTiers(SchedulerPart):
         tool_call: token sequences, any of which opens a tool call.
         check_interval_s: least seconds between two integrity checks.
         requests: the scheduler's requests by id.
+        offloaded: what a tier outside the engine keeps; None: there is none, or not known.
     """
 
     name = counters.KV_TIERS
@@ -55,8 +60,10 @@ class KVTiers(SchedulerPart):
         phase_counters: PhaseCounters,
         check_interval_s: float,
         requests: Mapping[str, Any],
+        offloaded: OffloadedThoughts | None = None,
     ) -> None:
         self.history = history
+        self._offloaded = offloaded
         self._manager = manager
         self._tracker = tracker
         self._tool_call = tool_call
@@ -78,6 +85,8 @@ class KVTiers(SchedulerPart):
             has_tool_call = self._has_tool_call(request, state)
             retention = retain_finished(state, self.history, has_tool_call=has_tool_call)
             self._finished[request.request_id] = retention
+            if self._offloaded and retention and retention.tier is Tier.THINK_COMPLETE:
+                self._offloaded.drop(request, retention.kept_tokens)
 
     def after_schedule(self, output: Any) -> None:
         # Load-bearing: after the last request ended, upstream schedules one more step without
@@ -189,15 +198,15 @@ class KVTiers(SchedulerPart):
 
 
 def build_kv_tiers(
-    manager: Any,
     config: Config,
     boundaries: Boundaries | None,
     tracker: PhaseTracker,
     guard: StepGuard,
     phase_counters: PhaseCounters,
-    requests: Mapping[str, Any],
+    scheduler: Any,
 ) -> KVTiers | None:
     """The scheduler's part for KV tiers; None if the cache has no tiers."""
+    manager = scheduler.kv_cache_manager
     if not isinstance(manager, PhaseKVCaching):
         _tell_inactive(
             "the KV cache manager is vLLM's own, as always with --scheduler-cls. Activate "
@@ -218,7 +227,10 @@ def build_kv_tiers(
         guard,
         phase_counters,
         config.kv.check_interval_s,
-        requests,
+        scheduler.requests,
+        build_offloaded_thoughts(
+            scheduler.connector, len(scheduler.kv_cache_config.kv_cache_groups)
+        ),
     )
 
 

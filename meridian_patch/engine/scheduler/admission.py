@@ -252,6 +252,7 @@ class Admission:
             request = scheduler.requests[name]
             scheduler.running.remove(request)
             # Load-bearing: the call by which upstream preempts; here it comes before the step.
+            # Blocks that a step in flight writes, upstream frees when that step has ended.
             scheduler._preempt_request(
                 request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
             )
@@ -280,8 +281,6 @@ class Admission:
                 and state.phase is Phase.THINK
                 and request.priority >= newcomer.priority
                 and not request.is_prefill_chunk
-                # Load-bearing: False while a step in flight still writes the blocks.
-                and scheduler._request_blocks_can_be_freed(request)
             ):
                 yield Thinker(
                     request.request_id,

@@ -23,7 +23,7 @@ from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import KVUnits, kv_units
-from meridian_patch.engine.scheduler.offload_estimate import build_offload_estimate
+from meridian_patch.engine.scheduler.offload_estimate import build_reloads
 from meridian_patch.engine.scheduler.options_parser import OptionsParser
 from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
 from meridian_patch.engine.scheduler.phase_part import PhasePart
@@ -88,15 +88,7 @@ def assemble(
     tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
     chunks = IndivisibleChunks(scheduler)
     policy_part = _build_policy(scheduler, config.policy, tracker, chunks, counters)
-    kv_tiers = build_kv_tiers(
-        scheduler.kv_cache_manager,
-        config,
-        boundaries,
-        tracker,
-        guard,
-        counters,
-        scheduler.requests,
-    )
+    kv_tiers = build_kv_tiers(config, boundaries, tracker, guard, counters, scheduler)
     obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
     obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle
     model_config = scheduler.vllm_config.model_config
@@ -157,7 +149,7 @@ def _build_policy(
 ) -> PolicyPart:
     units = kv_units(scheduler)
     rules = _rules_of(scheduler, config, units)
-    kept = build_offload_estimate(scheduler, is_reasoning=tracker.has_boundaries)
+    kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
     order = LatencyPolicy(
         config.protected_answer_tokens,
         config.max_preemptions,
@@ -182,6 +174,7 @@ def _build_policy(
         tracker,
         counters,
         config.time_budget_us,
+        kept,
     )
 
 

@@ -1,11 +1,22 @@
-"""Estimates which tokens of a preempted request vLLM's offloading connector would load again."""
+"""Estimates which tokens of a preempted request vLLM's KV connector would load again."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from vllm.logger import init_logger
 
+from meridian_patch.engine import status
+from meridian_patch.engine.scheduler import simple_offload_estimate
+from meridian_patch.engine.scheduler.reloads import KeptTokens, Reloads
+
 logger = init_logger("vllm.meridian_patch")
+
+# Load-bearing: what these connectors answer in `get_num_new_matched_tokens`.
+_UNKNOWN: Final = {
+    "LMCacheMPConnector": "it loads nothing for a preempted request",
+    "LMCacheConnectorV1": "it looks prompts up alone, and cannot be asked without a side effect",
+    "MultiConnector": "which of its connectors would load is not known",
+}
 
 # The chunk that is being filled, and one whose last token is not back yet.
 _CHUNKS_UNDER_WAY = 2
@@ -63,39 +74,65 @@ class OffloadEstimate:
         return bool(result.name == "MISS")
 
 
-def build_offload_estimate(scheduler: Any, *, is_reasoning: bool) -> OffloadEstimate | None:
-    """The estimate for this scheduler; None: a preemption loses all computed tokens.
+def build_reloads(scheduler: Any, *, is_on: bool, is_reasoning: bool) -> Reloads | None:
+    """What a preemption would not lose; None: it loses all computed tokens.
 
-    Supports vLLM's OffloadingConnector alone, with its CPU manager and one cache group of full
-    attention. Any other form of it is logged once.
+    Supports vLLM's OffloadingConnector with its CPU manager, and SimpleCPUOffloadConnector, with
+    one cache group of full attention. Another connector, or another form of these, is logged once
+    and published with its reason.
 
     Args:
         scheduler: vLLM's scheduler, after its ``__init__``.
+        is_on: the configuration allows it.
         is_reasoning: the served model thinks.
     """
     connector = scheduler.connector
-    # Compared by name, so that its module is imported only where it is used.
-    if type(connector).__name__ != "OffloadingConnector":
+    status.publish(reload=None, reload_off=None)
+    if connector is None:
+        return None
+    name = type(connector).__name__
+    if not is_on:
+        status.publish(reload_off="policy.reload is false")
         return None
     try:
-        side = connector.connector_scheduler
-        reason = reason_against(side, len(scheduler.kv_cache_config.kv_cache_groups))
-        found = None if reason else OffloadEstimate(side)
+        kept, reason = _estimate(connector, len(scheduler.kv_cache_config.kv_cache_groups))
+        reloads = Reloads(connector, kept) if kept is not None else None
     except Exception as error:
-        reason, found = f"this vLLM's is not as expected: {error!r}", None
-    if found is None:
-        logger.warning(
-            "meridian_patch: the offload tier is not taken into account when a request is chosen "
-            "for preemption: %s",
+        reason, reloads = f"this vLLM's is not as expected: {error!r}", None
+    if reloads is None:
+        status.publish(reload_off=f"{name}: {reason}")
+        logger.info(
+            "meridian_patch: a preempted request counts as computing everything again, because of "
+            "its KV connector %s: %s",
+            name,
             reason,
         )
-    elif is_reasoning and not found.has_thinking:
+        return None
+    status.publish(reload=f"{name}, {'all tokens' if reloads.has_thinking else 'prompts'}")
+    if is_reasoning and not reloads.has_thinking:
         logger.info(
             "meridian_patch: only prompts are offloaded, so thinking is computed again after a "
             "preemption. To offload it too, set offload_prompt_only in --kv-transfer-config: "
             '\'{"kv_connector_extra_config": {"offload_prompt_only": false}}\''
         )
-    return found
+    return reloads
+
+
+def _estimate(connector: Any, num_cache_groups: int) -> tuple[KeptTokens | None, str]:
+    """What a connector keeps of requests, or None and why that is not known."""
+    # Compared by name, so that its module is imported only where it is used.
+    name = type(connector).__name__
+    if name == "OffloadingConnector":
+        side = connector.connector_scheduler
+        reason = reason_against(side, num_cache_groups)
+        return (None, reason) if reason else (OffloadEstimate(side), "")
+    if name == "SimpleCPUOffloadConnector":
+        manager = connector.scheduler_manager
+        reason = simple_offload_estimate.reason_against(manager, num_cache_groups)
+        if reason:
+            return None, reason
+        return simple_offload_estimate.SimpleOffloadEstimate(manager), ""
+    return None, _UNKNOWN.get(name, "it is not known to load what a preempted request had computed")
 
 
 def reason_against(side: Any, num_cache_groups: int) -> str:

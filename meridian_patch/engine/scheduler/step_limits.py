@@ -16,6 +16,7 @@ from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
 from meridian_patch.engine.scheduler.kv_demand import KVDemand
 from meridian_patch.engine.scheduler.kv_units import KVUnits
+from meridian_patch.engine.scheduler.reloads import Reloads
 from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
@@ -49,7 +50,7 @@ class StepLimiter:
         units: size of the KV pool.
         full_tokens: the engine's token budget per step.
         pieces: the least prefill that a lowered budget must have room for.
-        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+        reloads: tokens of a request that a preemption would not lose; None: all are lost.
         stages: number of pipeline stages. With several, each request is in one of so many steps.
 
     Attributes:
@@ -70,11 +71,15 @@ class StepLimiter:
         units: KVUnits,
         full_tokens: int,
         pieces: IndivisibleChunks,
-        offloaded_tokens: Callable[[Any], int] | None = None,
+        reloads: Reloads | None = None,
         stages: int = 1,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.model = StepTimeModel()
+        if reloads:
+            reloads.model = self.model
+            # The limiter's clock may be replaced later.
+            reloads.clock = lambda: self.clock()  # noqa: PLW0108 - read late
         self.kv_demand = KVDemand(tracker, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
@@ -108,7 +113,7 @@ class StepLimiter:
                 units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
                 is_forecasting=rules.admission,
-                offloaded_tokens=offloaded_tokens,
+                offloaded_tokens=reloads,
             )
         self._shape = StepShape(0, 0, 0)
         # Requests whose known tokens are being computed, in the order in which they were admitted.
