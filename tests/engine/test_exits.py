@@ -6,9 +6,10 @@ import re
 import pytest
 from engine_plans import AMPLE, PATIENT, PRESSURE, SMALL_POOL
 from run_engine import PATCHED, Job, run_job
-from workloads import ask, ask_all, engine_arguments
+from workloads import ask, ask_all, engine_arguments, graded, sample
 
 from meridian_patch.demo.problems import make_problems
+from meridian_patch.demo.thoughts import CUES
 
 pytestmark = pytest.mark.engine
 
@@ -47,6 +48,15 @@ V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": Tr
 # On these ways through the engine a second run is made of many requests and aborts.
 SOAKED = ("sync", "pressed")
 SOAK_REQUESTS = 300
+# On these ways the model is made to loop: problems, and tokens of each output.
+# vLLM knows no bias beside drafts.
+LOOPS = {"async": (12, 400), "v2": (2, 240)}
+NEVER = {THINK_END: -100.0}
+# No other strategy closes these thoughts.
+ALONE = {"meridian_eat_delta": 1e-12}
+# All of a thought twice, which takes fewer steps than three times something.
+LOOP = {"meridian_loop_min_count": 2, "meridian_loop_min_pattern_size": 16, **ALONE}
+PATTERNS = {"meridian_exit_patterns": list(CUES), **ALONE}
 CAP = 64
 WRAP_UP = "Time is up.\n"
 WRAPPED = {"meridian_wrap_up": WRAP_UP}
@@ -68,13 +78,35 @@ def requests(problems, max_tokens=700):
             ask(f"stop {scope}", problems[0], max_tokens=max_tokens, extra_args=extra_args)
         )
         asked[-1]["params"]["stop"] = list("0123456789")
-    asked.append(ask("wrapped", problems[0], max_tokens=max_tokens, extra_args=CAPPED | WRAPPED))
+    for name, extra_args in {"wrapped": CAPPED | WRAPPED, "cue": PATTERNS}.items():
+        asked.append(ask(name, problems[0], max_tokens=max_tokens, extra_args=extra_args))
     return asked
 
 
 def stage(name, engine, problems, max_tokens=700):
     runs = [{"name": "run", "requests": requests(problems, max_tokens)}]
-    return {"name": name, "engine": engine, "runs": runs + [soak()] * (name in SOAKED)}
+    runs += [loops(*LOOPS[each]) for each in LOOPS if each == name] + [soak()] * (name in SOAKED)
+    return {"name": name, "engine": engine, "runs": runs}
+
+
+def loops(count, max_tokens):
+    """Models that may not end their thoughts, and then check them over and over.
+
+    Once as they are, once with the loop breaker; beside them natural thoughts.
+    """
+    problems = looping(count)
+    off, enforce = {"meridian_exit": "off"}, {"meridian_exit": "enforce"}
+    ways = {
+        "natural": {"extra_args": off},
+        "off": {"extra_args": off, "logit_bias": NEVER},
+        "on": {"extra_args": enforce | LOOP, "logit_bias": NEVER},
+    }
+    asked = [ask_all(name, problems, max_tokens=max_tokens, **way) for name, way in ways.items()]
+    return {"name": "loops", "requests": [each for some in asked for each in some]}
+
+
+def looping(count):
+    return make_problems(count, seed=9, steps=3)
 
 
 def soak():
@@ -238,3 +270,33 @@ def test_pressure_was_there(runs):
 def test_drafts_were_there(runs):
     """The test under speculation did accept drafts."""
     assert runs["ngram"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_model_that_loops_is_answered(runs, name):
+    """Without the loop breaker it thinks to its last token; with it the answers are those that
+    the model gives where it ends its thoughts by itself.
+    """
+    run, (count, max_tokens) = runs.of(name)["loops"], LOOPS[name]
+    ids = {way: [sample(run, f"{way}{n}")["ids"] for n in range(count)] for way in ("off", "on")}
+    right = {way: sum(graded(run, looping(count), way)) for way in ("natural", "off", "on")}
+    print(name, right, {way: sum(map(len, each)) for way, each in ids.items()})
+    assert [len(each) for each in ids["off"]] == [max_tokens] * count
+    assert right["off"] == 0
+    assert right["on"] >= right["natural"] - 1 > 0
+    closed = run["counted"]["exit:loop"]
+    assert closed >= count - 1
+    assert sum(THINK_END in each for each in ids["on"]) == closed
+    for what in LEFT:
+        assert run[what] == 0, what
+
+
+def test_a_thought_is_closed_where_it_holds_a_pattern(run):
+    """Where it is about to be checked for the first time; up to there it is the natural one."""
+    natural, closed = (
+        sample(run, name)["text"].partition("</think>")[0] for name in ("off", "cue")
+    )
+    assert run["counted"]["exit:pattern"] == 1
+    assert natural.startswith(closed)
+    assert len(closed) < len(natural)
+    assert sum(closed.count(cue) for cue in CUES) == 1
