@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from served_driver import core_request
 from vllm import PoolingParams, SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
@@ -15,7 +16,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine import output_processor as upstream
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -158,20 +159,7 @@ class Frontend:
 
 
 def request(name, params, *, is_session=False):
-    made = EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[1, 2],
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        resumable=is_session,
-    )
-    made.external_req_id = "r"
-    return made
+    return core_request(name, [1, 2], params, "r", is_session=is_session)
 
 
 def output(name="r", tokens=(5,), *, finished=False, outcome=None, **more):

@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from phase_steps import play
 
 from meridian_patch.config.families import load_families
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.progress import ANSWER, THINK, TURNING, PhaseChange, PhaseProgress
-from meridian_patch.phase.tracker import PhaseTracker
 
 WORD, OTHER = 5, 6
 FAMILIES = {
@@ -44,25 +44,6 @@ def count_by_ids(prompt, output, boundaries) -> list[int]:
             is_open = marker == start
         index += step
     return counts
-
-
-def play(boundaries, prompt, output, rng):
-    """The progress after steps of some tokens each, with the counts after each step."""
-    tracker, progress, counts = PhaseTracker(boundaries), PhaseProgress(), {}
-    known = list(prompt)
-    tracker.add("r", known)
-    while len(known) < len(prompt) + len(output):
-        done = len(known) - len(prompt)
-        step = output[done : done + rng.randint(1, 4)]
-        tracker.runs("r")
-        expected = tracker.expects([step], {"r": 0})
-        known += step
-        change = None
-        if "r" in expected and tracker.observe("r", expected["r"]):
-            change = PhaseChange.of(tracker.get("r"))
-        progress.take(change, len(step))
-        counts[progress.num_tokens] = progress.reasoning_tokens(progress.num_tokens)
-    return progress, counts
 
 
 OUTPUTS = {

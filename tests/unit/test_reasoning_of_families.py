@@ -3,15 +3,14 @@
 import random
 
 import pytest
+from phase_steps import play
 from tokenizers import AddedToken
 from tokenizers_for_tests import merging_bpe, vocabulary_of
 
 from meridian_patch.config.families import load_families
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.phase.markers import ServerStrings, choose_markers
-from meridian_patch.phase.progress import PhaseChange, PhaseProgress
 from meridian_patch.phase.resolve import resolve
-from meridian_patch.phase.tracker import PhaseTracker
 
 FAMILIES = {name: file.family for name, file in load_families().items()}
 QUESTION = "User: No. Yes? x\nAssistant: "
@@ -67,23 +66,6 @@ class Encoded:
         self.ids = self.encoding.ids
 
 
-def play(boundaries, prompt, output, rng):
-    """Steps of one to four tokens; what a response's usage would say at the end."""
-    tracker, progress, known, done = PhaseTracker(boundaries), PhaseProgress(), list(prompt), 0
-    tracker.add("r", known)
-    while done < len(output):
-        step = output[done : done + rng.randint(1, 4)]
-        tracker.runs("r")
-        expected = tracker.expects([step], {"r": 0})
-        known += step
-        change = None
-        if "r" in expected and tracker.observe("r", expected["r"]):
-            change = PhaseChange.of(tracker.get("r"))
-        progress.take(change, len(step))
-        done += len(step)
-    return progress.reasoning_tokens(len(output))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counts_are_those_of_the_text(name):
     """Whatever the template does with the thought, and however many tokens a marker is."""
@@ -96,8 +78,8 @@ def test_counts_are_those_of_the_text(name):
         prompt, output = Encoded(tokenizer, before), Encoded(tokenizer, after)
         expected = expected_tokens(output, family, shape)
         for seed in range(4):
-            counted = play(boundaries, prompt.ids, output.ids, random.Random(seed))
-            assert counted == expected, (shape, seed)
+            _, counts = play(boundaries, prompt.ids, output.ids, random.Random(seed))
+            assert counts[len(output.ids)] == expected, (shape, seed)
         assert (expected > 0) == (shape != "answer")
 
 

@@ -1,13 +1,13 @@
 """Keeps requests going when the plug-in's own code fails in the API server."""
 
-from types import TracebackType
-
 from vllm.logger import init_logger
+
+from meridian_patch.engine.guarded_block import GuardedBlock
 
 logger = init_logger("vllm.meridian_patch")
 
 
-class ApiGuard:
+class ApiGuard(GuardedBlock):
     """Context manager for the plug-in's code: an exception ends the block and nothing else.
 
     vLLM ends every request if one step's outputs cannot be processed. The first exception is
@@ -26,17 +26,3 @@ class ApiGuard:
         if not self._has_failed:
             self._has_failed = True
             logger.error("meridian_patch: %s", self._what, exc_info=error)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.failed(error)
-        return True

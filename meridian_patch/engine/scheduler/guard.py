@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterable
-from types import TracebackType
 
 from vllm.logger import init_logger
 
+from meridian_patch.engine.guarded_block import GuardedBlock
 from meridian_patch.telemetry.counters import FALLBACK, PART_OFF, Fallback, PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
@@ -83,9 +83,7 @@ class StepGuard:
             )
 
 
-class _Protection:
-    """A class, because a context manager made of a generator takes three times as long."""
-
+class _Protection(GuardedBlock):
     __slots__ = ("_guard", "_request_id", "_what")
 
     def __init__(self, guard: StepGuard, what: str, request_id: str | None) -> None:
@@ -93,16 +91,5 @@ class _Protection:
         self._what = what
         self._request_id = request_id
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
+    def failed(self, error: Exception) -> None:
         self._guard.failed(self._what, error, self._request_id)
-        return True

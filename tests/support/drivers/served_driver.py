@@ -37,6 +37,24 @@ def patch_output_processor(monkeypatch, demo_model):
             monkeypatch.setattr(upstream, name, ours)
 
 
+def core_request(name, prompt, params, external_id, *, is_session=False):
+    """A text request as an API server sends it to EngineCore."""
+    made = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        resumable=is_session,
+    )
+    made.external_req_id = external_id
+    return made
+
+
 class Served:
     """A scheduler of the driver, whose outputs go over the wire to an output processor."""
 
@@ -65,18 +83,7 @@ class Served:
     def add(self, job):
         kind = RequestOutputKind.DELTA
         params = SamplingParams(output_kind=kind, detokenize=False, max_tokens=job.max_tokens)
-        made = EngineCoreRequest(
-            request_id=job.request_id,
-            prompt_token_ids=list(job.prompt),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        made.external_req_id = job.request_id
+        made = core_request(job.request_id, job.prompt, params, job.request_id)
         queue = upstream.RequestOutputCollector(kind, job.request_id)
         self.processor.add_request(made, None, None, 0, queue)
         self.seen[job.request_id] = queue, []
