@@ -4,12 +4,16 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
+
+import yaml
 
 from meridian_patch.errors import ConfigError
 
 _TRANSFER: Final = "--kv-transfer-config"
 _PORT: Final = "--port"
+_CONFIG: Final = "--config"
 _DEFAULT_PORT: Final = 8000
 # Side channels begin at the first port; each server has as many as it may have data-parallel ranks.
 _FIRST_CHANNEL: Final = 10_000
@@ -79,7 +83,8 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     if ours.offload_threshold_blocks is not None:
         name = "MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS"
         settings[name] = str(ours.offload_threshold_blocks)
-    if any(_is_transfer(each) for each in rest):
+    given = [*_in_config_file(rest), *rest]
+    if any(_is_transfer(each) for each in given):
         if ours.fabric:
             raise ConfigError(f"meridian serve: give either --fabric or {_TRANSFER}, not both")
         return Role(rest, settings)
@@ -90,7 +95,7 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
             f"moves the KV cache; '{fabric.install}'"
         )
     if fabric.connector == "NixlConnector" and "VLLM_NIXL_SIDE_CHANNEL_PORT" not in env:
-        settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_side_channel(rest))
+        settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_side_channel(given))
     return Role([*rest, _TRANSFER, json.dumps(_transfer(fabric))], settings)
 
 
@@ -101,6 +106,21 @@ def _transfer(fabric: Fabric) -> dict[str, Any]:
         # A request whose KV cache does not arrive is computed here.
         "kv_load_failure_policy": "recompute",
     }
+
+
+def _in_config_file(arguments: list[str]) -> list[str]:
+    """Options of the file that vLLM's ``--config`` names, as arguments; vLLM reports a bad file."""
+    # Load-bearing: vLLM reads the file of this spelling only, before all other arguments.
+    if _CONFIG not in arguments[:-1]:
+        return []
+    path = Path(arguments[arguments.index(_CONFIG) + 1])
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    if not isinstance(options, dict):
+        return []
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
 def _side_channel(arguments: Sequence[str]) -> int:

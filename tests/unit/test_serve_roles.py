@@ -45,6 +45,34 @@ def test_servers_of_one_host_get_side_channels_of_their_own(port: str, channel: 
     assert given.keys().isdisjoint(split_role(["m", "--role", "answer"], given).environment)
 
 
+def test_the_port_may_stand_in_vllms_configuration_file(tmp_path) -> None:
+    """The command line takes precedence, as in vLLM; a file that is not there is vLLM's matter."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text("port: 8002\nmax-model-len: 1024\n")
+    given = ["m", "--role", "answer", "--config", str(file)]
+
+    def channel(*more: str) -> str:
+        return split_role([*given, *more], {}).environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+
+    assert channel() == "24016"
+    assert channel("--port", "8001") == "24008"
+    for wrong in ("[1, 2]", "a: ["):
+        file.write_text(wrong)
+        assert channel() == "24000"
+    file.unlink()
+    assert channel() == "24000"
+
+
+@pytest.mark.parametrize("name", ["kv-transfer-config", "kv_transfer_config"])
+def test_a_connector_of_the_configuration_file_is_kept(tmp_path, name: str) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"{name}:\n  kv_connector: NixlConnector\n")
+    own = ["m", "--config", str(file)]
+    role = split_role([*own, "--role", "think"], {})
+    assert role.arguments == own
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in role.environment
+
+
 @pytest.mark.parametrize(
     "own",
     (
