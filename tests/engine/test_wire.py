@@ -179,19 +179,18 @@ def test_a_stop_string_leaves_it_in(server):
 
 
 @pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
-@pytest.mark.parametrize("path", (CHAT, COMPLETIONS))
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS, RESPONSES))
 def test_stop_strings_count_where_the_request_says(server, path, is_streamed):
     """Everywhere as in stock, or in the answer only: its first character is in the thought, too."""
-    own = {} if path == CHAT else {"prompt": chat_prompt(server)}
+    own = {"prompt": chat_prompt(server)} if path == COMPLETIONS else {}
 
     def said(**body):
         if is_streamed:
-            parts = [event["choices"][0] for event in events(server, path, **own, **body)]
-            return "".join(
-                (part["delta"].get("content") or "") if path == CHAT else part["text"]
-                for part in parts
-            )
-        (choice,) = whole(server, path, **own, **body)["choices"]
+            return "".join(map(piece_of, events(server, path, **own, **body)))
+        response = whole(server, path, **own, **body)
+        if path == RESPONSES:
+            return "".join(part["text"] for each in response["output"] for part in each["content"])
+        (choice,) = response["choices"]
         assert "stop" not in body or choice["stop_reason"] == body["stop"]
         return choice["message"]["content"] if path == CHAT else choice["text"]
 
@@ -203,6 +202,14 @@ def test_stop_strings_count_where_the_request_says(server, path, is_streamed):
         for scope in ("all", "answer")
     }
     assert scoped == {"all": thought.partition(stop)[0], "answer": thought + marker}
+
+
+def piece_of(event: dict) -> str:
+    """Text of one event of a stream, of any endpoint."""
+    if "choices" not in event:
+        return event["delta"] if event["type"] == "response.output_text.delta" else ""
+    (choice,) = event["choices"]
+    return (choice["delta"].get("content") or "") if "delta" in choice else choice["text"]
 
 
 def test_completions_tell_it_per_choice(server):
