@@ -328,6 +328,8 @@ REQUEST_STATE: Final = Patch(
             f"{DETOKENIZER}.__init__",
             f"{DETOKENIZER}.update",
             f"{DETOKENIZER}.get_next_output_text",
+            "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.__init__",
+            "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.decode_next",
             "vllm.v1.engine.detokenizer:check_stop_strings",
         ),
     ),
