@@ -12,6 +12,16 @@ class Fallback(StrEnum):
     KV_INTEGRITY = "kv_integrity"
 
 
+class LeftOut(StrEnum):
+    """Why a thought was closed without its wrap-up."""
+
+    TEXT = "text"
+    STOP = "stop"
+    UNDONE = "undone"
+    ROOM = "room"
+    RESTART = "restart"
+
+
 class PhaseCounters:
     """Event counts since the last ``drain``; names are ``<event>:<label>``.
 
@@ -74,7 +84,9 @@ THINK_TOKENS = "think_tokens"
 VERDICT = "exit_verdict"
 MEASURED = "measured"
 PROBE = "probe"
+PROBING_STOPPED = "probing_stopped"
 EXIT_GIVEN_UP = "exit_given_up"
+WRAP_UP_LEFT_OUT = "wrap_up_left_out"
 INVALID = "invalid_signals"
 IGNORED_FIELD = "ignored_field"
 STEP = "step"

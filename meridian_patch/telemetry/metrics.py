@@ -14,7 +14,7 @@ from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.retention import Tier
 from meridian_patch.telemetry import counters
-from meridian_patch.telemetry.counters import Fallback
+from meridian_patch.telemetry.counters import Fallback, LeftOut
 
 
 class Kind(StrEnum):
@@ -228,6 +228,22 @@ METRICS: Final = (
         ),
     ),
     Metric(
+        event=counters.WRAP_UP_LEFT_OUT,
+        name="meridian_wrap_ups_left_out",
+        label="reason",
+        values=_texts(LeftOut),
+        unit="closes",
+        help="Forced closes without the wrap-up that was asked for, by reason.",
+        operator=(
+            "The bare marker is forced. `room`: no token of an answer would fit into `max_tokens` "
+            "or the model's length behind it; shorten it, or raise `max_tokens`. `stop`: it holds "
+            "a stop token or string of the request. `undone`: something would undo it, as under "
+            "[what could not be enforced](requests.md#what-could-not-be-enforced). `text`: it "
+            "cannot be said in tokens, and came past the API server's check. `restart`: another "
+            "token was sampled than the forced one, please report it"
+        ),
+    ),
+    Metric(
         event=counters.PROBE,
         name="meridian_probes",
         label="result",
@@ -238,6 +254,19 @@ METRICS: Final = (
             "`lost`: the probe ended without a signal; check with `meridian status` that every "
             "worker is patched. `invalid`: its signal is not a finite number; look for NaN in the "
             "logits"
+        ),
+    ),
+    Metric(
+        event=counters.PROBING_STOPPED,
+        name="meridian_probing_stopped",
+        label="reason",
+        values=("lost", "refused"),
+        unit="stops",
+        help="Ends of all probing until the next start, by reason.",
+        operator=(
+            "From then on EAT closes no thought. `lost`: 32 probes in a row came back without a "
+            "signal; check that every worker is patched, then start the server again. `refused`: "
+            "the workers measure nothing. `meridian status` says why, as `probes`"
         ),
     ),
     Metric(

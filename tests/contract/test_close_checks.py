@@ -24,6 +24,7 @@ from meridian_patch.engine.boundaries import vocabulary_of
 from meridian_patch.engine.early_exit.close_checks import CloseChecks
 from meridian_patch.engine.early_exit.wrap_ups import WrapUps
 from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.telemetry.counters import PhaseCounters
 
 # The tiny reasoner's ids of "b" and "7".
 assert ord("b") - ord("!") == WORD
@@ -85,11 +86,13 @@ def test_a_grammar_that_rejects_a_wrap_up_gets_the_bare_marker(demo_model):
     checks, manager, request = structured(demo_model, r"b{3}(So)?</think>7")
     boundaries = Boundaries("tiny", ((THINK_START,),), ((THINK_END,),), (THINK_END,))
     tokenizer = cached_tokenizer_from_config(manager.vllm_config.model_config)
-    wraps = WrapUps(vocabulary_of(tokenizer, "tiny"), boundaries, checks, "all")
+    counters = PhaseCounters()
+    wraps = WrapUps(vocabulary_of(tokenizer, "tiny"), boundaries, checks, "all", counters)
     for _ in range(3):
         say(manager, request, WORD)
     assert wraps.choose(request, "So, stop.", 3) == ()
     assert wraps.choose(request, "So", 3) == tuple(tokenizer.encode("So"))
+    assert counters.totals == {"wrap_up_left_out:undone": 1}
 
 
 def test_a_grammar_that_waits_is_not_asked(demo_model):

@@ -88,7 +88,9 @@ def test_a_worker_that_refuses_is_asked_no_more(driver_for, monkeypatch, facts, 
     assert facts["exit_signals"] == f"none: {WHY}"
     assert facts["probes"] == f"off: {WHY}"
     assert sum(WHY in line for line in logged) == 2
-    assert driver.scheduler.phase_counters.totals["exit:hard_cap"] == 3
+    totals = driver.scheduler.phase_counters.totals
+    assert totals["exit:hard_cap"] == 3
+    assert totals["probing_stopped:refused"] == 1
     assert is_over(driver)
 
 
@@ -101,6 +103,7 @@ def test_probes_that_are_lost_come_to_an_end(driver_for, monkeypatch, facts, log
     driver.drain()
     totals = driver.scheduler.phase_counters.totals
     assert MOST_LOST <= totals["probe:lost"] <= MOST_LOST + 6
+    assert totals["probing_stopped:lost"] == 1
     assert driver.scheduler.early_exit.probes is None
     assert facts["probes"].endswith("probes in a row came back without a signal")
     assert sum("not probed" in line for line in logged) == 1
@@ -125,6 +128,7 @@ def test_some_lost_probes_end_nothing(driver_for, monkeypatch, facts):
     assert totals["probe:measured"] > 20
     assert driver.scheduler.early_exit.probes is not None
     assert facts.get("probes") is None
+    assert not any(key.startswith("probing_stopped") for key in totals)
     assert is_over(driver)
 
 

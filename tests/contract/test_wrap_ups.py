@@ -37,6 +37,13 @@ def drive(driver, *, extra_args=None, max_tokens=200, then=lambda request: None)
     return list(request._output_token_ids)
 
 
+def left_out(driver):
+    """Reason -> number of closes without their wrap-up."""
+    totals = driver.scheduler.phase_counters.totals
+    event = "wrap_up_left_out:"
+    return {name.removeprefix(event): n for name, n in totals.items() if name.startswith(event)}
+
+
 def thought_of(said):
     return said[: said.index(THINK_END)]
 
@@ -56,6 +63,7 @@ def test_the_sentence_stands_before_the_end_marker(monkeypatch, demo_model, is_a
     assert thought_of(said)[-len(expected) :] == expected
     assert CAP <= len(thought_of(said)) - len(expected) <= CAP + 1 + is_async + 3 * drafts
     assert WORD in said[said.index(THINK_END) + 1 :]
+    assert left_out(driver) == {}
     assert driver.scheduler.phase_counters.totals["exit:hard_cap"] == 1
 
 
@@ -116,6 +124,7 @@ def test_it_is_left_out_if_no_answer_fits_behind_it(
     said = drive(driver, max_tokens=1500 if is_model else length)
     forced = [token for _, token in driver.forced]
     assert forced == [*(ids(driver) if spare else []), THINK_END]
+    assert left_out(driver) == ({} if spare else {"room": 1})
     assert said.index(THINK_END) < len(said) - 1
 
 
@@ -131,25 +140,26 @@ COMMA = ord(",") - ord("!")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "why"),
     [
-        {"stop": ["stop"]},
-        {"stop": ["never", "\nSo"]},
-        {"stop": ["stop.\n</think>"]},
-        {"_all_stop_token_ids": {TURN_END, COMMA}},
-        {"allowed_token_ids": [WORD, THINK_END, TURN_END]},
-        {"_bad_words_token_ids": [[WORD, COMMA]]},
+        ({"stop": ["stop"]}, "stop"),
+        ({"stop": ["never", "\nSo"]}, "stop"),
+        ({"stop": ["stop.\n</think>"]}, "stop"),
+        ({"_all_stop_token_ids": {TURN_END, COMMA}}, "stop"),
+        ({"allowed_token_ids": [WORD, THINK_END, TURN_END]}, "undone"),
+        ({"_bad_words_token_ids": [[WORD, COMMA]]}, "undone"),
     ],
     ids=["stop string", "its end", "its beginning", "stop token", "allowed tokens", "bad word"],
 )
-def test_it_is_left_out_where_it_would_do_harm(monkeypatch, demo_model, change):
-    """It would end the request, or be undone: the bare marker is forced."""
+def test_it_is_left_out_where_it_would_do_harm(monkeypatch, demo_model, change, why):
+    """It would end the request, or be undone: the bare marker is forced, and it is counted."""
     driver = exit_driver(monkeypatch, demo_model, **WRAPPED)
     assert COMMA in ids(driver)
     drive(driver, then=set_sampling(**change))
     assert [token for _, token in driver.forced] == [THINK_END]
     totals = driver.scheduler.phase_counters.totals
     assert not any(key.startswith("exit_given_up") for key in totals)
+    assert left_out(driver) == {why: 1}
 
 
 def test_a_stop_string_of_the_answer_does_not_matter(monkeypatch, demo_model):
@@ -211,6 +221,7 @@ def test_a_close_that_begins_anew_is_bare(monkeypatch, demo_model, is_async):
     assert is_empty(driver)
     assert thought_of(request._output_token_ids).count(ids(driver, "S")[0]) == 1
     assert request._output_token_ids.count(THINK_END) == 1
+    assert left_out(driver) == {"restart": 1}
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -279,3 +290,4 @@ def test_a_wrong_text_of_a_request_past_the_api_server_is_left_out(monkeypatch, 
     driver = exit_driver(monkeypatch, demo_model, **WRAPPED)
     drive(driver, extra_args={"meridian_wrap_up": "no </think>"})
     assert [token for _, token in driver.forced] == [THINK_END]
+    assert left_out(driver) == {"text": 1}

@@ -75,8 +75,9 @@ def build_early_exit(
         scheduler.max_model_len,
     )
     checks = CloseChecks(scheduler, closings.sequence)
-    wrap_ups = WrapUps(vocabulary, boundaries, checks, whole_config.requests.stop_scope)
-    closings.choose_wrap_up = wrap_ups.choose
+    default_scope = whole_config.requests.stop_scope
+    wrap_ups = WrapUps(vocabulary, boundaries, checks, default_scope, phase_counters)
+    closings.choose_wrap_up, closings.left_out = wrap_ups.choose, wrap_ups.left_out
     if checks.has_processors and config.mode == "enforce":
         logger.warning(
             "meridian_patch: no thought is closed: this server has custom logits processors, "

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
+from meridian_patch.telemetry.counters import LeftOut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +67,7 @@ class ForcedCloses:
         accepts: whether a request's structured output accepts the given tokens next.
         choose_wrap_up: tokens of a request's wrap-up, given its text and the thought's length.
         gave_up: called with the id of each request whose close is given up.
+        left_out: called with the reason for which a chosen wrap-up is not said after all.
         skips_adapter: a request with a LoRA adapter skips the next step, so that no request must be
             admitted to it. Load-bearing: upstream counts only the adapters of the requests in a
             step. A newcomer with another adapter would take the slot of the request that skips the
@@ -81,6 +83,7 @@ class ForcedCloses:
         self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
         self.choose_wrap_up: Callable[[Any, str, int], TokenIds] = lambda *_: ()
         self.gave_up: Callable[[str], None] = lambda _request_id: None
+        self.left_out: Callable[[LeftOut], None] = lambda _reason: None
         self.skips_adapter = False
         self._words = (vocab_size + 31) // 32
         self._num_spec_tokens = num_spec_tokens
@@ -199,6 +202,8 @@ class ForcedCloses:
         if closing.begin is not None:
             came = tuple(request._output_token_ids[closing.begin :])
             if came != closing.sequence[: len(came)]:
+                if came[: len(closing.wrap_up)] != closing.wrap_up:
+                    self.left_out(LeftOut.RESTART)
                 closing.begin, closing.wrap_up = None, ()
         if closing.begin is None:
             if on_the_way or request.num_stale_output_tokens:
@@ -207,7 +212,8 @@ class ForcedCloses:
             state = self._matcher.state_after(request.all_token_ids)
             closing.sequence = self._up_to_end(state, closing.wrap_up)
             if closing.wrap_up and len(closing.sequence) >= self._room(request):
-                closing.sequence = self._up_to_end(state)
+                self.left_out(LeftOut.ROOM)
+                closing.sequence, closing.wrap_up = self._up_to_end(state), ()
         index = request.num_output_tokens + on_the_way - closing.begin
         return closing.sequence[index:]
 

@@ -94,7 +94,7 @@ class EarlyExit:
         # Ids of followed requests that are not in their answer phase.
         self._measured: dict[str, None] = {}
         self._signals = StepSignals()
-        self._health = SignalHealth(is_blind=is_blind)
+        self._health = SignalHealth(phase_counters, is_blind=is_blind)
         # Probes that ended since the last ``take_ended``.
         self._ended: set[str] = set()
 

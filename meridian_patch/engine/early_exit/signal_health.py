@@ -6,6 +6,7 @@ from meridian_patch.engine import status
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
+from meridian_patch.telemetry.counters import PROBING_STOPPED, PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -17,11 +18,16 @@ MOST_LOST = 32
 class SignalHealth:
     """Counts lost signals, and notes a worker's refusal to measure.
 
+    Args:
+        counters: counts that probing came to an end.
+        is_blind: the workers measure nothing from the start.
+
     Attributes:
         is_blind: the workers measure nothing.
     """
 
-    def __init__(self, *, is_blind: bool) -> None:
+    def __init__(self, counters: PhaseCounters, *, is_blind: bool) -> None:
+        self._counters = counters
         self.is_blind = is_blind
         self._num_lost = 0
 
@@ -30,7 +36,7 @@ class SignalHealth:
         self._num_lost = self._num_lost + 1 if is_lost else 0
 
     def check(self, refusal: str | None, *, is_probing: bool) -> Obstacles:
-        """After a step: find what can no longer be carried out, and report it in log and status.
+        """After a step: find what can no longer be carried out; report it in log, status, metric.
 
         Args:
             refusal: the workers' reason for measuring nothing; None: they have given none.
@@ -44,9 +50,11 @@ class SignalHealth:
             logger.warning("meridian_patch: early exit has no signals, only bounds: %s", refusal)
             status.publish(exit_signals=f"none: {refusal}")
             if is_probing:
+                self._counters.count(PROBING_STOPPED, "refused")
                 report_not_probed(refusal)
             return dict.fromkeys(BY_SIGNALS, Obstacle.NO_SIGNALS)
         if is_probing and self._num_lost >= MOST_LOST:
+            self._counters.count(PROBING_STOPPED, "lost")
             report_not_probed(f"{self._num_lost} probes in a row came back without a signal")
             return {Reason.EAT: Obstacle.NO_SIGNALS}
         return NO_OBSTACLES
