@@ -22,7 +22,8 @@ def begin_within_character(detokenizer: Any, prompt: Sequence[int] | None) -> No
     whole prompt, too.
 
     Args:
-        detokenizer: vLLM's, of a new request; changed. Only the fast one is.
+        detokenizer: vLLM's, of a new request; changed if it is the fast one. The slow one, for
+            tokenizers without a Rust part, loses that character and nothing else.
         prompt: token ids.
     """
     if not prompt or not isinstance(detokenizer, FastIncrementalDetokenizer):
