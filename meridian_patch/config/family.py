@@ -4,7 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from meridian_patch.config.schema import ExitConfig, StrictModel
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.config.strict_model import StrictModel
 
 Provenance = Literal["verified", "third_party", "unverified"]
 PromptStart = Literal["think", "pre", "answer", "unverified"]

@@ -12,8 +12,8 @@ from meridian_patch.config.schema import (
     MAX_WRAP_UP_LENGTH,
     MOST_PATTERN_TOKENS,
     ExitConfig,
-    StrictModel,
 )
+from meridian_patch.config.strict_model import StrictModel
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"

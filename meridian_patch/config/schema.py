@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from meridian_patch.config.exit_patterns import MOST_PATTERNS, Pattern, read_patterns
+from meridian_patch.config.rank_balance import Balance, HoldSteps
+from meridian_patch.config.strict_model import StrictModel
 
 SCHEMA_VERSION: Literal[1] = 1
 # Largest pattern of the loop breaker, in tokens: it bounds what a token costs at worst.
@@ -13,12 +15,6 @@ MOST_PATTERN_TOKENS = 1024
 
 MAX_WRAP_UP_LENGTH = 500
 """Upper bound of a wrap-up's length, in characters."""
-
-
-class StrictModel(BaseModel):
-    """Frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 def _off(value: Any) -> Any:
@@ -67,6 +63,8 @@ class PolicyConfig(StrictModel):
         default=None,
         description="Rule: a long thinker may be preempted to admit a new request.",
     )
+    balance: Balance = None
+    balance_hold_steps: HoldSteps = 0
     protected_answer_tokens: int = Field(
         default=16,
         ge=0,

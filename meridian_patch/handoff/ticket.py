@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 from pydantic import Field, ValidationError
 
-from meridian_patch.config.schema import StrictModel
+from meridian_patch.config.strict_model import StrictModel
 from meridian_patch.errors import ConfigError
 
 FACTS: Final = "meridian_handoff"

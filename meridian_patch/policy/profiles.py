@@ -19,6 +19,7 @@ class Rules:
         pacing: prefill may use the slack of answers ahead of their ITL target.
         admission: a request is admitted if the forecast KV demand leaves room for it.
         time_sharing: a long thinker may be preempted to admit a new request.
+        balance: prefill leaves room for answers on other ranks that compute each step too.
     """
 
     order: bool = False
@@ -27,6 +28,7 @@ class Rules:
     pacing: bool = False
     admission: bool = False
     time_sharing: bool = False
+    balance: bool = False
 
     @cached_property
     def are_all_off(self) -> bool:

@@ -320,9 +320,10 @@ METRICS: Final = (
         event=counters.LIMITED,
         name="meridian_limited_steps",
         label="limit",
-        values=("tokens", "requests"),
+        values=("tokens", "requests", "ranks"),
         unit="steps",
-        help="Steps in which the policy's limit of tokens or of requests left work waiting.",
+        help="Steps in which the policy's limit of tokens or of requests left work waiting; ranks: "
+        "in which it admitted no request for the sake of other ranks.",
         operator=(
             "nothing; it shows how often the policy acts. Divided by "
             '`meridian_steps_total{kind="ran"}` it is the share of steps'

@@ -12,6 +12,7 @@ from meridian_patch.engine.api import (
     chat,
     completion,
     input_check,
+    rank_choice,
     request_state,
     responses,
     stat_logger,
@@ -25,6 +26,7 @@ from meridian_patch.engine.scheduler import (
     admission,
     admission_checks,
     assembly,
+    balance_part,
     indivisible_chunks,
     kv_units,
     offload_estimate,
@@ -37,6 +39,7 @@ from meridian_patch.engine.scheduler import (
 from meridian_patch.engine.worker import worker
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
+    BALANCING_CLIENT,
     INPUT_PROCESSOR,
     KV_CACHE_MANAGER,
     OUTPUT_PROCESSOR,
@@ -63,6 +66,7 @@ import vllm.v1.core.sched.scheduler as sync_module
 import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
 import vllm.v1.worker.worker_base as workers
+from vllm.v1.engine import core_client
 from vllm.v1.engine import async_llm, llm_engine, output_processor
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
@@ -75,7 +79,8 @@ def classes():
     assert async_llm.OutputProcessor is llm_engine.OutputProcessor
     return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
             workers.WorkerBase, llm_engine.InputProcessor, output_processor.RequestState,
-            llm_engine.OutputProcessor, chat.OpenAIServingChat, completion.OpenAIServingCompletion,
+            llm_engine.OutputProcessor, core_client.DPLBAsyncMPClient,
+            chat.OpenAIServingChat, completion.OpenAIServingCompletion,
             responses.OpenAIServingResponses]
 
 def refusal():
@@ -138,6 +143,7 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "CheckedInputProcessor",
         "SummaryRequestState",
         "TracedOutputProcessor",
+        "BalancingClient",
         "SummaryServingChat",
         "SummaryServingCompletion",
         "SummaryServingResponses",
@@ -254,6 +260,7 @@ HANDS = (
     admission,
     admission_checks,
     assembly,
+    balance_part,
     exit_binding,
     exit_part,
     indivisible_chunks,
@@ -278,6 +285,7 @@ HANDS = (
         (INPUT_PROCESSOR, input_check, ()),
         (REQUEST_STATE, request_state, ()),
         (OUTPUT_PROCESSOR, tracing, ()),
+        (BALANCING_CLIENT, rank_choice, ()),
         (SERVING[0], chat, ()),
         (SERVING[1], completion, ()),
         (SERVING[2], responses, ()),

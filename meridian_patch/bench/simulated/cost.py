@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from meridian_patch.config.schema import StrictModel
+from meridian_patch.config.strict_model import StrictModel
 from meridian_patch.config.validate import validate
 from meridian_patch.config.yaml_file import parse_mapping, read_text
 from meridian_patch.errors import BenchError, ConfigError

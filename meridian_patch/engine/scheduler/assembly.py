@@ -20,6 +20,8 @@ from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.handoff.binding import build_handoff
 from meridian_patch.engine.handoff.think_part import ThinkPart
 from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
+from meridian_patch.engine.scheduler import rank_exchange
+from meridian_patch.engine.scheduler.balance_part import build_balance
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import KVUnits, kv_units
@@ -29,6 +31,7 @@ from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
 from meridian_patch.engine.scheduler.phase_part import PhasePart
 from meridian_patch.engine.scheduler.policy_part import PolicyPart
 from meridian_patch.engine.scheduler.rank_agreement import decide_alike
+from meridian_patch.engine.scheduler.rank_exchange import Exchange
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.engine.scheduler.step_limits import StepLimiter
 from meridian_patch.exit.obstacles import Obstacle
@@ -87,7 +90,9 @@ def assemble(
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
     tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
     chunks = IndivisibleChunks(scheduler)
-    policy_part = _build_policy(scheduler, config.policy, tracker, chunks, counters)
+    rules, exchange = _rules_of(scheduler, config.policy, kv_units(scheduler))
+    policy_part = _build_policy(scheduler, config.policy, rules, tracker, chunks, counters)
+    balance = build_balance(scheduler, exchange, config.policy, tracker, policy_part, counters)
     kv_tiers = build_kv_tiers(config, boundaries, tracker, guard, counters, scheduler)
     obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
     obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle
@@ -105,7 +110,8 @@ def assemble(
         exit_part = EarlyExitPart(scheduler, early_exit)
     phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
     handoff = build_handoff(scheduler, config.handoff, tracker)
-    parts: list[SchedulerPart | None] = [phase_part, policy_part, kv_tiers, exit_part, handoff]
+    parts: list[SchedulerPart | None] = [phase_part, balance, policy_part]
+    parts += [kv_tiers, exit_part, handoff]
     facts = {
         "scheduler": type(scheduler).__name__,
         "scheduler_base": type(scheduler).__mro__[2].__name__,
@@ -143,12 +149,12 @@ def _vocabulary(model_config: Any) -> Vocabulary:
 def _build_policy(
     scheduler: Any,
     config: PolicyConfig,
+    rules: Rules,
     tracker: PhaseTracker,
     chunks: IndivisibleChunks,
     counters: PhaseCounters,
 ) -> PolicyPart:
     units = kv_units(scheduler)
-    rules = _rules_of(scheduler, config, units)
     kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
     order = LatencyPolicy(
         config.protected_answer_tokens,
@@ -178,9 +184,19 @@ def _build_policy(
     )
 
 
-def _rules_of(scheduler: Any, config: PolicyConfig, units: KVUnits) -> Rules:
-    rules = choose_rules(config)
+def _rules_of(
+    scheduler: Any, config: PolicyConfig, units: KVUnits
+) -> tuple[Rules, Exchange | None]:
+    """The rules that this engine can follow, and where it meets the ranks to balance with."""
+    rules, exchange = choose_rules(config), None
     off = {}
+    if rules.balance:
+        joined = rank_exchange.join_ranks(scheduler.vllm_config)
+        if isinstance(joined, str):
+            off["balance"] = joined
+        elif joined is not None:
+            exchange = joined
+        rules = replace(rules, balance=exchange is not None)
     if rules.time_sharing and scheduler.policy == SchedulingPolicy.PRIORITY:
         # The operator's priorities alone decide then which request is preempted for another.
         rules = replace(rules, time_sharing=False)
@@ -194,4 +210,4 @@ def _rules_of(scheduler: Any, config: PolicyConfig, units: KVUnits) -> Rules:
         )
     if off:
         status.publish(rules_off=off)
-    return rules
+    return rules, exchange

@@ -58,6 +58,8 @@ class StepLimiter:
         probes: probes of thoughts; None: none are made.
         waiting_order: order of the scheduler's waiting queue.
         makes_room: requests were preempted to make room in the next step.
+        is_answered_elsewhere: another rank answers, and computes each step together with this one.
+        is_held: no request is admitted in the next step, for the sake of other ranks.
         left_out: whether the last step's lowered budget was used up while prefill was left.
         ran_steps: steps with tokens whose outputs arrived.
         learnt_steps: steps among them that the step-time model learnt from.
@@ -84,6 +86,7 @@ class StepLimiter:
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
         self.makes_room = self.left_out = False
+        self.is_answered_elsewhere = self.is_held = False
         self.ran_steps = self.learnt_steps = 0
         self._reported_steps = 0, 0
         # Seconds of predicted steps since the last report, and by how much predictions missed them.
@@ -230,7 +233,8 @@ class StepLimiter:
         if self._may_strand_adapter(scheduler, budget):
             self._budget = budget
             return StepLimits(budget, max_active=0)
-        if self._admission:
+        # While no request is admitted, none is preempted to make room for it.
+        if self._admission and not self.is_held:
             rows = len(scheduler.running)
             step = NextStep(budget, self._shape.decode_tokens, self._chunks.least)
             max_active = self._admission.max_active(scheduler, now_s, step)
@@ -242,7 +246,9 @@ class StepLimiter:
 
     def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
         """Lowered token budget of the next step; None: stock's."""
-        if not self._rules.step_cut or not self._answer_pacing:
+        if not self._rules.step_cut:
+            return None
+        if not self._answer_pacing and not self.is_answered_elsewhere:
             return None
         least = self._chunks.least_prefill(scheduler, self._prefilling)
         if least is None:

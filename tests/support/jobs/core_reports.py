@@ -15,11 +15,26 @@ def watch_cores() -> None:
     """Give every engine core a watch, and a utility call ``job_report`` that tells what it saw."""
     from vllm.v1.engine.core import EngineCore
 
-    build = EngineCore.__init__
+    build, dummy = EngineCore.__init__, EngineCore.execute_dummy_batch
 
     def build_and_watch(self, *args, **kwargs):
         build(self, *args, **kwargs)
         self._job_watch = SchedulerWatch(self.scheduler, THINK_START_ID, THINK_END_ID)
+        self._job_ranks = {"idle_steps": 0, "steps": 0, "worst_queue": 0}
+        schedule = self.scheduler.schedule
+
+        def schedule_and_count(*args):
+            output = schedule(*args)
+            ranks, waiting = self._job_ranks, self.scheduler.get_request_counts()[1]
+            ranks["steps"] += 1
+            ranks["worst_queue"] = max(ranks["worst_queue"], waiting)
+            return output
+
+        self.scheduler.schedule = schedule_and_count
+
+    def count_dummy(self):
+        self._job_ranks["idle_steps"] += 1
+        return dummy(self)
 
     def job_report(self):
         watch = self._job_watch
@@ -32,8 +47,10 @@ def watch_cores() -> None:
                 "scheduler": [cls.__name__ for cls in type(self.scheduler).__mro__],
                 "counted": totals(self.scheduler),
                 "counts": list(self.scheduler.get_request_counts()),
+                "ranks": self._job_ranks,
             }
         )
 
     EngineCore.__init__ = build_and_watch
+    EngineCore.execute_dummy_batch = count_dummy
     EngineCore.job_report = job_report
