@@ -1,0 +1,101 @@
+"""Which faults a marathon injects, and when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from meridian_patch.errors import BenchError
+
+Kind = Literal["peer", "router", "api-server", "frozen", "disk", "collector", "resets"]
+Role = Literal["think", "answer"]
+
+REST_S: Final = 12.0
+"""Seconds between the window of one fault and the next fault."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kind of fault runs.
+
+    Attributes:
+        title: for people.
+        fault_s: how long it lasts; 0 for what happens at once.
+        window_s: its window, in which more requests may fail: from its beginning, the fault
+            included.
+    """
+
+    title: str
+    fault_s: float
+    window_s: float
+
+
+SHAPES: Final[dict[Kind, Shape]] = {
+    "peer": Shape("all processes of an engine killed", 0, 45),
+    "router": Shape("the router killed", 0, 40),
+    "api-server": Shape("an API server killed, its EngineCore left", 0, 45),
+    "frozen": Shape("an EngineCore stopped and continued", 15, 40),
+    "disk": Shape("no byte can be written to a file of an engine", 15, 30),
+    "collector": Shape("the trace collector and a metrics scraper are slow", 20, 35),
+    "resets": Shape("connections between router and engines reset", 8, 30),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injection.
+
+    Attributes:
+        kind: of the fault.
+        role: of the engine it strikes, where it strikes one.
+        at_s: when it begins, seconds from the start of the load.
+    """
+
+    kind: Kind
+    role: Role
+    at_s: float
+
+    @property
+    def shape(self) -> Shape:
+        """How it runs."""
+        return SHAPES[self.kind]
+
+    @property
+    def window_end_s(self) -> float:
+        """When its window ends, seconds from the start of the load."""
+        return self.at_s + self.shape.window_s
+
+
+def plan_faults(length_s: float, kinds: Sequence[Kind], warm_up_s: float = 45.0) -> list[Fault]:
+    """Faults in rounds of all kinds; each round strikes the engine of the other role.
+
+    Args:
+        length_s: of the load.
+        kinds: to inject, in this order.
+        warm_up_s: until the first one.
+
+    Raises:
+        BenchError: the load is too short for one round.
+    """
+    faults: list[Fault] = []
+    at_s, round_number = warm_up_s, 0
+    while kinds:
+        role: Role = "think" if round_number % 2 else "answer"
+        for kind in kinds:
+            fault = Fault(kind, role, at_s)
+            if fault.window_end_s > length_s:
+                if round_number == 0:
+                    raise BenchError(
+                        f"the marathon lasts {length_s / 60:g} minutes, expected at least "
+                        f"{_least_s(kinds, warm_up_s) / 60:.1f} for these faults; give more "
+                        "--minutes or fewer --faults"
+                    )
+                return faults
+            faults.append(fault)
+            at_s = fault.window_end_s + REST_S
+        round_number += 1
+    return faults
+
+
+def _least_s(kinds: Sequence[Kind], warm_up_s: float) -> float:
+    windows = [SHAPES[kind].window_s for kind in kinds]
+    return warm_up_s + sum(windows) + REST_S * (len(windows) - 1)

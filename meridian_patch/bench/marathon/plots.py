@@ -1,0 +1,80 @@
+"""The plot of a marathon: requests, errors and memory over time, with the faults marked."""
+
+from collections import Counter
+from typing import Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from meridian_patch.bench.marathon.run import Result
+from meridian_patch.bench.plots import finish_axes, to_png
+
+_GOOD: Final = "#0072B2"
+_BAD: Final = "#D55E00"
+_WINDOW: Final = "#F0E4C8"
+_ROUTER: Final = "#009E73"
+# Seconds whose ends are added up into one point.
+_BIN_S: Final = 5.0
+
+
+def plot_timeline(result: Result, caption: str) -> bytes:
+    """PNG with three rows: requests that end per second, those in flight, memory."""
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    ends, flight, memory = figure.subplots(3, 1, sharex=True)
+    for axes in (ends, flight, memory):
+        for injected in result.injected:
+            axes.axvspan(injected.begin_s, injected.end_s, color=_WINDOW, zorder=0)
+    for injected in result.injected:
+        ends.text(
+            injected.begin_s,
+            1.0,
+            f"{injected.fault.kind}\n{injected.fault.role}",
+            transform=ends.get_xaxis_transform(),
+            size=7,
+            va="top",
+        )
+    _draw_ends(ends, result)
+    flight.plot(
+        [sample.at_s for sample in result.samples],
+        [sample.in_flight for sample in result.samples],
+        color=_GOOD,
+        lw=1,
+    )
+    flight.set_ylabel("requests")
+    finish_axes(figure, flight, "In flight")
+    _draw_memory(memory, result)
+    memory.set_xlabel("seconds of load")
+    finish_axes(figure, memory, "Resident memory: each EngineCore, and the router")
+    finish_axes(figure, ends, "Requests that ended; shaded: windows of faults")
+    return to_png(figure, caption.replace("`", ""))
+
+
+def _draw_ends(axes: Axes, result: Result) -> None:
+    for outcome, colour in (("ok", _GOOD), ("error", _BAD)):
+        counts = Counter(
+            int(each.end_s // _BIN_S)
+            for each in result.asked
+            if each.outcome == outcome and each.end_s is not None
+        )
+        bins = range(max(counts, default=0) + 1)
+        rates = [counts[each] / _BIN_S for each in bins]
+        axes.step(
+            [each * _BIN_S for each in bins], rates, where="post", color=colour, label=outcome
+        )
+    axes.set_ylabel("per second")
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _draw_memory(axes: Axes, result: Result) -> None:
+    lives: dict[str, list[tuple[float, float]]] = {}
+    for sample in result.samples:
+        for name, mib in sample.core_mib.items():
+            lives.setdefault(name, []).append((sample.at_s, mib))
+        if sample.router_mib is not None:
+            lives.setdefault("router", []).append((sample.at_s, sample.router_mib))
+    for name, life in lives.items():
+        colour = _ROUTER if name == "router" else _GOOD if name.startswith("think") else _BAD
+        axes.plot(*zip(*life, strict=True), color=colour, lw=1)
+        axes.annotate(name.partition("-")[0], life[-1], size=7, color=colour)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("MiB")

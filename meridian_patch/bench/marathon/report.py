@@ -1,0 +1,149 @@
+"""The report of a marathon: a page, its data, and a plot."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meridian_patch.bench.marathon.plots import plot_timeline
+from meridian_patch.bench.marathon.run import Result, Settings
+from meridian_patch.bench.marathon.verdict import Check, Window, growth_of, judge, window_of
+from meridian_patch.bench.report import write_json
+
+# Lines of logs and kinds of errors that the page shows.
+_MOST_SHOWN = 20
+
+
+def write_report(folder: Path, settings: Settings, result: Result, origin: str) -> list[Check]:
+    """Write ``report.md``, ``report.json`` and ``timeline.png``.
+
+    Args:
+        folder: of the report.
+        settings: what was done.
+        result: what was noted.
+        origin: command, provenance and machine, as Markdown.
+
+    Returns:
+        All demands.
+    """
+    checks = judge(
+        result.asked, result.injected, result.samples, result.lines, len(settings.faults)
+    )
+    windows = [window_of(each, result.asked) for each in result.injected]
+    write_json(folder / "report.json", _data(settings, result, checks, windows))
+    (folder / "timeline.png").write_bytes(plot_timeline(result, origin))
+    (folder / "report.md").write_text(_page(settings, result, checks, windows, origin))
+    return checks
+
+
+def _page(
+    settings: Settings,
+    result: Result,
+    checks: Sequence[Check],
+    windows: Sequence[Window],
+    origin: str,
+) -> str:
+    outcomes = Counter(each.outcome for each in result.asked)
+    failed = sum(not check.is_met for check in checks)
+    retries = sum(each.num_retries for each in result.asked)
+    way = "A think engine and an answer engine" if settings.hands_off else "Two engines"
+    setting = (
+        f"{way} behind `meridian route`; {settings.concurrency} requests at a time and bursts of "
+        f"half as many, for {settings.length_s / 60:g} minutes. {len(result.asked)} requests: "
+        f"{outcomes['ok']} ended well, {outcomes['error']} failed, {outcomes['cancelled']} were "
+        f"cancelled by their clients. {retries} times a client sent a request again before a "
+        "response began, at most twice each."
+    )
+    verdict = f"Failed: {failed} of {len(checks)} demands" if failed else "Passed"
+    lines = ["# Marathon", "", origin, "", setting, "", f"**{verdict}.**", ""]
+    lines += ["| demand | limit | measured | |", "|---|---|---|---|"]
+    lines += map(_check_row, checks)
+    lines += ["", "![over time](timeline.png)", "", "## Faults", ""]
+    lines += [
+        "| at s | fault | strikes | requests | errors | recovery s | process back s | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += map(_window_row, windows)
+    errors = Counter(each.why for each in result.asked if each.outcome == "error")
+    if errors:
+        lines += ["", "## Errors", "", "| number | what the client saw |", "|---|---|"]
+        lines += [f"| {number} | {why} |" for why, number in errors.most_common(_MOST_SHOWN)]
+    lines += ["", "## Memory of EngineCores", "", "| process | first MiB | last MiB | growth |"]
+    lines += ["|---|---|---|---|", *_memory_rows(result)]
+    lines += ["", "## Logs", "", *_log_rows(result), ""]
+    return "\n".join(lines)
+
+
+def _check_row(check: Check) -> str:
+    mark = "met" if check.is_met else "**not met**"
+    return f"| {check.name} | {check.bar} | {check.value} | {mark} |"
+
+
+def _window_row(window: Window) -> str:
+    injected = window.injected
+    fault = injected.fault
+    recovered = "never" if window.recovery_s is None else f"{window.recovery_s:.1f}"
+    back = "" if injected.back_s is None else f"{injected.back_s - injected.begin_s:.1f}"
+    struck = "router" if fault.kind == "router" else f"{fault.role} engine"
+    if fault.kind in {"collector", "resets"}:
+        struck = "both engines"
+    return (
+        f"| {injected.begin_s:.0f} | {fault.shape.title} | {struck} | {window.num_requests} "
+        f"| {window.num_errors} ({window.error_share:.1%}) | {recovered} | {back} "
+        f"| {injected.note} |"
+    )
+
+
+def _memory_rows(result: Result) -> list[str]:
+    growth = growth_of(result.samples)
+    lives: dict[str, list[float]] = {}
+    for sample in result.samples:
+        for name, mib in sample.core_mib.items():
+            lives.setdefault(name, []).append(mib)
+    return [
+        f"| {name} | {life[0]:.0f} | {life[-1]:.0f} "
+        f"| {f'{growth[name]:+.1%}' if name in growth else 'lived too short'} |"
+        for name, life in lives.items()
+    ]
+
+
+def _log_rows(result: Result) -> list[str]:
+    if not result.lines:
+        return ["No forbidden line, and no known one that looks so."]
+    counts = Counter((line.log, line.known or "**forbidden**") for line in result.lines)
+    rows = ["| log | lines | why harmless |", "|---|---|---|"]
+    rows += [f"| {log} | {number} | {why} |" for (log, why), number in counts.items()]
+    forbidden = [f"{line.log}: {line.text}" for line in result.lines if not line.known]
+    if forbidden:
+        rows += ["", "```", *forbidden[:_MOST_SHOWN], "```"]
+    return rows
+
+
+def _data(
+    settings: Settings, result: Result, checks: Sequence[Check], windows: Sequence[Window]
+) -> dict[str, Any]:
+    return {
+        "settings": {
+            "length_s": settings.length_s,
+            "concurrency": settings.concurrency,
+            "hands_off": settings.hands_off,
+            "seed": settings.seed,
+        },
+        "checks": [asdict(check) for check in checks],
+        "faults": [
+            {
+                **asdict(window.injected),
+                "requests": window.num_requests,
+                "errors": window.num_errors,
+                "recovery_s": window.recovery_s,
+            }
+            for window in windows
+        ],
+        "outcomes": Counter(str(each.outcome) for each in result.asked),
+        "last_router_handoffs": result.num_moved,
+        "errors": [asdict(each) for each in result.asked if each.outcome == "error"],
+        "growth": dict(growth_of(result.samples)),
+        "samples": [asdict(sample) for sample in result.samples],
+        "log_lines": [asdict(line) for line in result.lines],
+    }

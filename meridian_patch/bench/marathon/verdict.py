@@ -1,0 +1,204 @@
+"""Judges a marathon: pure arithmetic over what it noted."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
+
+MOST_ERRORS_OUTSIDE: Final = 0.01
+MOST_ERRORS_WITHIN: Final = 0.10
+MOST_RECOVERY_S: Final = 30.0
+MOST_GROWTH: Final = 0.05
+"""What the memory of an EngineCore may grow by, as a share, after it is warm."""
+
+# Shorter lives of an EngineCore say nothing about its memory.
+_WARM_S: Final = 60.0
+_LEAST_LIFE_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One demand on a marathon.
+
+    Attributes:
+        name: what is demanded.
+        bar: the limit, for people.
+        value: what was measured, for people.
+        is_met: whether the demand is met.
+    """
+
+    name: str
+    bar: str
+    value: str
+    is_met: bool
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened within the window of one fault.
+
+    Attributes:
+        injected: the fault.
+        num_requests: that ended and overlap the window, without cancelled ones.
+        num_errors: of these.
+        recovery_s: from the fault until requests succeed, none fails any more, and what was killed
+            is back; None: not within the window.
+    """
+
+    injected: Injected
+    num_requests: int
+    num_errors: int
+    recovery_s: float | None
+
+    @property
+    def error_share(self) -> float:
+        """Errors by request; 0 without requests."""
+        return self.num_errors / self.num_requests if self.num_requests else 0.0
+
+
+def window_of(injected: Injected, asked: Sequence[Asked]) -> Window:
+    """What happened within the window of this fault."""
+    ended = [each for each in asked if _counts(each) and _overlaps(each, injected)]
+    errors = [each for each in ended if each.outcome == "error"]
+    return Window(injected, len(ended), len(errors), _recovery_s(injected, ended))
+
+
+def judge(
+    asked: Sequence[Asked],
+    injections: Sequence[Injected],
+    samples: Sequence[Sample],
+    lines: Sequence[LogLine],
+    num_planned: int,
+) -> list[Check]:
+    """All demands on a marathon.
+
+    Args:
+        asked: all requests.
+        injections: all faults that happened.
+        samples: of processes, in order of time.
+        lines: of logs, forbidden ones and known ones.
+        num_planned: faults that should have happened.
+    """
+    windows = [window_of(each, asked) for each in injections]
+    return [
+        _all_injected(len(injections), num_planned),
+        _canaries(asked),
+        _outside(asked, injections),
+        _within(windows),
+        _recovery(windows),
+        _memory(samples),
+        _log(lines),
+    ]
+
+
+def growth_of(samples: Sequence[Sample]) -> Mapping[str, float]:
+    """Growth of each EngineCore that lived long enough, as a share: last quarter over first.
+
+    Memory within the first minute of a process is left out: caches fill, and code is loaded.
+    """
+    lives: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        for name, mib in sample.core_mib.items():
+            lives.setdefault(name, []).append((sample.at_s, mib))
+    growth = {}
+    for name, life in lives.items():
+        begin_s = life[0][0]
+        warm = [mib for at_s, mib in life if at_s - begin_s >= _WARM_S]
+        if life[-1][0] - begin_s >= _LEAST_LIFE_S and warm:
+            part = max(len(warm) // 4, 1)
+            growth[name] = median(warm[-part:]) / median(warm[:part]) - 1
+    return growth
+
+
+def _counts(each: Asked) -> bool:
+    """Whether a request ended by itself: it counts for shares of errors."""
+    return each.outcome in {"ok", "error"}
+
+
+def _overlaps(each: Asked, injected: Injected) -> bool:
+    assert each.end_s is not None
+    return each.begin_s <= injected.end_s and each.end_s >= injected.begin_s
+
+
+def _recovery_s(injected: Injected, ended: Sequence[Asked]) -> float | None:
+    errors = [each.end_s for each in ended if each.outcome == "error" and each.end_s is not None]
+    last_error_s = max(errors, default=injected.begin_s)
+    # Sent after the fault began, so that it was served in spite of it.
+    good = [
+        each.end_s
+        for each in ended
+        if each.outcome == "ok" and each.end_s is not None and each.begin_s >= injected.begin_s
+    ]
+    after = [end_s for end_s in good if end_s >= last_error_s]
+    if not after or (injected.must_return and injected.back_s is None):
+        return None
+    return max(min(after), injected.back_s or 0.0) - injected.begin_s
+
+
+def _all_injected(num: int, num_planned: int) -> Check:
+    return Check("faults injected", f"{num_planned}", f"{num}", num == num_planned)
+
+
+def _canaries(asked: Sequence[Asked]) -> Check:
+    seen = [each for each in asked if each.is_canary and each.outcome == "ok"]
+    equal = sum(each.is_equal is True for each in seen)
+    name = "canaries with the tokens of one engine"
+    return Check(name, "all", f"{equal} of {len(seen)}", bool(seen) and equal == len(seen))
+
+
+def _outside(asked: Sequence[Asked], injections: Sequence[Injected]) -> Check:
+    outside = [
+        each
+        for each in asked
+        if _counts(each) and not any(_overlaps(each, injected) for injected in injections)
+    ]
+    errors = sum(each.outcome == "error" for each in outside)
+    share = errors / len(outside) if outside else 0.0
+    return Check(
+        "errors outside of windows",
+        f"< {MOST_ERRORS_OUTSIDE:.0%}",
+        f"{share:.2%} ({errors} of {len(outside)})",
+        bool(outside) and share < MOST_ERRORS_OUTSIDE,
+    )
+
+
+def _within(windows: Sequence[Window]) -> Check:
+    name, bar = "errors within each window", f"< {MOST_ERRORS_WITHIN:.0%}"
+    if not windows:
+        return Check(name, bar, "no window", is_met=True)
+    worst = max(windows, key=lambda window: window.error_share)
+    value = f"at most {worst.error_share:.2%} ({worst.injected.fault.kind})"
+    # A window without requests shows nothing.
+    is_met = all(window.num_requests for window in windows)
+    return Check(name, bar, value, is_met and worst.error_share < MOST_ERRORS_WITHIN)
+
+
+def _recovery(windows: Sequence[Window]) -> Check:
+    name, bar = "recovery", f"< {MOST_RECOVERY_S:.0f} s"
+    lost = [window for window in windows if window.recovery_s is None]
+    if lost:
+        kinds = ", ".join(window.injected.fault.kind for window in lost)
+        return Check(name, bar, f"not within the window of {kinds}", is_met=False)
+    if not windows:
+        return Check(name, bar, "no window", is_met=True)
+    worst = max(windows, key=lambda window: window.recovery_s or 0.0)
+    slowest = worst.recovery_s or 0.0
+    value = f"at most {slowest:.1f} s ({worst.injected.fault.kind})"
+    return Check(name, bar, value, slowest < MOST_RECOVERY_S)
+
+
+def _memory(samples: Sequence[Sample]) -> Check:
+    growth = growth_of(samples)
+    name, bar = "growth of an EngineCore's memory", f"< {MOST_GROWTH:.0%}"
+    if not growth:
+        return Check(name, bar, "no EngineCore lived long enough", is_met=False)
+    worst = max(growth, key=lambda each: growth[each])
+    value = f"at most {growth[worst]:+.1%} ({worst})"
+    return Check(name, bar, value, growth[worst] < MOST_GROWTH)
+
+
+def _log(lines: Sequence[LogLine]) -> Check:
+    forbidden = [line for line in lines if not line.known]
+    return Check("forbidden lines in logs", "none", f"{len(forbidden)}", not forbidden)
