@@ -94,6 +94,8 @@ class StreamRelay:
     async def _chunks(self, leg: _Leg) -> AsyncIterator[Json]:
         while not self._state.is_ended:
             engine = self._attempts.choose(leg.role)
+            if leg.ended_at is not None and engine.role != "answer":
+                leg = self._answered_in_place()
             self._state.begin_leg()
             try:
                 async for chunk in self._served(engine, leg):
@@ -147,6 +149,15 @@ class StreamRelay:
     def _moved(self, ticket: Json) -> _Leg:
         self._state.continue_from(ticket)
         return _Leg("answer", ingest(self._body, ticket), time.monotonic())
+
+    def _answered_in_place(self) -> _Leg:
+        """The rest of a request that was handed off, when no answer engine is left.
+
+        A ticket is of no use to a think engine: the blocks may be its own.
+        """
+        self._services.metrics.moved("answered_again")
+        state = self._state
+        return _Leg("answer", resume(self._body, state.token_ids, state.num_output_tokens))
 
     def _resumed(self, leg: _Leg) -> _Leg:
         """The rest of the request, for another engine.

@@ -220,6 +220,33 @@ def test_what_no_other_engine_can_continue_ends_with_an_error(delta: dict, body:
     assert "[DONE]" not in response.text
 
 
+def test_a_ticket_never_goes_to_a_think_engine() -> None:
+    """The answer engine was lost while the request thought: the blocks are the think engine's."""
+    answer = StubEngine()
+
+    class Thinks(StubEngine):
+        async def _events(self, script: list[dict | None]) -> AsyncIterator[str]:
+            for engine in engines:
+                if engine.role == "answer":
+                    engine.is_healthy = False
+            async for event in super()._events(script):
+                yield event
+
+    think = Thinks([*THOUGHT, *LEAVES], ANSWER)
+    engines = []
+
+    async def run() -> tuple[httpx.Response, Router]:
+        async with routed(["a"], ["b"], {"a": think, "b": answer}) as (client, router):
+            engines.extend(router.pool.engines)
+            return await client.post(CHAT, json=BODY), router
+
+    response, router = asyncio.run(run())
+    assert content(response) == ("hm", "6.")
+    assert think.bodies[1]["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
+    assert answer.bodies == []
+    assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
+
+
 def test_a_thought_goes_on_at_another_think_engine() -> None:
     first, second = StubEngine([*THOUGHT[:2], None]), StubEngine([*THOUGHT[2:], *LEAVES])
     response, router = post({"a": first, "c": second, "b": StubEngine(ANSWER)})

@@ -89,7 +89,7 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         fleet.supervise()
         watches = [
             asyncio.ensure_future(_sample(fleet, load, http, result.samples)),
-            asyncio.ensure_future(_inject(settings.faults, injector, load, say)),
+            asyncio.ensure_future(_inject(settings, injector, load, say)),
             asyncio.ensure_future(_report(fleet, load, say)),
         ]
         say(f"load for {settings.length_s / 60:g} minutes, {settings.concurrency} at a time")
@@ -144,11 +144,14 @@ async def _sample(
 
 
 async def _inject(
-    faults: Sequence[Fault], injector: Injector, load: Load, say: Callable[[str], None]
+    settings: Settings, injector: Injector, load: Load, say: Callable[[str], None]
 ) -> None:
-    for fault in faults:
+    for fault in settings.faults:
         await asyncio.sleep(max(fault.at_s - load.now_s, 0.0))
         at_s = load.now_s
+        if at_s + fault.shape.window_s > settings.length_s:
+            say(f"{at_s:5.0f} s  no time is left for a fault: {fault.kind}")
+            return
         say(f"{at_s:5.0f} s  fault: {fault.shape.title} ({fault.kind}, {fault.role})")
         await injector.inject(fault)
         injected = injector.injected[-1]

@@ -1,0 +1,342 @@
+"""The marathon's plan, its verdict, and what it strikes with; no engine is started."""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import replace
+from http import HTTPStatus
+from itertools import pairwise
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from meridian_patch.bench.marathon.collector import Collector
+from meridian_patch.bench.marathon.command import parse, read_settings
+from meridian_patch.bench.marathon.faults import REST_S, SHAPES, Fault, plan_faults
+from meridian_patch.bench.marathon.load import Canary, Load, know
+from meridian_patch.bench.marathon.logs import read_logs
+from meridian_patch.bench.marathon.processes import Supervised, processes_of
+from meridian_patch.bench.marathon.proxy import Proxy
+from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
+from meridian_patch.bench.marathon.report import write_report
+from meridian_patch.bench.marathon.run import Result, Settings
+from meridian_patch.bench.marathon.verdict import growth_of, judge, window_of
+from meridian_patch.errors import BenchError
+
+KINDS = tuple(SHAPES)
+FAULT = Fault("peer", "answer", 100)
+KILLED = Injected(FAULT, 100.0, back_s=118.0, must_return=True)
+
+
+def asked(begin_s: float, end_s: float, outcome="ok", **more) -> Asked:
+    return Asked(begin_s, more.pop("is_canary", False), True, end_s, outcome, **more)
+
+
+def flat(mib: float = 900.0, last_s: int = 300, name: str = "think-1") -> list[Sample]:
+    return [Sample(at_s, 8, 2, {name: mib}) for at_s in range(last_s)]
+
+
+def verdicts(requests=None, injections=(KILLED,), samples=None, lines=()) -> dict[str, bool]:
+    requests = steady() if requests is None else requests
+    samples = flat() if samples is None else samples
+    checks = judge(requests, list(injections), samples, list(lines), 1)
+    return {check.name: check.is_met for check in checks}
+
+
+def steady(length_s: int = 300) -> list[Asked]:
+    return [asked(second, second + 1, is_canary=True, is_equal=True) for second in range(length_s)]
+
+
+def failing(names: dict[str, bool]) -> list[str]:
+    return [name for name, is_met in names.items() if not is_met]
+
+
+def test_a_plan_goes_round_and_changes_sides():
+    faults = plan_faults(3600, KINDS)
+    assert [fault.kind for fault in faults[: len(KINDS)]] == list(KINDS)
+    assert {fault.role for fault in faults[: len(KINDS)]} == {"answer"}
+    assert faults[len(KINDS)].role == "think"
+    for one, two in pairwise(faults):
+        assert two.at_s == pytest.approx(one.window_end_s + REST_S)
+    assert faults[-1].window_end_s <= 3600
+    # Ten minutes hold each kind once at least.
+    assert {fault.kind for fault in plan_faults(600, KINDS)} == set(KINDS)
+    assert plan_faults(600, ()) == []
+
+
+def test_too_short_a_marathon_is_refused():
+    with pytest.raises(BenchError, match=r"lasts 3 minutes, expected at least \d"):
+        plan_faults(180, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--minutes", "0"], "--minutes is '0'"),
+        (["--concurrency", "none"], "--concurrency is 'none'"),
+        (["--faults", "peer,flood"], "expected some of peer, router"),
+    ],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(BenchError, match=said):
+        read_settings(parse(options))
+
+
+def test_a_quiet_marathon_passes():
+    assert failing(verdicts()) == []
+
+
+def test_errors_count_where_they_happen():
+    """A request that overlaps a window belongs to it; cancelled ones count nowhere."""
+    wrong = [asked(10, 11, "error") for _ in range(4)]
+    assert failing(verdicts(steady() + wrong)) == ["errors outside of windows"]
+    cancelled = [asked(10, 11, "cancelled") for _ in range(40)]
+    assert failing(verdicts(steady() + cancelled)) == []
+    few = [asked(95, 101, "error") for _ in range(4)]
+    assert failing(verdicts(steady() + few)) == []
+    many = [asked(95, 101, "error") for _ in range(8)]
+    assert failing(verdicts(steady() + many)) == ["errors within each window"]
+
+
+def test_recovery_ends_with_the_last_error_and_the_process():
+    ended = steady()
+    assert window_of(KILLED, ended).recovery_s == pytest.approx(18)
+    assert window_of(replace(KILLED, back_s=101.0), ended).recovery_s == pytest.approx(1)
+    late = [*ended, asked(120, 131.5, "error")]
+    assert window_of(KILLED, late).recovery_s == pytest.approx(32)
+    assert failing(verdicts(late)) == ["recovery"]
+    assert failing(verdicts(injections=[replace(KILLED, back_s=None)])) == ["recovery"]
+    # What was sent before the fault does not show that it is over.
+    before = [asked(99, 110), asked(101, 140)]
+    assert window_of(replace(KILLED, back_s=101.0), before).recovery_s == pytest.approx(40)
+
+
+def test_one_wrong_canary_fails():
+    wrong = asked(20, 21, is_canary=True, is_equal=False)
+    assert failing(verdicts([*steady(), wrong])) == ["canaries with the tokens of one engine"]
+    none = [replace(each, is_canary=False, is_equal=None) for each in steady()]
+    assert failing(verdicts(none)) == ["canaries with the tokens of one engine"]
+
+
+def test_memory_must_be_flat_once_warm():
+    rising = [Sample(s, 8, 2, {"think-1": 900 + s / 4}) for s in range(600)]
+    assert growth_of(rising)["think-1"] == pytest.approx(0.107, abs=0.01)
+    assert failing(verdicts(samples=rising)) == ["growth of an EngineCore's memory"]
+    loading = [Sample(s, 8, 2, {"think-1": min(900.0, 300 + 20.0 * s)}) for s in range(300)]
+    assert growth_of(loading)["think-1"] == 0
+    # A life that a fault ended early says nothing, and some life must say something.
+    assert growth_of(flat(last_s=100)) == {}
+    assert failing(verdicts(samples=flat(last_s=100))) == ["growth of an EngineCore's memory"]
+
+
+def test_missing_faults_and_log_lines_fail():
+    assert "faults injected" in failing(verdicts(injections=[]))
+    lines = [LogLine("think.log", "Traceback (most recent call last)")]
+    assert failing(verdicts(lines=lines)) == ["forbidden lines in logs"]
+    assert failing(verdicts(lines=[replace(lines[0], known="the collector was slow")])) == []
+
+
+def test_logs_are_searched(tmp_path):
+    log = tmp_path / "think.log"
+    log.write_text("INFO fine\nERROR broken\nTraceback (most recent call last)\n")
+    assert [line.text for line in read_logs([log])] == [
+        "ERROR broken",
+        "Traceback (most recent call last)",
+    ]
+
+
+def test_the_report_has_all_of_it(tmp_path):
+    settings = Settings(tmp_path, 300, 8, [FAULT], True, 1)
+    result = Result([*steady(), asked(101, 102, "error", why="HTTP 503")], [KILLED], flat())
+    checks = write_report(tmp_path, settings, result, "`scripts/marathon`, `measured-cpu`.")
+    page = (tmp_path / "report.md").read_text()
+    assert all(check.name in page for check in checks)
+    assert "**Passed.**" in page
+    assert "| 1 | HTTP 503 |" in page
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["faults"][0]["errors"] == 1
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+LEADER = """
+import subprocess, sys, http.server
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        print("asked", flush=True)
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_killed_server_is_started_again_without_its_orphans(tmp_path):
+    port = _free_port()
+    command = [sys.executable, "-c", LEADER, str(port)]
+    server = Supervised("server", command, {}, tmp_path / "log", port)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as http:
+            server.start()
+            keeper = asyncio.ensure_future(server.supervise())
+            await server.wait_until_healthy(http)
+            old = server.pid
+            assert len(list(processes_of(old))) == 2
+            server.kill_leader()
+            await server.wait_for_another(old)
+            await server.wait_until_healthy(http)
+            assert (server.num_orphans, list(processes_of(old))) == (1, [])
+            server.limit_files(0)
+            written = server.log.stat().st_size
+            await server.is_healthy(http)
+            assert server.log.stat().st_size == written
+            keeper.cancel()
+
+    try:
+        asyncio.run(run())
+    finally:
+        server.stop()
+    # The last one was killed, and ends soon.
+    deadline = time.monotonic() + 10
+    while list(processes_of(server.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    from meridian_patch.bench.served.server import pick_port
+
+    return pick_port()
+
+
+class Server:
+    """Answers chat completions; fails as often as told first."""
+
+    def __init__(self, num_failures: int = 0, tokens: tuple[int, ...] = (1, 2)) -> None:
+        self.num_failures = num_failures
+        self.tokens = tokens
+
+    async def chat(self, request: Request):
+        body = await request.json()
+        if self.num_failures:
+            self.num_failures -= 1
+            return JSONResponse({"error": {"message": "no"}}, HTTPStatus.SERVICE_UNAVAILABLE)
+        said = {"reasoning": "hm", "content": "6"}
+        choice = {"index": 0, "token_ids": list(self.tokens), "finish_reason": "stop"}
+        if not body.get("stream"):
+            return JSONResponse({"choices": [choice | {"message": said}]})
+        text = f"data: {json.dumps({'choices': [choice | {'delta': said}]})}\n\ndata: [DONE]\n\n"
+        return StreamingResponse(iter([text]))
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/v1/chat/completions", self.chat, methods=["POST"])])
+
+
+async def _served(app: Starlette, use) -> None:
+    import uvicorn
+
+    port = _free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
+    task = asyncio.ensure_future(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.02)
+    try:
+        await use(f"http://127.0.0.1:{port}")
+    finally:
+        server.should_exit = True
+        await task
+
+
+def play(stub: Server, length_s: float = 1.0) -> Load:
+    """One second of load on this server."""
+    loads = []
+
+    async def use(url: str) -> None:
+        load = Load(url, "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
+        await load.run(length_s)
+        loads.append(load)
+
+    asyncio.run(_served(stub.app(), use))
+    return loads[0]
+
+
+def test_load_compares_canaries_and_cancels():
+    load = play(Server())
+    outcomes = {each.outcome for each in load.asked}
+    assert outcomes <= {"ok", "cancelled"}
+    assert {each.is_equal for each in load.asked if each.is_canary} <= {True, None}
+    assert any(each.is_equal for each in load.asked)
+    assert load.in_flight == 0
+    wrong = play(Server(tokens=(1, 3)))
+    assert any(each.is_equal is False for each in wrong.asked)
+
+
+def test_a_request_is_sent_again_before_its_response_only():
+    load = play(Server(num_failures=2))
+    assert sum(each.num_retries for each in load.asked) == 2
+    assert "error" not in {each.outcome for each in load.asked}
+    assert {each.outcome for each in play(Server(num_failures=1000), 0.2).asked} == {"error"}
+
+
+def test_a_canary_is_learned():
+    async def use(url: str) -> None:
+        assert await know(url, "m", "q") == Canary("q", (1, 2), ("hm", "6"))
+
+    asyncio.run(_served(Server().app(), use))
+
+
+def test_a_proxy_resets_both_sides():
+    async def run() -> None:
+        ends = []
+
+        async def echo(reader, writer):
+            try:
+                while piece := await reader.read(100):
+                    writer.write(piece)
+            except OSError as error:
+                ends.append(type(error))
+
+        target = await asyncio.start_server(echo, "127.0.0.1", 0)
+        proxy = Proxy(target.sockets[0].getsockname()[1])
+        await proxy.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"hello")
+        assert await reader.read(100) == b"hello"
+        proxy.reset(1.0)
+        with pytest.raises(ConnectionResetError):
+            await reader.read(100)
+        await asyncio.sleep(0.1)
+        assert (ends, proxy.num_reset) == ([ConnectionResetError], 1)
+        proxy.close()
+        target.close()
+        # Without a server behind it, a connection breaks.
+        other = Proxy(_free_port())
+        await other.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", other.port)
+        with pytest.raises(ConnectionResetError):
+            assert await reader.read(100)
+            raise ConnectionResetError
+        other.close()
+
+    asyncio.run(run())
+
+
+def test_a_slow_collector_answers_late():
+    async def run() -> None:
+        collector = Collector()
+        await collector.start()
+        async with aiohttp.ClientSession() as http:
+            for delay_s in (0.0, 0.3):
+                collector.delay_s = delay_s
+                begin = asyncio.get_running_loop().time()
+                async with http.post(collector.endpoint, data=b"spans") as reply:
+                    assert reply.status == HTTPStatus.OK
+                assert asyncio.get_running_loop().time() - begin >= delay_s
+        assert collector.num_exports == 2
+        collector.close()
+
+    asyncio.run(run())
