@@ -135,7 +135,7 @@ class Router:
             reply = await self._http.send(outgoing, stream=True)
         except httpx.HTTPError as error:
             engine.num_requests -= 1
-            self.pool.take_out(engine, type(error).__name__)
+            self.pool.suspect(engine, type(error).__name__)
             return _unavailable(f"the engine failed: {type(error).__name__}")
         headers = {k: v for k, v in reply.headers.items() if k.lower() not in _OWN_HEADERS}
         return StreamingResponse(_body_of(reply, engine), reply.status_code, headers)

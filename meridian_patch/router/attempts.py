@@ -1,7 +1,8 @@
 """One request's engines: which may serve its next part, and which have failed it."""
 
+import asyncio
 import logging
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from meridian_patch.errors import MeridianError
 from meridian_patch.handoff.requests import can_be_handed_off, offload
@@ -12,6 +13,12 @@ from meridian_patch.router.pool import Engine, Pool, Role
 logger = logging.getLogger("meridian.route")
 
 Json = dict[str, Any]
+
+# A request that was failed so often may be what is wrong.
+_MOST_FAILURES: Final = 4
+# Longer than an engine's next check takes.
+_WAIT_S: Final = 2.5
+_POLL_S: Final = 0.05
 
 
 class NoEngine(MeridianError):  # noqa: N818 - the name is what happened
@@ -49,6 +56,9 @@ class Attempts:
         self._pool = pool
         self._body = body
         self._failed: list[Engine] = []
+        # Of these, engines whose connection broke: they may be back.
+        self._lost: set[Engine] = set()
+        self._num_failures = 0
         self.may_move = can_be_handed_off(body)
 
     def first_body(self, engine: Engine) -> Json:
@@ -61,22 +71,42 @@ class Attempts:
         is_offered = is_offered and self._pool.choose("answer", self._failed) is not None
         return offload(self._body) if is_offered else self._body
 
-    def choose(self, role: Role) -> Engine:
+    async def choose(self, role: Role) -> Engine:
         """A healthy engine of this role that has not failed the request, or one of the other role.
+
+        If all have failed it, one whose connection broke may have another try once it is healthy.
 
         Raises:
             NoEngine: there is none.
         """
-        for each in (role, "answer" if role == "think" else "think"):
-            engine = self._pool.choose(each, self._failed)
-            if engine is not None:
-                return engine
-        raise NoEngine("no healthy engine is left for this request")
+        engine = self._choose(role)
+        if engine is None and self._lost and self._num_failures < _MOST_FAILURES:
+            engine = await self._choose_again(role)
+        if engine is None:
+            raise NoEngine("no healthy engine is left for this request")
+        return engine
 
     def failed(self, engine: Engine, error: EngineFailed | EngineRefused) -> None:
         """Do not use this engine again for this request; if it is down, nor for others."""
         self._failed.append(engine)
+        self._num_failures += 1
         if isinstance(error, EngineFailed) and error.is_down:
-            self._pool.take_out(engine, str(error))
+            self._lost.add(engine)
+            self._pool.suspect(engine, str(error))
         else:
             logger.warning("engine %s failed a request: %s", engine.url, error)
+
+    def _choose(self, role: Role) -> Engine | None:
+        roles: tuple[Role, ...] = (role, "answer" if role == "think" else "think")
+        found = (self._pool.choose(each, self._failed) for each in roles)
+        return next((engine for engine in found if engine is not None), None)
+
+    async def _choose_again(self, role: Role) -> Engine | None:
+        self._failed = [engine for engine in self._failed if engine not in self._lost]
+        self._lost.clear()
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _WAIT_S
+        while (engine := self._choose(role)) is None and clock() < deadline:  # noqa: ASYNC110 - any
+            # of several engines may come back.
+            await asyncio.sleep(_POLL_S)
+        return engine

@@ -35,6 +35,7 @@ class Engine:
         num_requests: requests that the router has there now.
         load: its own phase-weighted load at the last check; 0 if it reports none.
         waits: what waits for a reply of it; all are ended when the engine is lost.
+        check_now: set to check it without delay.
     """
 
     url: str
@@ -43,6 +44,7 @@ class Engine:
     num_requests: int = 0
     load: float = 0.0
     waits: set[asyncio.Timeout] = field(default_factory=set, repr=False)
+    check_now: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     # Health checks that it failed in a row, and requests there when `load` was read.
     _failed_checks: int = field(default=0, repr=False)
     _num_at_check: int = field(default=0, repr=False)
@@ -100,17 +102,27 @@ class Pool:
             logger.warning("engine %s is taken out: %s", engine.url, why)
         engine.is_healthy = False
 
+    def suspect(self, engine: Engine, why: str) -> None:
+        """As ``take_out``, and check it at once: a broken connection need not be its end."""
+        if engine.is_healthy:
+            engine.check_now.set()
+        self.take_out(engine, why)
+
     async def check_all(self) -> None:
         """Check every engine once."""
         await asyncio.gather(*(self._check(engine) for engine in self.engines))
 
     async def watch(self) -> None:
-        """Check every engine once per second, until cancelled."""
+        """Check every engine once per second, and when it is suspected, until cancelled."""
         await asyncio.gather(*(self._watch(engine) for engine in self.engines))
 
     async def _watch(self, engine: Engine) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await engine.check_now.wait()
+            engine.check_now.clear()
             try:
                 await self._check(engine)
             except Exception:

@@ -93,7 +93,7 @@ class StreamRelay:
 
     async def _chunks(self, leg: _Leg) -> AsyncIterator[Json]:
         while not self._state.is_ended:
-            engine = self._attempts.choose(leg.role)
+            engine = await self._attempts.choose(leg.role)
             if leg.ended_at is not None and engine.role != "answer":
                 leg = self._answered_in_place()
             self._state.begin_leg()

@@ -56,7 +56,7 @@ class WholeRelay:
     async def _thought(self, attempts: Attempts) -> Json:
         path, _, headers = self._where
         while True:
-            engine = attempts.choose("think")
+            engine = await attempts.choose("think")
             body = attempts.first_body(engine)
             try:
                 return await within(

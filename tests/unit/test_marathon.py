@@ -25,7 +25,7 @@ from meridian_patch.bench.marathon.proxy import Proxy
 from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
 from meridian_patch.bench.marathon.report import write_report
 from meridian_patch.bench.marathon.run import Result, Settings
-from meridian_patch.bench.marathon.verdict import growth_of, judge, window_of
+from meridian_patch.bench.marathon.verdict import growth_of, judge, router_us_per_token, window_of
 from meridian_patch.errors import BenchError
 
 KINDS = tuple(SHAPES)
@@ -132,6 +132,14 @@ def test_memory_must_be_flat_once_warm():
     # A life that a fault ended early says nothing, and some life must say something.
     assert growth_of(flat(last_s=100)) == {}
     assert failing(verdicts(samples=flat(last_s=100))) == ["growth of an EngineCore's memory"]
+
+
+def test_the_routers_time_is_shared_among_tokens():
+    samples = [replace(each, router_cpu_s=s / 10) for s, each in enumerate(flat(last_s=11))]
+    again = [replace(each, router_cpu_s=s / 10) for s, each in enumerate(flat(last_s=11))]
+    requests = [asked(0, 1, num_tokens=500), asked(0, 1, num_tokens=1500)]
+    assert router_us_per_token([*samples, *again], requests) == pytest.approx(1000)
+    assert router_us_per_token(samples, []) is None
 
 
 def test_missing_faults_and_log_lines_fail():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,7 @@ from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
 from meridian_patch.router.app import Router
 from meridian_patch.router.command import engines_of
 from meridian_patch.router.load import load_from
+from meridian_patch.router.pool import POLL_S
 
 LAYOUT = {"model": "m", "weights": "w", "block_size": 32, "cache_dtype": "auto", "dtype": "float32"}
 TICKET = {
@@ -194,8 +196,10 @@ def test_an_answer_engine_that_fails_at_once_loses_nothing(fails: str) -> None:
     again = think.bodies[1]
     assert again["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
     assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
-    # An error that a request may have caused does not take the engine from others.
-    assert router.pool.engines[1].is_healthy == fails.isdigit()
+    # An error that a request may have caused does not take the engine from others, and a broken
+    # connection does so until the next check.
+    if fails != "breaks off":
+        assert router.pool.engines[1].is_healthy == fails.isdigit()
 
 
 def test_an_answer_goes_on_after_the_tokens_sent() -> None:
@@ -253,6 +257,28 @@ def test_a_thought_goes_on_at_another_think_engine() -> None:
     assert content(response) == ("hm", "6.")
     assert second.bodies[0]["kv_transfer_params"][PROMPT_IDS] == [1, 2, 10]
     assert moved(router)["resumed"] == 1
+
+
+def test_an_engine_whose_connection_broke_may_go_on() -> None:
+    """No other one is there, and it is healthy at the check that follows at once."""
+    only = StubEngine([*THOUGHT[:2], None], [*THOUGHT[2:], *ANSWER[1:]])
+    begin = time.monotonic()
+    response, router = post({"a": only}, answer=())
+    assert content(response) == ("hm", "6.")
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert time.monotonic() - begin < POLL_S / 2
+    assert moved(router)["resumed"] == 1
+    whole = {"choices": [{"index": 0, "message": {"content": "6."}, "finish_reason": "stop"}]}
+    again = StubEngine([None], whole)
+    response, _ = post({"a": again}, BODY | {"stream": False}, answer=())
+    assert response.json()["choices"][0]["message"]["content"] == "6."
+
+
+def test_a_request_that_breaks_every_connection_is_given_up() -> None:
+    only = StubEngine(*([*THOUGHT[:2], None] for _ in range(9)))
+    response, _ = post({"a": only}, answer=())
+    assert events(response)[-1]["error"]["code"] == 503
+    assert len(only.bodies) == 4
 
 
 def test_a_refusal_is_the_clients() -> None:

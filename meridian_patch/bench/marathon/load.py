@@ -138,7 +138,7 @@ class Load:
         try:
             async with asyncio.timeout(cancel_s or _PATIENCE_S):
                 ids, text = await self._answered(http, asked, question)
-            asked.outcome = "ok"
+            asked.outcome, asked.num_tokens = "ok", len(ids)
             if canary is not None:
                 asked.is_equal = (tuple(ids), text) == (canary.token_ids, canary.text)
         except TimeoutError:

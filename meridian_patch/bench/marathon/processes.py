@@ -158,6 +158,13 @@ class Supervised:
             return int(text.split()[1]) * resource.getpagesize() / _MIB
         return None
 
+    def cpu_s(self) -> float | None:
+        """Processor time that its leader has taken; None if it is gone."""
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return None
+
     def stop(self) -> None:
         """End it and all that it started."""
         if self._process is None:

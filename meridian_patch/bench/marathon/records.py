@@ -21,6 +21,7 @@ class Asked:
         why: the error, for people.
         is_equal: for a canary that ended well, whether its tokens are those of one engine.
         num_retries: how often it was sent again before its first byte came.
+        num_tokens: that it got, if it ended well.
     """
 
     begin_s: float
@@ -31,6 +32,7 @@ class Asked:
     why: str = ""
     is_equal: bool | None = None
     num_retries: int = 0
+    num_tokens: int = 0
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Sample:
         healthy: engines that the router calls healthy; None while it cannot be asked.
         core_mib: resident memory of each EngineCore, by ``ROLE-PID``.
         router_mib: resident memory of the router; None while there is none.
+        router_cpu_s: processor time that this router has taken.
     """
 
     at_s: float
@@ -74,6 +77,7 @@ class Sample:
     healthy: int | None
     core_mib: dict[str, float] = field(default_factory=dict)
     router_mib: float | None = None
+    router_cpu_s: float | None = None
 
 
 @dataclass(frozen=True)

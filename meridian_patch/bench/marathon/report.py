@@ -8,7 +8,14 @@ from typing import Any
 
 from meridian_patch.bench.marathon.plots import plot_timeline
 from meridian_patch.bench.marathon.run import Result, Settings
-from meridian_patch.bench.marathon.verdict import Check, Window, growth_of, judge, window_of
+from meridian_patch.bench.marathon.verdict import (
+    Check,
+    Window,
+    growth_of,
+    judge,
+    router_us_per_token,
+    window_of,
+)
 from meridian_patch.bench.report import write_json
 
 # Lines of logs and kinds of errors that the page shows.
@@ -55,6 +62,12 @@ def _page(
         f"cancelled by their clients. {retries} times a client sent a request again before a "
         "response began, at most twice each."
     )
+    cost_us = router_us_per_token(result.samples, result.asked)
+    if cost_us is not None:
+        tokens = sum(each.num_tokens for each in result.asked)
+        setting += (
+            f" The router took {cost_us:.0f} µs of processor time for each of {tokens} tokens."
+        )
     verdict = f"Failed: {failed} of {len(checks)} demands" if failed else "Passed"
     lines = ["# Marathon", "", origin, "", setting, "", f"**{verdict}.**", ""]
     lines += ["| demand | limit | measured | |", "|---|---|---|---|"]
@@ -141,6 +154,7 @@ def _data(
             for window in windows
         ],
         "outcomes": Counter(str(each.outcome) for each in result.asked),
+        "router_us_per_token": router_us_per_token(result.samples, result.asked),
         "last_router_handoffs": result.num_moved,
         "errors": [asdict(each) for each in result.asked if each.outcome == "error"],
         "growth": dict(growth_of(result.samples)),

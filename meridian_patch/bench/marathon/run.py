@@ -138,8 +138,8 @@ async def _sample(
             if (mib := engine.memory_mib(core)) is not None
         }
         healthy = await fleet.num_healthy(http)
-        router = fleet.router.memory_mib()
-        samples.append(Sample(load.now_s, load.in_flight, healthy, cores, router))
+        router, cpu_s = fleet.router.memory_mib(), fleet.router.cpu_s()
+        samples.append(Sample(load.now_s, load.in_flight, healthy, cores, router, cpu_s))
         await asyncio.sleep(_SAMPLE_S)
 
 
@@ -172,6 +172,10 @@ async def _report(fleet: Fleet, load: Load, say: Callable[[str], None]) -> None:
 
 
 async def _moved(fleet: Fleet, http: aiohttp.ClientSession) -> dict[str, int]:
-    async with http.get(f"{fleet.router.url}/metrics") as reply:
-        lines = [line for line in (await reply.text()).splitlines() if "handoffs_total{" in line]
+    try:
+        async with http.get(f"{fleet.router.url}/metrics") as reply:
+            page = await reply.text()
+    except aiohttp.ClientError:
+        return {}
+    lines = [line for line in page.splitlines() if "handoffs_total{" in line]
     return {line.split('"')[1]: int(float(line.split()[-1])) for line in lines}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Final
 
@@ -110,6 +111,18 @@ def growth_of(samples: Sequence[Sample]) -> Mapping[str, float]:
             part = max(len(warm) // 4, 1)
             growth[name] = median(warm[-part:]) / median(warm[:part]) - 1
     return growth
+
+
+def router_us_per_token(samples: Sequence[Sample], asked: Sequence[Asked]) -> float | None:
+    """Processor time of the router by token of a request that ended well; None without tokens.
+
+    The work for requests that failed or were cancelled is in it, so that it is rather too high.
+    """
+    taken = [sample.router_cpu_s for sample in samples if sample.router_cpu_s is not None]
+    # A router that was started again begins at zero.
+    cpu_s = sum(max(after - before, 0.0) for before, after in pairwise(taken))
+    tokens = sum(each.num_tokens for each in asked)
+    return cpu_s / tokens * 1e6 if tokens else None
 
 
 def _counts(each: Asked) -> bool:

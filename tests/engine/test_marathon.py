@@ -1,0 +1,31 @@
+"""Ten minutes of the marathon."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from run_engine import clean_environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+
+@pytest.mark.timeout(1200)
+def test_ten_minutes_of_faults(tmp_path):
+    """Every demand is met, and no process is left."""
+    command = [sys.executable, "-P", "-m", "meridian_patch.bench.marathon.command"]
+    command += ["--minutes", "10", "--concurrency", "8", "--out", str(tmp_path / "report")]
+    ended = subprocess.run(
+        command,
+        env=clean_environment(tmp_path),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=1100,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert {fault["fault"]["kind"] for fault in report["faults"]} == {
+        *("peer", "router", "api-server", "frozen", "disk", "collector", "resets"),
+    }
+    assert report["outcomes"]["ok"] > 500
