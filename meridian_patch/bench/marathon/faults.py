@@ -60,6 +60,13 @@ class Fault:
         return SHAPES[self.kind]
 
     @property
+    def strikes(self) -> str:
+        """What it strikes, for people."""
+        if self.kind == "router":
+            return "router"
+        return "both engines" if self.kind in {"collector", "resets"} else f"{self.role} engine"
+
+    @property
     def window_end_s(self) -> float:
         """When its window ends, seconds from the start of the load."""
         return self.at_s + self.shape.window_s

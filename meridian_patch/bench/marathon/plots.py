@@ -28,7 +28,7 @@ def plot_timeline(result: Result, caption: str) -> bytes:
         ends.text(
             injected.begin_s,
             1.0,
-            f"{injected.fault.kind}\n{injected.fault.role}",
+            f"{injected.fault.kind}\n{injected.fault.strikes}",
             transform=ends.get_xaxis_transform(),
             size=7,
             va="top",
@@ -50,17 +50,15 @@ def plot_timeline(result: Result, caption: str) -> bytes:
 
 
 def _draw_ends(axes: Axes, result: Result) -> None:
+    ended = [each for each in result.asked if each.end_s is not None]
+    num_bins = int(max((each.end_s or 0.0 for each in ended), default=0.0) // _BIN_S) + 1
+    begins = [each * _BIN_S for each in range(num_bins + 1)]
     for outcome, colour in (("ok", _GOOD), ("error", _BAD)):
         counts = Counter(
-            int(each.end_s // _BIN_S)
-            for each in result.asked
-            if each.outcome == outcome and each.end_s is not None
+            int((each.end_s or 0.0) // _BIN_S) for each in ended if each.outcome == outcome
         )
-        bins = range(max(counts, default=0) + 1)
-        rates = [counts[each] / _BIN_S for each in bins]
-        axes.step(
-            [each * _BIN_S for each in bins], rates, where="post", color=colour, label=outcome
-        )
+        rates = [counts[each] / _BIN_S for each in range(num_bins)]
+        axes.stairs(rates, begins, color=colour, label=outcome, baseline=None)
     axes.set_ylabel("per second")
     axes.legend(loc="lower right", frameon=False)
 

@@ -98,11 +98,8 @@ def _window_row(window: Window) -> str:
     fault = injected.fault
     recovered = "never" if window.recovery_s is None else f"{window.recovery_s:.1f}"
     back = "" if injected.back_s is None else f"{injected.back_s - injected.begin_s:.1f}"
-    struck = "router" if fault.kind == "router" else f"{fault.role} engine"
-    if fault.kind in {"collector", "resets"}:
-        struck = "both engines"
     return (
-        f"| {injected.begin_s:.0f} | {fault.shape.title} | {struck} | {window.num_requests} "
+        f"| {injected.begin_s:.0f} | {fault.shape.title} | {fault.strikes} | {window.num_requests} "
         f"| {window.num_errors} ({window.error_share:.1%}) | {recovered} | {back} "
         f"| {injected.note} |"
     )

@@ -152,7 +152,7 @@ async def _inject(
         if at_s + fault.shape.window_s > settings.length_s:
             say(f"{at_s:5.0f} s  no time is left for a fault: {fault.kind}")
             return
-        say(f"{at_s:5.0f} s  fault: {fault.shape.title} ({fault.kind}, {fault.role})")
+        say(f"{at_s:5.0f} s  fault: {fault.shape.title} ({fault.kind}, {fault.strikes})")
         await injector.inject(fault)
         injected = injector.injected[-1]
         note = f"; {injected.note}" if injected.note else ""
