@@ -196,8 +196,7 @@ def test_an_answer_engine_that_fails_at_once_loses_nothing(fails: str) -> None:
     again = think.bodies[1]
     assert again["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
     assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
-    # An error that a request may have caused does not take the engine from others, and a broken
-    # connection does so until the next check.
+    # An error that a request may have caused does not take the engine from others.
     if fails != "breaks off":
         assert router.pool.engines[1].is_healthy == fails.isdigit()
 
@@ -247,7 +246,6 @@ def test_a_ticket_never_goes_to_a_think_engine() -> None:
     response, router = asyncio.run(run())
     assert content(response) == ("hm", "6.")
     assert think.bodies[1]["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
-    assert answer.bodies == []
     assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
 
 
@@ -265,7 +263,6 @@ def test_an_engine_whose_connection_broke_may_go_on() -> None:
     begin = time.monotonic()
     response, router = post({"a": only}, answer=())
     assert content(response) == ("hm", "6.")
-    assert response.text.endswith("data: [DONE]\n\n")
     assert time.monotonic() - begin < POLL_S / 2
     assert moved(router)["resumed"] == 1
     whole = {"choices": [{"index": 0, "message": {"content": "6."}, "finish_reason": "stop"}]}
