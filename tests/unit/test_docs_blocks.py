@@ -8,6 +8,7 @@ from docs_blocks import ROOT, blocks, words
 
 from meridian_patch import cli
 from meridian_patch.bench.gpu import command as gpu_suite
+from meridian_patch.bench.marathon import command as marathon
 from meridian_patch.demo import problems
 
 BLOCKS = blocks()
@@ -61,8 +62,9 @@ def test_a_script_has_the_options(command):
     """The script exists, and its options stand in it or in what it starts."""
     path = ROOT / words(command)[0]
     text = path.read_text()
-    if path.name == "gpu_suite":
-        text += (ROOT / gpu_suite.__file__).read_text()
+    started = {"gpu_suite": gpu_suite, "marathon": marathon}.get(path.name)
+    if started is not None:
+        text += (ROOT / started.__file__).read_text()
     if path.name == "setup":
         text = text.replace('f"--{build}"', '"--cpu" "--cuda"')
     for option in options_of(command):
