@@ -13,11 +13,14 @@ PARTS = Parts(
 )
 
 
-def row(rate: float, goodput: float, *, arm="latency", pool=400_000, usage=0.5) -> dict:
+def row(
+    rate: float, goodput: float, *, arm="latency", pool=400_000, usage=0.5, steady=None
+) -> dict:
     """A hundred requests of 1,000 prompt and 2,000 output tokens, served at this rate."""
     values = {
         "goodput_per_s": goodput,
         "tokens_per_s": rate * 2000,
+        "steady_tokens_per_s": (rate if steady is None else steady) * 2000,
         "output_tokens": 200_000,
         "prompt_tokens": 100_000,
         "steady_kv_usage_p99": usage,
@@ -74,6 +77,15 @@ def test_fleets_are_multiples():
         fleet_of(1, engine, halves)
 
 
+def test_what_comes_out_counts_not_what_is_offered():
+    """A short replay serves a burst well that no engine could keep up."""
+    burst = best_of(rates_in(results(row(10, 10, steady=3)), "latency"))
+    assert fleet_of(8, burst, PARTS).requests_per_s == 24
+    # What came out while a queue was worked off is not more than was offered.
+    late = best_of(rates_in(results(row(2, 2, steady=3)), "latency"))
+    assert fleet_of(8, late, PARTS).requests_per_s == 16
+
+
 def test_what_is_short_first():
     full = rates_in(results(row(1, 1, usage=0.99)), "latency")[0]
     assert fleet_of(1, full, PARTS).bottleneck == "the KV pool of the engine"
@@ -89,7 +101,7 @@ def test_the_command_prints_both_tables(tmp_path, capsys):
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "simulated, cost model h100-8b-dense, arm latency, s-prod" in said
-    assert "| **2** | 98.0% |" in said
+    assert "| **2** | 2.00 | 98.0% |" in said
     assert "| 64 | 64 | 128 | 256,000 | 26 |" in said
     file.write_text("{}")
     with pytest.raises(SystemExit) as ended:

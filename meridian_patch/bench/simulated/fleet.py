@@ -20,6 +20,8 @@ class Rate:
 
     Attributes:
         rate_per_s: offered requests.
+        output_per_s: tokens that came out in the steady time, in requests of their mean length; at
+            most the offered rate. A short replay can offer more than an engine could keep up.
         served_well: share of the requests within the limits of goodput.
         kv_usage: p99 of the share of KV blocks in use, in the steady time.
         tokens: generated per request, mean.
@@ -28,6 +30,7 @@ class Rate:
     """
 
     rate_per_s: float
+    output_per_s: float
     served_well: float
     kv_usage: float
     tokens: float
@@ -124,10 +127,12 @@ def fleet_of(gpus: int, engine: Rate, parts: Parts) -> Fleet:
     engines = gpus // parts.gpus_per_engine
     if engines == 0:
         raise BenchError(f"{gpus} GPUs are less than the {parts.gpus_per_engine} of one engine")
-    requests = engines * engine.rate_per_s
+    requests = engines * engine.output_per_s
     tokens = requests * engine.tokens
     router_cores = tokens * parts.router_us_per_token / 1e6
-    moved = engine.rate_per_s * engine.kv_tokens * parts.kv_bytes_per_token / parts.gpus_per_engine
+    moved = (
+        engine.output_per_s * engine.kv_tokens * parts.kv_bytes_per_token / parts.gpus_per_engine
+    )
     nic_share = moved * 8 / (parts.nic_gbit_per_s * 1e9)
     bottleneck = _first_short(engine, router_cores, nic_share)
     return Fleet(gpus, engines, requests, tokens, ceil(router_cores), nic_share, bottleneck)
@@ -135,13 +140,14 @@ def fleet_of(gpus: int, engine: Rate, parts: Parts) -> Fleet:
 
 def page_of(fleets: Iterable[Fleet], rates: Sequence[Rate], best: Rate) -> str:
     """Both tables, as Markdown."""
-    lines = ["| requests/s, one engine | served well | KV pool in use, p99 | answer ITL p99, ms |"]
-    lines += ["|---|---|---|---|"]
+    lines = ["| offered, requests/s, one engine | put out | served well | KV pool in use, p99 |"]
+    lines[-1] += " answer ITL p99, ms |"
+    lines += ["|---|---|---|---|---|"]
     for rate in rates:
         mark = "**" if rate is best else ""
         lines.append(
-            f"| {mark}{rate.rate_per_s:g}{mark} | {rate.served_well:.1%} | {rate.kv_usage:.0%} "
-            f"| {rate.itl_ms:.1f} |"
+            f"| {mark}{rate.rate_per_s:g}{mark} | {rate.output_per_s:.2f} "
+            f"| {rate.served_well:.1%} | {rate.kv_usage:.0%} | {rate.itl_ms:.1f} |"
         )
     lines += ["", "| GPUs | engines | requests/s | tokens/s | router processes | network |"]
     lines[-1] += " short first |"
@@ -161,6 +167,7 @@ def _rate(row: Mapping[str, Any], requests: int) -> Rate:
     completed_per_s = value["tokens_per_s"] / tokens
     return Rate(
         rate_per_s=row["rate_per_s"],
+        output_per_s=min(row["rate_per_s"], value["steady_tokens_per_s"] / tokens),
         served_well=min(value["goodput_per_s"] / completed_per_s, 1.0),
         kv_usage=value["steady_kv_usage_p99"],
         tokens=tokens,
