@@ -11,7 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 # Okabe and Ito's palette: its colours differ for colour-blind readers too.
-_STYLES = {"stock": ("#D55E00", "o"), "noop": ("#8A8A8A", "s")}
+_STYLES = {
+    "stock": ("#D55E00", "o"),
+    "stock-again": ("#F2B28C", "o"),
+    "noop": ("#8A8A8A", "s"),
+}
 # Of the other arms, in order.
 _OTHER_STYLES = (("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))
 _DPI = 130

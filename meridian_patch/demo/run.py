@@ -16,6 +16,7 @@ from meridian_patch.bench.interrupts import run_program
 from meridian_patch.bench.options import read_whole
 from meridian_patch.bench.served.arms import NOOP
 from meridian_patch.bench.served.command import add_serve, run_serve
+from meridian_patch.bench.served.plan import FIRST_SEED
 
 _MODULE = "meridian_patch.demo.run"
 _DEFAULTS = "--workload mixed --rate auto --pause 1 --headlines --out out/demo"
@@ -53,7 +54,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     own, others = parser.parse_known_args(arguments)
     pairs = read_whole("--seeds", own.seeds)
     has_trace = any(option.startswith("--trace") for option in others)
-    traces = ["--pairs", own.seeds] if has_trace else ["--seeds", f"1-{pairs}"]
+    traces = (
+        ["--pairs", own.seeds]
+        if has_trace
+        else ["--seeds", f"{FIRST_SEED}-{FIRST_SEED + pairs - 1}"]
+    )
     serve = add_serve(argparse.ArgumentParser(prog=parser.prog).add_subparsers())
     serve.set_defaults(arms=None)
     parsed = serve.parse_args([*_DEFAULTS.split(), *traces, *others])

@@ -35,13 +35,13 @@ from meridian_patch.errors import BenchError
 FIRST_SEED = 11
 DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
-SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (160, 2048)}
+SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (128, 2048)}
 _REQUESTS = {"problems": "160", "turns": "96", "mixed": "90"}
 # Per second; of turns, conversations.
 _RATES = {"problems": "8", "turns": "0.7", "mixed": "5"}
 # Of what stock completes, with --rate auto. Conversations wait for their answers: a mix of both
 # comes in smaller bursts, and bears more.
-_CAPACITY_SHARES = {"problems": CAPACITY_SHARE, "turns": CAPACITY_SHARE, "mixed": 0.5}
+_CAPACITY_SHARES = {"problems": CAPACITY_SHARE, "turns": CAPACITY_SHARE, "mixed": 0.43}
 # Of conversations beside single problems: their prompts stay within the context.
 _MIXED_TURNS = (2, 4)
 _MIXED_HARD_SHARE = 0.5

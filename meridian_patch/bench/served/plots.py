@@ -34,7 +34,7 @@ Runs = Mapping[str, SeedRun]
 def requests_over_time(runs: Runs, caption: str) -> bytes:
     """One line per request: it waits, thinks, answers, stands still; one panel per arm."""
     rows = _rows(runs.values())
-    height = max(1.3, min(4.0, 0.5 + 0.021 * len(rows)))
+    height = max(1.3, min(4.0, 0.5 + 0.026 * len(rows)))
     figure = Figure(figsize=(10, 0.7 + height * len(runs)), layout="constrained")
     panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (arm, run) in zip(panels, runs.items(), strict=True):
