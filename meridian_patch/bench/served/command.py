@@ -51,7 +51,7 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
     serve.add_argument(
         "--rate",
         help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 5); auto: "
-        "35 %% of what stock completes on this machine, mixed: 43 %%",
+        "35 %% of what stock completes on this machine",
     )
     serve.add_argument(
         "--pause", default="4", help="mean seconds from an answer to the next turn (default: 4)"

@@ -36,12 +36,9 @@ FIRST_SEED = 11
 DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
 SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (128, 2048)}
-_REQUESTS = {"problems": "160", "turns": "96", "mixed": "90"}
+_REQUESTS = {"problems": "160", "turns": "96", "mixed": "70"}
 # Per second; of turns, conversations.
 _RATES = {"problems": "8", "turns": "0.7", "mixed": "5"}
-# Of what stock completes, with --rate auto. Conversations wait for their answers: a mix of both
-# comes in smaller bursts, and bears more.
-_CAPACITY_SHARES = {"problems": CAPACITY_SHARE, "turns": CAPACITY_SHARE, "mixed": 0.43}
 # Of conversations beside single problems: their prompts stay within the context.
 _MIXED_TURNS = (2, 4)
 _MIXED_HARD_SHARE = 0.5
@@ -86,8 +83,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         why = ""
         if parsed.rate == "auto":
             check_ports(port, len(arms))
-            share = _CAPACITY_SHARES[parsed.workload]
-            rate, why = bearable_rate(settings, load, share, parsed.out, console)
+            rate, why = bearable_rate(settings, load, CAPACITY_SHARE, parsed.out, console)
             if parsed.workload == "turns":
                 rate = round(rate / fmean(TURNS), 3)
         else:
