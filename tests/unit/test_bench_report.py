@@ -21,6 +21,7 @@ from meridian_patch.bench.served.report import (
     column_titles,
     has_borrowed,
     headline_table,
+    picture_of,
     terminal_table,
     write_report,
 )
@@ -176,6 +177,15 @@ def test_report_embeds_its_plots(drawn):
     assert len(re.findall(r'src="data:image/png;base64,iVBOR', page)) == 3
     assert (drawn.parent / "answers.png").read_bytes().startswith(b"\x89PNG")
     assert "measured-cpu · 2026-01-02T03:04:05+00:00 · a CPU, 2 cores" in page
+
+
+def test_the_picture_is_of_the_seed_in_which_answers_stood_still(monkeypatch):
+    """Of the first arm's; the other arms show the same seed, whatever they did in it."""
+    seen = {}
+    monkeypatch.setattr(plots, "requests_over_time", lambda shown, _caption: seen.update(shown))
+    stock = ArmRun("stock", [seed_run(1, 0.05, {}), seed_run(2, 1.0, {})])
+    picture_of([stock, ArmRun("patched", [seed_run(1, 2.0, {}), seed_run(2, 0.05, {})])], origin())
+    assert {name: run.seed for name, run in seen.items()} == {"stock": 2, "patched": 2}
 
 
 def test_report_is_written_when_an_arm_failed(tmp_path):

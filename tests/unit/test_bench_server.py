@@ -65,6 +65,7 @@ def wait_until_gone(pid: int) -> bool:
 def test_whole_group_ends_on_exit(tmp_path):
     """Leaving the block ends the server and what it started."""
     with server(HEALTHY, tmp_path) as running:
+        running.wait_until_healthy()
         running.check_alive()
         pid = running.pid
         child = int((tmp_path / "server.log").read_text().split()[1])
@@ -84,31 +85,35 @@ def test_whole_group_ends_on_an_error_inside(tmp_path):
 
 def test_server_that_ends_gives_its_last_lines(tmp_path):
     """A server that ends while starting is an error with its exit code and last 20 log lines."""
-    with pytest.raises(BenchError, match="ended with exit code 3") as caught:
-        server(ENDS, tmp_path).__enter__()
+    with (
+        pytest.raises(BenchError, match="ended with exit code 3") as caught,
+        server(ENDS, tmp_path) as starting,
+    ):
+        starting.wait_until_healthy()
     lines = str(caught.value).splitlines()
     assert lines[1:] == [f"line {n}" for n in range(10, 30)]
 
 
 def test_server_that_never_gets_healthy_is_ended(tmp_path):
     """After the time limit the server is ended and the error says how long it had."""
-    starting = server(NEVER_HEALTHY, tmp_path, limit_s=0.5)
-    with pytest.raises(BenchError, match="not healthy after 0 s"):
-        starting.__enter__()
-    assert wait_until_gone(starting.pid)
+    with server(NEVER_HEALTHY, tmp_path, limit_s=0.5) as starting:
+        with pytest.raises(BenchError, match="not healthy after 0 s"):
+            starting.wait_until_healthy()
+        assert wait_until_gone(starting.pid)
 
 
 def test_interrupt_while_starting_ends_the_server(tmp_path):
-    """Ctrl-C during the start, where the with block is not yet entered, ends the server too."""
+    """Ctrl-C during the start ends the server."""
 
     def interrupt(_waited_s: float) -> None:
         raise KeyboardInterrupt
 
     settings = Program(Path("/none"), 80, code=NEVER_HEALTHY)
     starting = ServerProcess(settings, {}, tmp_path / "server.log", pick_port(), on_wait=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        starting.__enter__()
-    assert wait_until_gone(starting.pid)
+    with starting:
+        with pytest.raises(KeyboardInterrupt):
+            starting.wait_until_healthy()
+        assert wait_until_gone(starting.pid)
 
 
 def test_taken_port_is_named():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meridian_patch.bench.served import run
+from meridian_patch.bench.served import plan, run
 from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.served.plan import plan_comparison
 from meridian_patch.errors import BenchError
@@ -58,6 +58,7 @@ class StandIn:
     """In place of ``ServerProcess``: a server in a thread, which counts as vLLM would."""
 
     resets: list[str]
+    starts: list[str]
     broken: str
 
     def __init__(self, settings, env: Mapping[str, str], log_path: Path, port: int, on_wait):
@@ -72,15 +73,18 @@ class StandIn:
         self.url = f"http://127.0.0.1:{port}"
 
     def __enter__(self):
-        if self.name == self.broken:
-            self._server.server_close()
-            raise BenchError("the vLLM server ended")
+        self.starts.append(f"launch {self.name}")
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_):
         self._server.shutdown()
         self._server.server_close()
+
+    def wait_until_healthy(self):
+        self.starts.append(f"wait for {self.name}")
+        if self.name == self.broken:
+            raise BenchError("the vLLM server ended")
 
     def check_alive(self):
         pass
@@ -102,7 +106,9 @@ def stand_ins(monkeypatch):
     """No server is started, and no accelerator is looked for."""
     monkeypatch.setattr(run, "ServerProcess", StandIn)
     monkeypatch.setattr(run, "accelerator_name", lambda: None)
+    monkeypatch.setattr(plan, "accelerator_name", lambda: None)
     monkeypatch.setattr(StandIn, "resets", [], raising=False)
+    monkeypatch.setattr(StandIn, "starts", [], raising=False)
     monkeypatch.setattr(StandIn, "broken", "", raising=False)
 
 
@@ -165,3 +171,14 @@ def test_an_arm_that_fails_leaves_the_others(serve, monkeypatch):
     assert data["arms"]["ample"]["error"] == "the vLLM server ended"
     assert data["over_stock"]["patched"]["tokens_per_s"]["mean"] > 0
     assert "prefix hits" not in printed
+
+
+@pytest.mark.parametrize("accelerator", [None, "a GPU"])
+def test_servers_start_beside_each_other_without_an_accelerator(serve, monkeypatch, accelerator):
+    """With one, vLLM measures its memory while it starts, and another server would be in it."""
+    monkeypatch.setattr(plan, "accelerator_name", lambda: accelerator)
+    serve("--requests", "5", "--clients", "1", "--arms", "stock,patched", "--pairs", "1")
+    launch = ["launch stock", "launch patched"]
+    wait = ["wait for stock", "wait for patched"]
+    one_by_one = [launch[0], wait[0], launch[1], wait[1]]
+    assert StandIn.starts == (one_by_one if accelerator else launch + wait)

@@ -222,6 +222,7 @@ def _server(
     whole = arm_environment(env, context.base_env)
     port = pick_port()
     with ServerProcess(settings, whole, log, port, start_limit_s=limit_s) as server:
+        server.wait_until_healthy()
         yield server, Client(server.url, settings.served_name, request_limit_s=max(30.0, limit_s))
 
 

@@ -30,13 +30,14 @@ from meridian_patch.bench.served.workload import (
     make_trace,
     read_trace,
 )
+from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError
 
 FIRST_SEED = 11
 DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
 SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (128, 2048)}
-_REQUESTS = {"problems": "160", "turns": "96", "mixed": "70"}
+_REQUESTS = {"problems": "160", "turns": "96", "mixed": "62"}
 # Per second; of turns, conversations.
 _RATES = {"problems": "8", "turns": "0.7", "mixed": "5"}
 # Of conversations beside single problems: their prompts stay within the context.
@@ -103,6 +104,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         folder=parsed.out,
         command=command,
         restarts=parsed.restart,
+        starts_together=settings.model == packaged_model() and accelerator_name() is None,
         headlines_only=parsed.headlines,
     )
 

@@ -167,8 +167,8 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
 
 
 def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
-    """Plots of the first seed of each arm; none when no arm played one."""
-    shown = _first_seeds(runs)
+    """Plots of one seed of each arm; none when no arm played one."""
+    shown = _worst_seed(runs)
     if not shown:
         return []
     pair = _differing(shown)
@@ -176,7 +176,9 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
         {
             "title": "Who waited, and when",
             "text": "One line per request, the same line in each panel. Requests wait for their "
-            "turn or because they were preempted; a halt within an answer is what its reader sees.",
+            "turn or because they were preempted; a halt within an answer is what its reader sees. "
+            "This and the next plots are of the seed in which the first arm's answers stood still "
+            "longest.",
             "data": data_url(plots.requests_over_time(pair, caption)),
         },
         {
@@ -195,13 +197,19 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
 
 def picture_of(runs: Sequence[ArmRun], origin: Origin) -> bytes | None:
     """Who waited and when: stock and the first arm beside it, as PNG; None without any run."""
-    shown = dict(list(_differing(_first_seeds(runs)).items())[:2])
+    shown = dict(list(_differing(_worst_seed(runs)).items())[:2])
     return plots.requests_over_time(shown, origin.caption) if shown else None
 
 
-def _first_seeds(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:
-    seeds = {run.name: counted_seeds(run) for run in runs}
-    return {name: found[0] for name, found in seeds.items() if found and found[0].records}
+def _worst_seed(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:
+    """Of each arm the seed in which answers of the first one stood still longest."""
+    seeds = [{seed.seed: seed for seed in counted_seeds(run) if seed.records} for run in runs]
+    played = next((found for found in seeds if found), {})
+    if not played:
+        return {}
+    worst = max(played, key=lambda seed: played[seed].figures().get("answer_pauses_s") or 0.0)
+    pairs = zip(runs, seeds, strict=True)
+    return {run.name: found[worst] for run, found in pairs if worst in found}
 
 
 def _differing(shown: Mapping[str, SeedRun]) -> Mapping[str, SeedRun]:

@@ -7,7 +7,7 @@ same settings differ for as long as they live: they can be started anew for each
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -58,6 +58,7 @@ class Comparison:
         folder: takes logs, traces and reports.
         command: as typed.
         restarts: each seed has servers of its own, and logs.
+        starts_together: the servers start beside each other; not where they profile one GPU.
         headlines_only: the table printed has the most important figures; the page has all.
     """
 
@@ -70,6 +71,7 @@ class Comparison:
     folder: Path
     command: str
     restarts: bool = False
+    starts_together: bool = False
     headlines_only: bool = False
 
 
@@ -165,6 +167,28 @@ def start_arm(
 ) -> Iterator[RunningArm]:
     """Start an arm's server, warm it up, and end it on exit.
 
+    Args and errors as of ``launch_arm`` and of what it gives.
+    """
+    with launch_arm(run, arm, settings, base_env, load, log_path=log_path, port=port) as ready:
+        yield ready()
+
+
+@contextmanager
+def launch_arm(
+    run: ArmRun,
+    arm: ServedArm,
+    settings: ServerSettings,
+    base_env: Mapping[str, str],
+    load: Load,
+    *,
+    log_path: Path,
+    port: int = 0,
+) -> Iterator[Callable[[], RunningArm]]:
+    """Launch an arm's server, and end it on exit.
+
+    What is given waits until the server is up, and warms it up. It raises BenchError where the
+    server did not start, or serves something unexpected.
+
     Args:
         run: takes what the arm does.
         arm: whose server it is.
@@ -175,15 +199,14 @@ def start_arm(
         port: 0 for any free one.
 
     Raises:
-        BenchError: the server did not start, or serves something unexpected.
+        BenchError: the port is taken.
     """
 
     def on_wait(waited_s: float) -> None:
         run.start_s = waited_s
 
-    settings = arm.settings(settings)
-    env = arm_environment(arm.environment, base_env)
-    with ServerProcess(settings, env, log_path, pick_port(port), on_wait=on_wait) as server:
+    def ready() -> RunningArm:
+        server.wait_until_healthy()
         client = Client(
             server.url,
             settings.served_name,
@@ -194,7 +217,12 @@ def start_arm(
         end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
         client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
         _check_is_patched(run.name, envs.activation(env), client.metrics_text())
-        yield RunningArm(run, server, client, end_marker, settings.block_size)
+        return RunningArm(run, server, client, end_marker, settings.block_size)
+
+    settings = arm.settings(settings)
+    env = arm_environment(arm.environment, base_env)
+    with ServerProcess(settings, env, log_path, pick_port(port), on_wait=on_wait) as server:
+        yield ready
 
 
 def play_seed(
@@ -284,24 +312,32 @@ class _Player:
     def _start(self, up: ExitStack, pair: int, seed: int) -> list[RunningArm]:
         """Servers of all arms that have not failed, in the order of the arms."""
         log = f"-{seed}.log" if self.comparison.restarts else ".log"
+        numbers = [n for n in rotated(range(len(self.runs)), pair) if self.runs[n].error is None]
+        waves = [numbers] if self.comparison.starts_together else [[n] for n in numbers]
         started: dict[int, RunningArm] = {}
-        for number in rotated(range(len(self.runs)), pair):
-            run = self.runs[number]
-            if run.error is not None:
-                continue
-            with self._work(run, f"{run.name}: starting the server") as task:
-                server = start_arm(
-                    run,
-                    self.comparison.arms[number],
-                    self.comparison.settings,
-                    self.base_env,
-                    self.comparison.load,
-                    log_path=self.comparison.folder / f"server-{run.name}{log}",
-                    port=self.ports[number],
-                )
-                started[number] = up.enter_context(server)
-            self.progress.remove_task(task)
+        for wave in waves:
+            launched: dict[int, Callable[[], RunningArm]] = {}
+            for number in wave:
+                with self._guarded(self.runs[number]):
+                    launched[number] = up.enter_context(self._launch(number, log))
+            for number, ready in launched.items():
+                run = self.runs[number]
+                with self._work(run, f"{run.name}: starting the server") as task:
+                    started[number] = ready()
+                self.progress.remove_task(task)
         return [started[number] for number in sorted(started)]
+
+    def _launch(self, number: int, log: str) -> AbstractContextManager[Callable[[], RunningArm]]:
+        run, comparison = self.runs[number], self.comparison
+        return launch_arm(
+            run,
+            comparison.arms[number],
+            comparison.settings,
+            self.base_env,
+            comparison.load,
+            log_path=comparison.folder / f"server-{run.name}{log}",
+            port=self.ports[number],
+        )
 
     def _play_pair(self, running: Sequence[RunningArm], seed: int) -> None:
         trace = self.comparison.traces[seed]
@@ -312,9 +348,15 @@ class _Player:
 
     @contextmanager
     def _work(self, run: ArmRun, words: str, total: int | None = None) -> Iterator[TaskID]:
-        """Show progress of work on an arm. A failure ends this arm, Ctrl-C the comparison."""
-        try:
+        """Show progress of work on an arm, under ``_guarded``."""
+        with self._guarded(run):
             yield self.progress.add_task(words, total=total)
+
+    @contextmanager
+    def _guarded(self, run: ArmRun) -> Iterator[None]:
+        """A failure ends this arm, Ctrl-C the comparison."""
+        try:
+            yield
         except BenchError as error:
             run.error = str(error)
         except KeyboardInterrupt:

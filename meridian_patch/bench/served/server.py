@@ -115,7 +115,9 @@ def pick_port(wanted: int = 0) -> int:
 
 
 class ServerProcess:
-    """Starts a server on entry, ends it and everything it started on exit.
+    """Launches a server on entry, ends it and everything it started on exit.
+
+    On entry it does not wait: several servers can start beside each other.
 
     Args:
         settings: shared settings.
@@ -141,10 +143,12 @@ class ServerProcess:
         self._start_limit_s = start_limit_s
         self._on_wait = on_wait
         self._process: subprocess.Popen[bytes] | None = None
+        self._launched_at = 0.0
         self.url = f"http://{HOST}:{port}"
 
     def __enter__(self) -> Self:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._launched_at = time.monotonic()
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self._arguments,
@@ -157,12 +161,6 @@ class ServerProcess:
                 # beside the server's spinning worker the client then waited up to half a second.
                 process_group=0,
             )
-        try:
-            self._wait_until_healthy()
-        except BaseException:
-            self._stop()
-            raise
-        cores.separate(self.pid, self._env)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,17 +178,29 @@ class ServerProcess:
             tail = log_tail(self._log_path)
             raise BenchError(f"the vLLM server ended with exit code {code}. {tail}")
 
+    def wait_until_healthy(self) -> None:
+        """Return once it serves, on cores of its own where that was asked for; else it is ended.
+
+        Raises:
+            BenchError: it ended, or took longer than ``start_limit_s`` since its launch.
+        """
+        try:
+            self._poll_health()
+        except BaseException:
+            self._stop()
+            raise
+        cores.separate(self.pid, self._env)
+
     @property
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise BenchError("the vLLM server was not started; use ServerProcess in a with block")
         return self._process
 
-    def _wait_until_healthy(self) -> None:
-        begin = time.monotonic()
+    def _poll_health(self) -> None:
         while True:
             self.check_alive()
-            waited = time.monotonic() - begin
+            waited = time.monotonic() - self._launched_at
             self._on_wait(waited)
             if self._is_healthy():
                 return
