@@ -20,7 +20,7 @@ from meridian_patch.bench.served.command import add_serve, run_serve
 _MODULE = "meridian_patch.demo.run"
 # Its load was chosen on seeds below.
 _FIRST_SEED = 31
-_DEFAULTS = "--workload mixed --rate auto --pause 1 --headlines --out out/demo"
+_DEFAULTS = "--workload mixed --rate auto --pause 0.5 --headlines --out out/demo"
 _ARMS = "stock,stock-again,patched"
 # With what `meridian calibrate` chose for the tiny reasoner.
 _EXIT_ARM = "exit"
