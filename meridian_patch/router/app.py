@@ -19,7 +19,7 @@ from meridian_patch.handoff.requests import cleaned
 from meridian_patch.router.attempts import NoEngine, Services
 from meridian_patch.router.engine_client import EngineClient, EngineRefused
 from meridian_patch.router.metrics import Metrics
-from meridian_patch.router.pool import Engine, Pool
+from meridian_patch.router.pool import BROKEN, Engine, Pool
 from meridian_patch.router.stream_relay import StreamRelay
 from meridian_patch.router.whole_relay import WholeRelay
 
@@ -133,7 +133,7 @@ class Router:
         engine.num_requests += 1
         try:
             reply = await self._http.send(outgoing, stream=True)
-        except httpx.HTTPError as error:
+        except BROKEN as error:
             engine.num_requests -= 1
             self.pool.suspect(engine, type(error).__name__)
             return _unavailable(f"the engine failed: {type(error).__name__}")

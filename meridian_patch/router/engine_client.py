@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import httpx
 
-from meridian_patch.router.pool import Engine
+from meridian_patch.router.pool import BROKEN, Engine
 
 Json = dict[str, Any]
 Reply = TypeVar("Reply")
@@ -131,7 +131,7 @@ class EngineClient:
         try:
             try:
                 reply = await self._client.send(request, stream=True)
-            except httpx.HTTPError as error:
+            except BROKEN as error:
                 raise EngineFailed(type(error).__name__) from error
             try:
                 if reply.status_code in _DOWN:

@@ -23,6 +23,11 @@ LOST_AFTER: Final = 2
 
 _POLL_TIMEOUT_S: Final = 5.0
 
+# Load-bearing: for a connection that is reset just as it opens, the HTTP client's own layers raise
+# an AttributeError: its socket has no peer any more.
+BROKEN: Final = (httpx.HTTPError, httpx.InvalidURL, AttributeError)
+"""What the HTTP client raises when an engine cannot be reached, or breaks off."""
+
 
 @dataclass(slots=True, eq=False)
 class Engine:
@@ -133,12 +138,12 @@ class Pool:
         try:
             reply = await self._client.get(f"{engine.url}/health", timeout=_POLL_TIMEOUT_S)
             reply.raise_for_status()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except BROKEN as error:
             self.take_out(engine, f"{type(error).__name__} at its health check")
             engine.failed()
             return
         load = 0.0
-        with suppress(httpx.HTTPError, ValueError):
+        with suppress(*BROKEN, ValueError):
             page = await self._client.get(f"{engine.url}/metrics", timeout=_POLL_TIMEOUT_S)
             load = load_from(page.text)
         if not engine.is_healthy:

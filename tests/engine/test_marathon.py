@@ -14,7 +14,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 def test_ten_minutes_of_faults(tmp_path):
     """Every demand is met, and no process is left."""
     command = [sys.executable, "-P", "-m", "meridian_patch.bench.marathon.command"]
-    command += ["--minutes", "10", "--concurrency", "8", "--out", str(tmp_path / "report")]
+    command += [
+        "--minutes",
+        "10",
+        "--concurrency",
+        "8",
+        "--pause-s",
+        "4",
+        "--out",
+        str(tmp_path / "report"),
+    ]
     ended = subprocess.run(
         command,
         env=clean_environment(tmp_path),
@@ -28,4 +37,4 @@ def test_ten_minutes_of_faults(tmp_path):
     assert {fault["fault"]["kind"] for fault in report["faults"]} == {
         *("peer", "router", "api-server", "frozen", "disk", "collector", "resets"),
     }
-    assert report["outcomes"]["ok"] > 500
+    assert report["outcomes"]["ok"] > 300

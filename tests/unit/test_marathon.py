@@ -79,6 +79,7 @@ def test_too_short_a_marathon_is_refused():
     [
         (["--minutes", "0"], "--minutes is '0'"),
         (["--concurrency", "none"], "--concurrency is 'none'"),
+        (["--pause-s", "-1"], "--pause-s is '-1'"),
         (["--faults", "peer,flood"], "expected some of peer, router"),
     ],
 )
@@ -159,7 +160,7 @@ def test_logs_are_searched(tmp_path):
 
 
 def test_the_report_has_all_of_it(tmp_path):
-    settings = Settings(tmp_path, 300, 8, [FAULT], True, 1)
+    settings = Settings(tmp_path, 300, 8, 0, [FAULT], True, 1)
     result = Result([*steady(), asked(101, 102, "error", why="HTTP 503")], [KILLED], flat())
     checks = write_report(tmp_path, settings, result, "`scripts/marathon`, `measured-cpu`.")
     page = (tmp_path / "report.md").read_text()

@@ -44,6 +44,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="requests in flight, beside bursts of half as many (%(default)s)",
     )
     parser.add_argument(
+        "--pause-s",
+        default="0",
+        help="that a client waits between two requests; with 0 the load takes all of a small "
+        "machine, and an engine that starts again takes minutes (%(default)s)",
+    )
+    parser.add_argument(
         "--faults",
         default=",".join(_KINDS),
         help="to inject, in rounds, in this order; an empty list for none (%(default)s)",
@@ -97,10 +103,16 @@ def read_settings(options: argparse.Namespace) -> Settings:
         packaged_model(),
         length_s,
         read_whole("--concurrency", options.concurrency),
+        read_seconds("--pause-s", options.pause_s),
         plan_faults(length_s, _kinds(options.faults)),
         hands_off,
         read_whole("--seed", options.seed),
     )
+
+
+def read_seconds(option: str, text: str) -> float:
+    """Seconds, 0 or more."""
+    return 0.0 if text == "0" else read_positive(option, text)
 
 
 def _kinds(text: str) -> list[Kind]:

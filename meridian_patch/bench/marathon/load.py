@@ -75,7 +75,8 @@ class Load:
         model: served name.
         canaries: questions whose tokens are known.
         questions: all others.
-        concurrency: requests in flight at a time, beside bursts of half as many.
+        concurrency: clients, beside bursts of half as many requests.
+        pause_s: how long a client waits between two requests.
         seed: of all choices.
 
     Attributes:
@@ -90,6 +91,7 @@ class Load:
         canaries: Sequence[Canary],
         questions: Sequence[str],
         concurrency: int,
+        pause_s: float = 0.0,
         seed: int = 0,
     ) -> None:
         self._url = url
@@ -97,6 +99,7 @@ class Load:
         self._canaries = canaries
         self._questions = questions
         self._concurrency = concurrency
+        self._pause_s = pause_s
         self._random = random.Random(seed)
         self._begin = time.monotonic()
         self.asked: list[Asked] = []
@@ -124,8 +127,8 @@ class Load:
     async def _keep_asking(self, http: aiohttp.ClientSession, length_s: float) -> None:
         while self.now_s < length_s:
             asked = await self._ask(http)
-            if asked.outcome == "error":
-                await asyncio.sleep(_AFTER_ERROR_S)
+            is_error = asked.outcome == "error"
+            await asyncio.sleep(max(self._pause_s, _AFTER_ERROR_S * is_error))
 
     async def _ask(self, http: aiohttp.ClientSession) -> Asked:
         draw = self._random.random

@@ -56,8 +56,9 @@ def _page(
     retries = sum(each.num_retries for each in result.asked)
     way = "A think engine and an answer engine" if settings.hands_off else "Two engines"
     setting = (
-        f"{way} behind `meridian route`; {settings.concurrency} requests at a time and bursts of "
-        f"half as many, for {settings.length_s / 60:g} minutes. {len(result.asked)} requests: "
+        f"{way} behind `meridian route`; {settings.concurrency} clients that wait "
+        f"{settings.pause_s:g} s between requests, and bursts of half as many, for "
+        f"{settings.length_s / 60:g} minutes. {len(result.asked)} requests: "
         f"{outcomes['ok']} ended well, {outcomes['error']} failed, {outcomes['cancelled']} were "
         f"cancelled by their clients. {retries} times a client sent a request again before a "
         "response began, at most twice each."
@@ -137,6 +138,7 @@ def _data(
         "settings": {
             "length_s": settings.length_s,
             "concurrency": settings.concurrency,
+            "pause_s": settings.pause_s,
             "hands_off": settings.hands_off,
             "seed": settings.seed,
         },

@@ -30,7 +30,8 @@ class Settings:
     Attributes:
         model: folder of the model.
         length_s: of the load.
-        concurrency: requests in flight.
+        concurrency: clients.
+        pause_s: between two requests of a client.
         faults: to inject.
         hands_off: think on one engine and answer on the other.
         seed: of all choices.
@@ -39,6 +40,7 @@ class Settings:
     model: Path
     length_s: float
     concurrency: int
+    pause_s: float
     faults: Sequence[Fault]
     hands_off: bool
     seed: int
@@ -82,7 +84,13 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         canaries = await _canaries(fleet, settings.seed)
         questions = [each.question for each in make_problems(_NUM_QUESTIONS, settings.seed + 1)]
         load = Load(
-            fleet.router.url, MODEL, canaries, questions, settings.concurrency, settings.seed
+            fleet.router.url,
+            MODEL,
+            canaries,
+            questions,
+            settings.concurrency,
+            settings.pause_s,
+            settings.seed,
         )
         injector = Injector(fleet, http, lambda: load.now_s)
         result.asked, result.injected = load.asked, injector.injected
@@ -101,7 +109,8 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
                 task.cancel()
             await asyncio.gather(work, *watches, return_exceptions=True)
         result.num_moved = await _moved(fleet, http)
-    result.lines = read_logs([server.log for server in fleet.servers])
+        # Before the servers end: what they say then is about that.
+        result.lines = read_logs([server.log for server in fleet.servers])
     return result
 
 
