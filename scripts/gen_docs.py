@@ -5,14 +5,20 @@ python scripts/gen_docs.py [--check]
 
 import argparse
 import ast
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from meridian_patch.config.docs import render_configuration
 from meridian_patch.config.family_docs import render_families
+from meridian_patch.config.policy import RULES, PolicyConfig, PolicyName
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.base import Strategy
+from meridian_patch.exit.strategies.build import REASONS, STRATEGIES
 from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
 from meridian_patch.patching.spec import Patch
 from meridian_patch.telemetry.dashboards import render_dashboard
@@ -61,8 +67,6 @@ def _patch_section(patch: Patch) -> str:
     return f"## `{patch.name}`\n\n{patch.why}\n\n| | |\n|---|---|\n{table}\n"
 
 
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
-MODULES = "<!-- modules -->", "<!-- /modules -->"
 # Folders by role, in the order of the page. A new folder of the package is a new name here.
 ROLES = {
     "On the serving path": (
@@ -89,8 +93,6 @@ ROLES = {
 
 def render_architecture() -> str:
     """docs/architecture.md, with the list of modules between its marks replaced."""
-    before, _, rest = ARCHITECTURE.read_text().partition(MODULES[0])
-    _, _, after = rest.partition(MODULES[1])
     sections = []
     for role, folders in ROLES.items():
         sections.append(f"### {role}\n")
@@ -99,8 +101,7 @@ def render_architecture() -> str:
             if folder != "meridian_patch":
                 paths = sorted(path.parent for path in (ROOT / folder).rglob("__init__.py"))
             sections += map(_folder_section, paths)
-    listed = "\n".join(sections)
-    return f"{before}{MODULES[0]}\n{listed}{MODULES[1]}{after}"
+    return _filled("docs/architecture.md", "modules", "\n" + "\n".join(sections))
 
 
 def _folder_section(folder: Path) -> str:
@@ -123,8 +124,81 @@ def _first_line(path: Path) -> str:
     text = ast.get_docstring(ast.parse(path.read_text()))
     if not text:
         raise ValueError(f"{path} has no docstring; its first line goes into docs/architecture.md")
-    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return _first_paragraph(text)
+
+
+def _first_paragraph(docstring: str) -> str:
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return re.sub(r":\w+:`", "`", paragraph).replace("``", "`").replace("|", "\\|")
+
+
+def render_scheduling() -> str:
+    """docs/scheduling.md, with the tables of rules and of policies."""
+    rules = [
+        f"| `policy.{name}` | {_rule_text(name)} | {rule.without or 'stock'} |"
+        for name, rule in RULES.items()
+    ]
+    policies = []
+    for policy in get_args(PolicyName):
+        on = _code(name for name, rule in RULES.items() if policy in rule.on_in)
+        default = " (default)" if policy == PolicyConfig().name else ""
+        policies.append(f"| `{policy}`{default} | {on or 'none'} |")
+    lines = (
+        *("| rule | what it does | without it |", "|---|---|---|", *rules),
+        *("", "| policy | rules |", "|---|---|", *policies),
+    )
+    return _filled("docs/scheduling.md", "rules", "\n\n" + "\n".join(lines) + "\n\n")
+
+
+def _rule_text(name: str) -> str:
+    text = (PolicyConfig.model_fields[name].description or "").removeprefix("Rule: ")
+    return (text[0].upper() + text[1:]).replace("|", "\\|")
+
+
+def render_early_exit() -> str:
+    """docs/early-exit.md, with the table of strategies."""
+    head = "| strategy | closes when | section `exit` | by default |\n|---|---|---|---|\n"
+    rows = "".join(map(_strategy_row, STRATEGIES))
+    return _filled("docs/early-exit.md", "strategies", f"\n\n{head}{rows}\n")
+
+
+def _strategy_row(strategy: type[Strategy]) -> str:
+    text = _first_paragraph(strategy.__doc__ or "").removeprefix("Closes when ").removesuffix(".")
+    keys = []
+    for prefix in strategy.settings or (strategy.reason,):
+        named = [name for name in ExitConfig.model_fields if name.startswith(prefix)]
+        keys += [f"`{prefix}*`"] if len(named) > 1 else [f"`{name}`" for name in named]
+    default = "on" if strategy.is_on(ExitConfig()) else "off"
+    return f"| `{strategy.reason}` | {text} | {', '.join(keys)} | {default} |\n"
+
+
+def render_requests() -> str:
+    """docs/requests.md, with the reasons for which a thought may end."""
+    text = "; ".join(f"`{reason}`: {words}" for reason, words in REASONS.items())
+    return _filled("docs/requests.md", "reasons", text)
+
+
+WEB_WORDS = "meridian_patch/operate/top/web/words.js"
+
+
+def render_web_words() -> str:
+    """The words of ``meridian top --web``, with those of the reasons."""
+    rows = "".join(f"  {reason}: {json.dumps(words)},\n" for reason, words in REASONS.items())
+    return _filled(WEB_WORDS, "reasons", f"\n{rows}  // ")
+
+
+def _filled(page: str, name: str, text: str) -> str:
+    """A page with what stands between two marks replaced.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = (ROOT / page).read_text().partition(first)
+    _, found, after = rest.partition(last)
+    if not found:
+        raise ValueError(f"{page} has no {first} ... {last}, where its generated part stands")
+    return f"{before}{first}{text}{last}{after}"
 
 
 def _code(names: Iterable[str]) -> str:
@@ -135,9 +209,13 @@ def _code(names: Iterable[str]) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "docs/architecture.md": render_architecture,
     "docs/configuration.md": render_configuration,
+    "docs/early-exit.md": render_early_exit,
     "docs/metrics.md": render_metrics,
     "docs/model-families.md": render_families,
     "docs/patches.md": render_patches,
+    "docs/requests.md": render_requests,
+    "docs/scheduling.md": render_scheduling,
+    WEB_WORDS: render_web_words,
 }
 for source in sorted((ROOT / "configs" / "grafana").glob("*.yaml")):
     page = source.with_suffix(".json").relative_to(ROOT).as_posix()

@@ -5,12 +5,13 @@ from collections.abc import Collection, Mapping
 from typing import get_args
 
 from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import Config, PolicyConfig
+from meridian_patch.config.policy import PolicyName
+from meridian_patch.config.schema import Config
 from meridian_patch.envs import OVERRIDE_PREFIX
 from meridian_patch.errors import BenchError, ConfigError
 
 STOCK = "stock"
-POLICIES: tuple[str, ...] = get_args(PolicyConfig.model_fields["name"].annotation)
+POLICIES: tuple[str, ...] = get_args(PolicyName)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 

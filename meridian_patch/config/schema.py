@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from meridian_patch.config.exit_patterns import MOST_PATTERNS, Pattern, read_patterns
-from meridian_patch.config.rank_balance import Balance, HoldSteps
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.config.strict_model import StrictModel
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -24,136 +24,6 @@ def _off(value: Any) -> Any:
 
 def _patterns(value: Any) -> Any:
     return read_patterns(value, MOST_PATTERNS)
-
-
-class PolicyConfig(StrictModel):
-    """How requests are ordered, admitted and preempted, and how much prefill a step takes."""
-
-    name: Literal["latency", "throughput", "fair", "noop"] = Field(
-        default="latency",
-        description="`latency` serves answers before thinking, and may preempt long thinkers to "
-        "admit new requests; `throughput` spends the slack of answers ahead of their ITL target on "
-        "prefill; `fair` preempts no thinker for thinking long; `noop` decides as stock vLLM.",
-    )
-    order: bool | None = Field(
-        default=None,
-        description="Rule: answers are served first and preempted last. Unset: as in the policy "
-        "`policy.name`; the same holds for the other rules.",
-    )
-    victims: bool | None = Field(
-        default=None,
-        description="Rule: among thinkers, the one that loses the least work is preempted first.",
-    )
-    step_cut: bool | None = Field(
-        default=None,
-        description="Rule: while any request answers, the token budget of a step limits how long "
-        "prefill makes it.",
-    )
-    pacing: bool | None = Field(
-        default=None,
-        description="Rule: prefill may use the slack of answers that are ahead of their ITL "
-        "target.",
-    )
-    admission: bool | None = Field(
-        default=None,
-        description="Rule: a request is admitted only if the forecast KV demand of the running "
-        "requests leaves room for it.",
-    )
-    time_sharing: bool | None = Field(
-        default=None,
-        description="Rule: a long thinker may be preempted to admit a new request.",
-    )
-    balance: Balance = None
-    balance_hold_steps: HoldSteps = 0
-    protected_answer_tokens: int = Field(
-        default=16,
-        ge=0,
-        description="Number of answer tokens after the boundary during which a request goes before "
-        "all others, so that its first words do not stall.",
-    )
-    max_preemptions: int = Field(
-        default=3,
-        ge=1,
-        description="A thinking request that was preempted this often is preempted after all other "
-        "thinking requests.",
-    )
-    answer_itl_ms: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Target of the inter-token latency of answers, in milliseconds. Unset: "
-        "`step_cut_factor` times the duration of a step without prefill. A request sets its own "
-        "with `vllm_xargs: {meridian_itl_ms: ...}`.",
-    )
-    step_cut_factor: float = Field(
-        default=1.2,
-        gt=1,
-        allow_inf_nan=False,
-        description="Upper bound of a step's duration while any request answers, as a multiple of "
-        "its duration without prefill; used if no inter-token latency is set.",
-    )
-    think_batch_multiplier: float = Field(
-        default=2.5,
-        ge=1,
-        allow_inf_nan=False,
-        description="Divisor of the engine's token budget per step while any request answers, "
-        "until enough steps were measured to predict their duration.",
-    )
-    min_prefill_tokens: int = Field(
-        default=64,
-        ge=1,
-        description="Prefill tokens that a step may always have, regardless of latency targets.",
-    )
-    drain_s: float = Field(
-        default=5.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Saturation guard: if the lowered token budget was used up in every step for "
-        "this many seconds, steps may take twice as long with each further such period, until "
-        "prefill has half of a step.",
-    )
-    admission_reserve_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Growth in tokens that admission assumes for each running request until enough "
-        "requests have ended to forecast it.",
-    )
-    admission_overcommit: float = Field(
-        default=1.4,
-        gt=0,
-        allow_inf_nan=False,
-        description="Upper bound of the forecast peak of all running requests, as a share of the "
-        "KV pool; a value above 1 assumes that requests end sooner than forecast.",
-    )
-    sharing_min_tokens: int = Field(
-        default=2000,
-        ge=1,
-        description="Think tokens after which a request may be preempted to admit a new request.",
-    )
-    sharing_overhead: float = Field(
-        default=0.05,
-        ge=0,
-        le=1,
-        description="Share of the engine's time that may be spent on computing tokens again that "
-        "time-sharing preempted.",
-    )
-    reload: bool = Field(
-        default=True,
-        description="Count what a KV tier of vLLM loads again as not lost in a preemption.",
-    )
-    aging_s: float = Field(
-        default=30.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds of waiting after which a preempted request goes before all others, "
-        "and long thinkers are preempted for it; only with `time_sharing`.",
-    )
-    time_budget_us: int = Field(
-        default=3000,
-        ge=50,
-        description="Time for one scheduling decision, in microseconds. A decision that takes "
-        "longer is dropped and the step runs as stock.",
-    )
 
 
 class KvConfig(StrictModel):
@@ -186,7 +56,11 @@ class KvConfig(StrictModel):
 
 
 class ExitConfig(StrictModel):
-    """When thinking is ended early. Entropies are those of the raw logits, in nats."""
+    """When thinking is ended early. Entropies are those of the raw logits, in nats.
+
+    ``examples`` of a strategy's setting are values with which it fires within a few dozen tokens;
+    tests and the simulation set the first one.
+    """
 
     mode: Annotated[Literal["off", "observe", "enforce"], BeforeValidator(_off)] = Field(
         default="observe",
@@ -247,12 +121,14 @@ class ExitConfig(StrictModel):
     )
     eat_warmup_probes: int = Field(
         default=20,
+        examples=[2],
         ge=1,
         description="EAT: probes of a thought before it may be closed. Use about 4 / `eat_alpha`: "
         "with fewer, the variance still depends on its initial value.",
     )
     eat_max_entropy_nats: float | None = Field(
         default=1.0,
+        examples=[None],
         gt=0,
         allow_inf_nan=False,
         description="EAT: a thought is closed only if the last probe's entropy is below this, in "
@@ -294,12 +170,14 @@ class ExitConfig(StrictModel):
     )
     rpdi_window_tokens: int = Field(
         default=512,
+        examples=[16],
         ge=1,
         description="RPDI: number of last think tokens whose mean entropy is compared with that of "
         "the whole thought.",
     )
     rpdi_lambda: float = Field(
         default=2.0,
+        examples=[1.2],
         gt=1,
         allow_inf_nan=False,
         description="RPDI: close at the end of a sentence when the quotient of both means is above "
@@ -313,6 +191,7 @@ class ExitConfig(StrictModel):
     )
     end_probability_threshold: float = Field(
         default=0.5,
+        examples=[0.3],
         gt=0,
         le=1,
         allow_inf_nan=False,
@@ -320,6 +199,7 @@ class ExitConfig(StrictModel):
     )
     end_probability_patience: int = Field(
         default=3,
+        examples=[1],
         ge=1,
         description="Number of tokens of a thought, not necessarily adjacent, at which the "
         "boundary must have at least this probability; the thought is closed at the last of them.",
@@ -332,6 +212,7 @@ class ExitConfig(StrictModel):
     )
     loop_max_pattern_size: int = Field(
         default=256,
+        examples=[12],
         ge=1,
         le=MOST_PATTERN_TOKENS,
         description="Loop: most tokens of the pattern. A request sets its own with `vllm_xargs: "
@@ -339,6 +220,7 @@ class ExitConfig(StrictModel):
     )
     loop_min_pattern_size: int = Field(
         default=8,
+        examples=[4],
         ge=0,
         description="Loop: least tokens of the pattern; 0 means 1. A shorter pattern is found as "
         "several of its kind. The default is a guess: short rows of one token are usual in code, "
@@ -346,6 +228,7 @@ class ExitConfig(StrictModel):
     )
     loop_min_count: int = Field(
         default=4,
+        examples=[3],
         ge=2,
         description="Loop: how often the pattern must stand there. The default is a guess.",
     )

@@ -1,4 +1,4 @@
-"""The base of all models of the configuration."""
+"""The base of all models of the configuration and of requests' options."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -5,10 +5,9 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import Reason
 
-Obstacles = Mapping[Reason, Obstacle]
-"""Strategies that cannot close a thought, and why."""
+Obstacles = Mapping[str, Obstacle]
+"""Strategies, by their reasons, that cannot close a thought, and why."""
 
 NO_OBSTACLES: Final[Obstacles] = MappingProxyType({})
 
@@ -23,7 +22,7 @@ class Close(NamedTuple):
         why: the measured values and thresholds, as text.
     """
 
-    reason: Reason
+    reason: str
     fired_at: int
     close_at: int
     why: str
@@ -60,7 +59,7 @@ class Outcome(NamedTuple):
         too_soon: strategies that could not fire before the thought ended; empty with a verdict.
     """
 
-    reason: Reason
+    reason: str
     think_tokens: int
     verdict: Close | None
     num_invalid: int

@@ -8,7 +8,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.probe_schedule import ProbeSchedule
-from meridian_patch.exit.strategies.base import BOUNDS, Reason, Signals, TokenSignals
+from meridian_patch.exit.strategies.base import Signals, TokenSignals
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.text_breaks import Breaks
@@ -63,7 +63,7 @@ class ThoughtMonitor:
         self._fires_from = max(fires_from, self._floor_tokens)
         self._eat = next((each for each in self._strategies if isinstance(each, Eat)), None)
         self._schedule: ProbeSchedule | None = None
-        if config.eat:
+        if any(each.uses_probes for each in self._strategies):
             self._schedule = ProbeSchedule(
                 config.probe_min_gap_tokens, config.probe_max_gap_tokens, breaks, think_tokens
             )
@@ -77,7 +77,7 @@ class ThoughtMonitor:
         # Number of signals that were not finite, of processed tokens and of probes.
         self._num_invalid = 0
         # The strategy that fired, the think tokens at that time, and why.
-        self._fired: tuple[Reason, int, str] | None = None
+        self._fired: tuple[str, int, str] | None = None
         # Think tokens of the last probe whose result arrived.
         self._probed_at = -1
         # Number of requested probes.
@@ -147,7 +147,7 @@ class ThoughtMonitor:
 
     def too_soon(self) -> Obstacles:
         """Strategies that could not have fired in the thought yet, and why."""
-        judges = [each for each in self._strategies if each.reason not in BOUNDS]
+        judges = [each for each in self._strategies if not each.is_bound]
         if self.think_tokens < self._floor_tokens:
             return dict.fromkeys((each.reason for each in judges), Obstacle.FLOOR)
         found = {
@@ -157,7 +157,7 @@ class ThoughtMonitor:
         }
         if self._eat is not None and not self._eat.is_warm:
             is_asked = self._num_asked > self._eat.warmup_probes
-            found[Reason.EAT] = Obstacle.NOT_PROBED if is_asked else Obstacle.WARM_UP
+            found[self._eat.reason] = Obstacle.NOT_PROBED if is_asked else Obstacle.WARM_UP
         return found
 
     def _look(self) -> Action | None:
@@ -217,7 +217,7 @@ class ThoughtMonitor:
             at, reason, why = min(fired, key=lambda each: each[0])
             self._fire(reason, before + at + 1, why)
 
-    def _fire(self, reason: Reason, think_tokens: int, why: str) -> None:
+    def _fire(self, reason: str, think_tokens: int, why: str) -> None:
         self._fired = reason, think_tokens, why
         self._look_at = max(min(think_tokens + self._grace_tokens, self._most_tokens), think_tokens)
 

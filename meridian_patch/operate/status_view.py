@@ -1,7 +1,6 @@
 """Shows the reports of patched processes: one short block per process, 80 columns wide."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
@@ -9,12 +8,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from meridian_patch.policy.profiles import Rules
+from meridian_patch.config.policy import RULES
 
 Report = Mapping[str, Any]
 
 _STYLES = {"off": "yellow", "limits": "yellow", "REFUSED": "bold red"}
-_RULES = tuple(field.name for field in fields(Rules))
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
@@ -96,7 +94,7 @@ def _policy(report: Report) -> str:
     name, rules = str(report.get("policy", "?")), report.get("rules")
     if rules is None:
         return name
-    off = [rule for rule in _RULES if rule not in rules]
+    off = [rule for rule in RULES if rule not in rules]
     shown = f"{name}: {', '.join(rules) or 'no rule on'}"
     return f"{shown} (not on: {', '.join(off)})" if off and rules else shown
 

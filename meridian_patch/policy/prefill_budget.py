@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 # The saturation guard lengthens a step up to this multiple of its time without prefill. Prefill has

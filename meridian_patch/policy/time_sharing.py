@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple, Self
 
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.step_time import StepTimeModel
 
 # Upper bound of the credit, in seconds of engine time.

@@ -10,7 +10,7 @@ from typing import Final
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.exit.obstacles import TO_CLOSES
-from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.strategies.build import REASONS
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.retention import Tier
 from meridian_patch.telemetry import counters
@@ -69,7 +69,6 @@ def _texts(values: Iterable[str]) -> tuple[str, ...]:
 
 _PHASES = _texts(Phase)
 _TIERS = tuple(tier.label for tier in Tier)
-_REASONS = _texts(Reason)
 # Where tokens of outputs may stand.
 _SAID = _texts((Phase.THINK, Phase.ANSWER))
 
@@ -175,7 +174,7 @@ METRICS: Final = (
         event=counters.EXIT,
         name="meridian_thoughts_ended",
         label="reason",
-        values=_REASONS,
+        values=tuple(REASONS),
         unit="thoughts",
         help="Thoughts that ended, by reason.",
         operator=(
@@ -187,7 +186,7 @@ METRICS: Final = (
         event=counters.THINK_TOKENS,
         name="meridian_think_tokens",
         label="reason",
-        values=_REASONS,
+        values=tuple(REASONS),
         unit="tokens",
         help="Tokens of the thoughts that ended, by reason.",
         operator="nothing; divided by `meridian_thoughts_ended_total` it is their mean length",
@@ -207,7 +206,7 @@ METRICS: Final = (
         event=counters.VERDICT,
         name="meridian_exit_verdicts",
         label="reason",
-        values=_REASONS,
+        values=tuple(REASONS),
         unit="thoughts",
         help="Thoughts that early exit would close, closed or not, by strategy.",
         operator=(

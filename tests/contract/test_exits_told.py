@@ -11,7 +11,6 @@ from meridian_patch.engine.early_exit import close_checks, unavailable
 from meridian_patch.engine.scheduler import assembly, guard
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import Reason
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
 CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}
@@ -196,7 +195,7 @@ def test_what_is_lost_while_a_thought_is_under_way(driver_for):
     for _ in range(50):
         driver.step()
     assert not seen
-    driver.scheduler.early_exit.lost({Reason.EAT: Obstacle.NO_SIGNALS})
+    driver.scheduler.early_exit.lost({"eat": Obstacle.NO_SIGNALS})
     for _ in range(30):
         driver.step()
     assert seen == {"r": [(None, 0, {"eat": "no_signals"})]}

@@ -26,10 +26,9 @@ from meridian_patch.engine.api.input_check import build_input_processor
 from meridian_patch.engine.api.reasoning_usage import PROGRESS
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.exit.actions import Close, ExitReport, Outcome
-from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.patching.candidate import MARK
 
-EAT = ExitReport(Outcome(Reason.EAT, 800, None, 0), 812)
+EAT = ExitReport(Outcome("eat", 800, None, 0), 812)
 SUMMARY = {"exit_reason": "eat", "think_tokens": 812}
 CONNECTOR = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
@@ -201,8 +200,8 @@ def test_a_slow_caller_loses_nothing():
 def test_the_last_thought_counts():
     """What was said of an earlier one is forgotten, all of it."""
     frontend = Frontend()
-    due = Close(Reason.RPDI, 1, 2, "figures")
-    frontend.take(output(outcome=ExitReport(Outcome(Reason.NATURAL, 9, due, 0), 9)))
+    due = Close("rpdi", 1, 2, "figures")
+    frontend.take(output(outcome=ExitReport(Outcome("natural", 9, due, 0), 9)))
     frontend.take(output(outcome=EAT))
     assert frontend.seen().outputs[0].meridian == SUMMARY
 
@@ -216,7 +215,7 @@ def test_each_turn_of_a_session_has_its_own():
     frontend.send_chunk()
     frontend.take(output())
     assert frontend.seen().outputs[0].meridian == {}
-    natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3)
+    natural = ExitReport(Outcome("natural", 3, None, 0), 3)
     frontend.take(output(finished=True, outcome=natural))
     last = frontend.seen().outputs[0]
     assert last.meridian["exit_reason"] == "natural"
@@ -232,7 +231,7 @@ def test_two_turns_that_are_read_at_once_say_how_the_last_one_ended(is_told):
     frontend = Frontend(is_session=True)
     frontend.take(output(finished=True, outcome=EAT))
     frontend.send_chunk()
-    natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3) if is_told else None
+    natural = ExitReport(Outcome("natural", 3, None, 0), 3) if is_told else None
     frontend.take(output(finished=True, outcome=natural))
     both = frontend.seen().outputs[0]
     assert list(both.token_ids) == [5, 5]
@@ -266,7 +265,7 @@ def test_what_a_connector_says_stays_as_it_is():
 def test_each_sample_has_its_own():
     """With n > 1 the samples end differently, and say so."""
     frontend = Frontend(RequestOutputKind.FINAL_ONLY, n=2)
-    natural = ExitReport(Outcome(Reason.NATURAL, 3, None, 0), 3)
+    natural = ExitReport(Outcome("natural", 3, None, 0), 3)
     frontend.take(
         output("0_r", finished=True, outcome=EAT), output("1_r", finished=True, outcome=natural)
     )

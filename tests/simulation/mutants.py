@@ -143,7 +143,8 @@ MUTANTS = (
            "            return Standing.ANSWER\n", "            return Standing.PREFILL\n",
            fixed=TIGHT, seeds=40),
     Mutant("noop orders requests", "policy.profiles",
-           '    "noop": Rules(),\n', '    "noop": Rules(order=True),\n',
+           "config.name in RULES[name].on_in",
+           '(name == "order" or config.name in RULES[name].on_in)',
            fixed={"profile": "noop", "exit": "off", "boundary": "token", "rule": "profile",
                   "pool": "starving", "tiers": False}, seeds=40),
     Mutant("the order loses a request", "engine.scheduler.running_order",
@@ -208,7 +209,7 @@ def hunt(name: str, first: int, last: int, *, is_changed: bool) -> dict[str, Any
     (mutant,) = (each for each in MUTANTS if each.name == name)
     if is_changed:
         sys.meta_path.insert(0, _Finder(mutant))
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parent / "support" / "drivers")]
     from simulator.axes import Case, draw, repair
     from simulator.run import run_case
 

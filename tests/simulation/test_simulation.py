@@ -10,7 +10,7 @@ import mutants
 import pytest
 from simulator.axes import AXES
 
-from meridian_patch.policy.profiles import Rules
+from meridian_patch.config.policy import RULES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -18,7 +18,7 @@ ROOT = HERE.parent.parent
 
 BEGIN = f"""
 import json, sys
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = {[str(HERE), str(HERE.parent / "support" / "drivers")]!r}
 from simulator.axes import AXES, Case, draw, repair
 from simulator.campaign import all_values, possible_pairs
 from simulator.run import run_case
@@ -118,7 +118,7 @@ def test_every_value_of_every_axis_is_drawn_and_a_repaired_case_stays_as_it_is(t
 
 def test_every_rule_of_a_policy_is_an_axis_value():
     """A rule that is not drawn is never simulated alone."""
-    assert set(AXES["rule"].values) == {"profile", *Rules.__dataclass_fields__}
+    assert set(AXES["rule"].values) == {"profile", *RULES}
 
 
 def test_every_mutant_finds_the_line_that_it_changes():

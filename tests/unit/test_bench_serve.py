@@ -48,7 +48,7 @@ from meridian_patch.bench.served.workload import (
     write_trace,
 )
 from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.errors import BenchError
 
 

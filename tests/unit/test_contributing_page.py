@@ -57,7 +57,7 @@ def test_the_family_of_the_recipe_loads(tmp_path):
 
 def test_the_strategy_of_the_recipe_fires():
     """A sequence of two tokens that stands there three times closes a thought, in any pieces."""
-    text = block_with("python", "class Repetition").replace("Reason.REPETITION", '"repetition"')
+    text = block_with("python", "class Repetition")
     names: dict[str, object] = {}
     exec(text, names)
     strategy = names["Repetition"](2, 3)

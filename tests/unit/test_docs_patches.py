@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.strategies.build import LISTED, REASONS
 from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,4 +67,12 @@ def test_page_tells_all_of_every_patch(gen_docs: ModuleType) -> None:
 def test_page_of_requests_names_every_reason():
     """A client that reads ``exit_reason`` finds what it means."""
     page = (ROOT / "docs" / "requests.md").read_text()
-    assert [reason.value for reason in Reason if f"`{reason.value}`" not in page] == []
+    assert [reason for reason in REASONS if f"`{reason}`: {REASONS[reason]}" not in page] == []
+
+
+def test_every_strategy_says_when_it_closes():
+    """The first paragraph of its docstring is its row on the page of early exit."""
+    page = (ROOT / "docs" / "early-exit.md").read_text()
+    for strategy in LISTED:
+        assert (strategy.__doc__ or "").startswith("Closes when "), strategy
+        assert f"\n| `{strategy.reason}` | " in page

@@ -8,7 +8,7 @@ from exit_streams import BREAKS, LINE, PARAGRAPH, PLAIN, config_of, row, rows_of
 from meridian_patch.exit.actions import Outcome, Probe
 from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
+from meridian_patch.exit.strategies.base import NO_SIGNALS
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker
 
@@ -33,8 +33,8 @@ def test_nothing_is_due_in_a_calm_thought():
     """No strategy fires, nothing is asked for, and the thought ends by itself."""
     controller = controller_of(rpdi=True, **END_PROBABILITY)
     assert not closes(controller, [PLAIN, LINE] * 200)
-    too_soon = {Reason.RPDI: Obstacle.WARM_UP}
-    assert controller.end(1) == Outcome(Reason.NATURAL, 401, None, 0, too_soon=too_soon)
+    too_soon = {"rpdi": Obstacle.WARM_UP}
+    assert controller.end(1) == Outcome("natural", 401, None, 0, too_soon=too_soon)
     assert not controller.is_thinking
 
 
@@ -42,7 +42,7 @@ def test_close_waits_for_the_end_of_the_line():
     """The reason and the place are those of the firing, the close is at the line's end."""
     controller = controller_of(grace_tokens=5, **END_PROBABILITY)
     (close,) = closes(controller, [PLAIN, PLAIN, PLAIN, LINE, LINE], [CALM, SURE, *[CALM] * 3])
-    assert (close.reason, close.fired_at, close.close_at) == (Reason.END_PROBABILITY, 2, 4)
+    assert (close.reason, close.fired_at, close.close_at) == ("end_probability", 2, 4)
 
 
 def test_close_waits_no_longer_than_the_grace():
@@ -67,17 +67,17 @@ def test_hard_cap_holds(tokens, close_at):
     """The wait for a line's end lies before the bound: an eighth of it, at most the grace."""
     controller = controller_of(max_think_tokens=80, grace_tokens=64)
     (close,) = closes(controller, tokens)
-    assert (close.reason, close.fired_at, close.close_at) == (Reason.HARD_CAP, 70, close_at)
+    assert (close.reason, close.fired_at, close.close_at) == ("hard_cap", 70, close_at)
 
 
 def test_budget_is_an_upper_bound_for_all():
     """Neither the floor nor the grace reaches over vLLM's budget."""
     controller = controller_of(budget=30, min_think_tokens=100, grace_tokens=64)
     (close,) = closes(controller, [PLAIN] * 50)
-    assert (close.reason, close.close_at) == (Reason.BUDGET, 30)
+    assert (close.reason, close.close_at) == ("budget", 30)
     controller = controller_of(budget=30, grace_tokens=64, **END_PROBABILITY)
     (close,) = closes(controller, [PLAIN] * 50, [CALM] * 20 + [SURE] + [CALM] * 29)
-    assert (close.reason, close.close_at) == (Reason.END_PROBABILITY, 30)
+    assert (close.reason, close.close_at) == ("end_probability", 30)
 
 
 def test_a_thought_that_the_prompt_began_counts_from_there():
@@ -93,7 +93,7 @@ def test_no_token_is_nothing_to_look_at():
     """The start marker may be the last token of a step, whatever is due by then."""
     controller = controller_of(budget=0)
     assert controller.accept([], []) is None
-    assert controller.accept([PLAIN], [CALM]).close.reason is Reason.BUDGET
+    assert controller.accept([PLAIN], [CALM]).close.reason == "budget"
 
 
 def test_a_token_without_its_row_is_an_error():
@@ -107,7 +107,7 @@ def test_one_close_per_thought():
     controller = controller_of(max_think_tokens=5)
     assert len(closes(controller, [PLAIN] * 50)) == 1
     controller.closing()
-    assert controller.end(1).reason is Reason.HARD_CAP
+    assert controller.end(1).reason == "hard_cap"
     assert not closes(controller, [PLAIN] * 50)
     assert controller.end(1) is None
     controller.start()
@@ -123,16 +123,16 @@ def test_modes(mode, asked):
     if mode == "off":
         assert outcome is None
     else:
-        assert (outcome.reason, outcome.think_tokens) == (Reason.NATURAL, 51)
-        assert outcome.verdict.reason is Reason.HARD_CAP
+        assert (outcome.reason, outcome.think_tokens) == ("natural", 51)
+        assert outcome.verdict.reason == "hard_cap"
 
 
 def test_reason_of_an_end_that_was_not_forced():
     """Natural though a close was asked for; by vLLM's budget when the thought is beyond it."""
     controller = controller_of(max_think_tokens=5)
     closes(controller, [PLAIN] * 6)
-    assert controller.end(1).reason is Reason.NATURAL
-    for tokens, reason in ((29, Reason.NATURAL), (30, Reason.BUDGET)):
+    assert controller.end(1).reason == "natural"
+    for tokens, reason in ((29, "natural"), (30, "budget")):
         controller = controller_of(budget=30, mode="observe")
         closes(controller, [PLAIN] * tokens)
         assert controller.end(1).reason is reason
@@ -172,7 +172,7 @@ def test_eat_closes_at_the_end_of_the_line():
     assert not closes(controller, [PLAIN] * 6)
     assert controller.probed(Probe(1, 6), 0.1) is None
     (close,) = closes(controller, [PLAIN, LINE])
-    assert (close.reason, close.fired_at, close.close_at) == (Reason.EAT, 6, 8)
+    assert (close.reason, close.fired_at, close.close_at) == ("eat", 6, 8)
 
 
 def test_eat_closes_at_once_behind_a_line():
@@ -181,7 +181,7 @@ def test_eat_closes_at_once_behind_a_line():
     controller.accept([PLAIN, LINE], [CALM] * 2)
     actions = [controller.probed(Probe(1, place), 0.1) for place in (1, 2, 3)]
     assert actions[:2] == [None, None]
-    assert actions[2].close[:3] == (Reason.EAT, 2, 2)
+    assert actions[2].close[:3] == ("eat", 2, 2)
 
 
 def test_a_token_before_the_result_fires_first():
@@ -191,7 +191,7 @@ def test_a_token_before_the_result_fires_first():
     for place in (1, 2, 3):
         assert controller.probed(Probe(1, place), 0.1) is None
     (close,) = closes(controller, [LINE])
-    assert (close.reason, close.fired_at) == (Reason.END_PROBABILITY, 2)
+    assert (close.reason, close.fired_at) == ("end_probability", 2)
 
 
 def test_stale_probe_results_are_dropped():
@@ -243,7 +243,7 @@ def test_router_and_controller_together():
 
     assert step(*[PLAIN] * 6) is None
     assert step(PLAIN, PLAIN, end, PLAIN) is None
-    assert controller.outcome == Outcome(Reason.NATURAL, 9, None, 0)
+    assert controller.outcome == Outcome("natural", 9, None, 0)
     assert step(*[PLAIN] * 20) is None
     assert step(PLAIN, start, PLAIN, PLAIN) is None
     assert step(*[PLAIN] * 6).close.close_at == 8
@@ -255,9 +255,9 @@ def test_router_and_controller_together():
 @pytest.mark.parametrize(
     ("tokens", "results", "expected"),
     [
-        (10, 0, dict.fromkeys((Reason.EAT, Reason.RPDI), Obstacle.FLOOR)),
-        (30, 3, {Reason.EAT: Obstacle.WARM_UP, Reason.RPDI: Obstacle.WARM_UP}),
-        (90, 3, {Reason.EAT: Obstacle.NOT_PROBED}),
+        (10, 0, dict.fromkeys(("eat", "rpdi"), Obstacle.FLOOR)),
+        (30, 3, {"eat": Obstacle.WARM_UP, "rpdi": Obstacle.WARM_UP}),
+        (90, 3, {"eat": Obstacle.NOT_PROBED}),
         (90, 9, {}),
     ],
 )

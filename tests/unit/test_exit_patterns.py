@@ -10,7 +10,6 @@ from meridian_patch.config.request_options import parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.patterns import PatternTokens
-from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.text_breaks import find_breaks
 
@@ -68,7 +67,7 @@ def test_they_are_a_strategy():
     """Before the bounds, and only where there are some."""
     config = ExitConfig(eat=False, rpdi=False, patterns=(((1, 2),),), max_think_tokens=900)
     reasons = [s.reason for s in build_strategies(config, find_breaks([]))]
-    assert reasons == [Reason.PATTERN, Reason.HARD_CAP]
+    assert reasons == ["pattern", "hard_cap"]
 
 
 def test_a_text_is_all_ways_in_which_it_is_written():

@@ -6,10 +6,10 @@ import random
 import pytest
 from exit_streams import BREAKS, COMMA, DOT, LINE, PLAIN, signals_of
 
-from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason, Signals, Strategy
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals, Strategy
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
-from meridian_patch.exit.strategies.hard_cap import HardCap
+from meridian_patch.exit.strategies.hard_cap import Budget, HardCap
 from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.rpdi import Rpdi
 
@@ -34,7 +34,7 @@ def test_eat_fires_once_a_flat_series_is_warm():
     """Not in the warm-up, then at once: the variance is 0 from the first probe on."""
     eat = Eat(0.2, 1e-3, warmup_probes=4, max_entropy_nats=1.0)
     assert [eat.probed(0.3) is not None for _ in range(6)] == [False] * 4 + [True] * 2
-    assert eat.reason is Reason.EAT
+    assert eat.reason == "eat"
     assert "below 1.00e-03" in eat.probed(0.3)
 
 
@@ -139,8 +139,8 @@ def test_hard_cap_fires_early_enough():
 
 def test_hard_cap_goes_on_firing():
     """What it could not say below the floor it says above it; earlier tokens count."""
-    cap = HardCap(5, think_tokens=3, reason=Reason.BUDGET)
-    assert cap.reason is Reason.BUDGET
+    cap = Budget(5, think_tokens=3)
+    assert cap.reason == "budget"
     assert cap.accept([PLAIN] * 3, signals_of([1.0] * 3), 3) is None
     firing = cap.accept([PLAIN] * 3, signals_of([1.0] * 3), 1)
     assert (firing.at, firing.why) == (1, "5 think tokens of at most 5")
@@ -165,7 +165,7 @@ def test_the_loop_breaker_counts_whole_patterns():
     """Three times three tokens, behind others; it fires at the last of them, and once."""
     tokens = [9, 9, 8, *[1, 2, 3] * 3]
     breaker = LoopBreaker(4, 2, 3)
-    assert breaker.reason is Reason.LOOP
+    assert breaker.reason == "loop"
     firing = breaker.accept([*tokens, 1, 2, 3], signals_of([1.0] * 15), 0)
     assert (firing.at, firing.why) == (len(tokens) - 1, "3 tokens stand there 3 times")
     assert breaker.accept([1, 2, 3], signals_of([1.0] * 3), 0) is None

@@ -6,21 +6,20 @@ from pathlib import Path
 
 from meridian_patch.exit.actions import Close, ExitReport, Outcome
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.exit.summary import summarize
 
 
-def outcome(reason: Reason, tokens: int, verdict: Close | None = None) -> Outcome:
+def outcome(reason: str, tokens: int, verdict: Close | None = None) -> Outcome:
     return Outcome(reason, tokens, verdict, 0)
 
 
-def close(reason: Reason, at: int) -> Close:
+def close(reason: str, at: int) -> Close:
     return Close(reason, at - 4, at, "figures")
 
 
 def test_one_thought():
     """Reason and tokens, as plain values that survive any serializer."""
-    summary = summarize(ExitReport(outcome(Reason.NATURAL, 57), 57))
+    summary = summarize(ExitReport(outcome("natural", 57), 57))
     assert summary == {"exit_reason": "natural", "think_tokens": 57}
     assert type(summary["exit_reason"]) is str
     assert json.loads(json.dumps(summary)) == summary
@@ -28,7 +27,7 @@ def test_one_thought():
 
 def test_several_thoughts_are_told_as_the_last_and_the_sum():
     """Of several thoughts the last one's reason counts, and every one's tokens."""
-    assert summarize(ExitReport(outcome(Reason.NATURAL, 9), 49)) == {
+    assert summarize(ExitReport(outcome("natural", 9), 49)) == {
         "exit_reason": "natural",
         "think_tokens": 49,
     }
@@ -36,13 +35,13 @@ def test_several_thoughts_are_told_as_the_last_and_the_sum():
 
 def test_a_close_that_was_carried_out_is_told_once():
     """Enforced, the verdict is the reason."""
-    told = summarize(ExitReport(outcome(Reason.RPDI, 900, close(Reason.RPDI, 896)), 900))
+    told = summarize(ExitReport(outcome("rpdi", 900, close("rpdi", 896)), 900))
     assert told == {"exit_reason": "rpdi", "think_tokens": 900}
 
 
 def test_a_close_that_was_only_observed_is_told_beside_what_happened():
     """Its tokens count from the first thought on, as those of the request do."""
-    assert summarize(ExitReport(outcome(Reason.NATURAL, 80, close(Reason.EAT, 30)), 180)) == {
+    assert summarize(ExitReport(outcome("natural", 80, close("eat", 30)), 180)) == {
         "exit_reason": "natural",
         "think_tokens": 180,
         "would_exit": {"exit_reason": "eat", "think_tokens": 130},
@@ -51,10 +50,10 @@ def test_a_close_that_was_only_observed_is_told_beside_what_happened():
 
 def test_what_could_not_be_enforced_is_told():
     """By strategy, in plain words; before a thought has ended it is all there is to say."""
-    obstacles = {Reason.EAT: Obstacle.WARM_UP, Reason.RPDI: Obstacle.GRAMMAR}
+    obstacles = {"eat": Obstacle.WARM_UP, "rpdi": Obstacle.GRAMMAR}
     words = {"eat": "warm_up", "rpdi": "grammar"}
     assert summarize(ExitReport(None, 0, obstacles)) == {"not_enforced": words}
-    summary = summarize(ExitReport(outcome(Reason.NATURAL, 9), 9, obstacles))
+    summary = summarize(ExitReport(outcome("natural", 9), 9, obstacles))
     assert summary == {"exit_reason": "natural", "think_tokens": 9, "not_enforced": words}
     assert json.loads(json.dumps(summary)) == summary
 

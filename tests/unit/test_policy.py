@@ -1,10 +1,10 @@
 """Who is served first and who is preempted last."""
 
-from dataclasses import asdict, replace
+from typing import get_args
 
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import RULES, PolicyConfig, PolicyName, PolicyRules
 from meridian_patch.phase.tracker import Phase
-from meridian_patch.policy.profiles import PROFILES, choose_rules
+from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 
@@ -83,7 +83,33 @@ def test_thinkers_whose_thinking_is_kept_do_not_drift():
 def test_each_rule_can_be_switched_off_alone():
     """Unset rules are the profile's; noop has none."""
     assert choose_rules(PolicyConfig(name="noop")).are_all_off
-    for name in asdict(PROFILES["latency"]):
+    for name in RULES:
         on, off = (choose_rules(PolicyConfig(**{name: value})) for value in (True, False))
         assert (getattr(on, name), getattr(off, name)) == (True, False)
-        assert replace(on, **{name: False}) == off
+        assert on.without(name) == off
+        assert name in on.names_on
+
+
+def test_each_policy_has_its_rules():
+    """These at least; noop has none."""
+    chosen = {
+        name: set(choose_rules(PolicyConfig(name=name)).names_on) for name in get_args(PolicyName)
+    }
+    assert not chosen["noop"]
+    assert chosen["latency"] >= {"order", "step_cut", "time_sharing"}
+    assert chosen["throughput"] >= {"order", "victims", "step_cut", "pacing", "admission"}
+    assert chosen["fair"] >= {"order", "step_cut", "admission"}
+
+
+def test_each_switch_of_the_section_is_a_rule():
+    """A switch without its rule would be in force in no policy, and on no page."""
+    switches = {n for n, f in PolicyConfig.model_fields.items() if f.annotation == bool | None}
+    assert switches == set(RULES)
+    assert set(RULES) < set(PolicyRules.model_fields)
+
+
+def test_a_rule_is_left_out_of_rules_that_were_asked_before():
+    """What is computed once is that of the new rules."""
+    rules = choose_rules(PolicyConfig(name="noop", order=True))
+    assert not rules.are_all_off
+    assert rules.without("order").are_all_off

@@ -2,10 +2,9 @@
 
 from meridian_patch.engine.early_exit.saved_tokens import SavedTokens
 from meridian_patch.exit.actions import Close, Outcome
-from meridian_patch.exit.strategies.base import Reason
 from meridian_patch.telemetry.counters import PhaseCounters
 
-DUE = Close(Reason.EAT, 290, 300, "figures")
+DUE = Close("eat", 290, 300, "figures")
 
 
 def saved_after(*outcomes, mode="enforce"):
@@ -17,7 +16,7 @@ def saved_after(*outcomes, mode="enforce"):
 
 
 def natural(tokens, verdict=None):
-    return Outcome(Reason.NATURAL, tokens, verdict, 0)
+    return Outcome("natural", tokens, verdict, 0)
 
 
 def test_a_verdict_that_was_not_carried_out_shows_what_it_would_have_saved():
@@ -35,7 +34,7 @@ def test_a_close_that_was_given_up_saves_nothing():
 def test_a_close_saves_what_longer_thoughts_went_on_for():
     """Of thoughts of 1 000 and of 400 tokens, one of 500 would have been of 1 000."""
     ended = [natural(tokens) for tokens in (1000, 400) * 16]
-    closed = Outcome(Reason.EAT, 500, DUE._replace(close_at=500), 0)
+    closed = Outcome("eat", 500, DUE._replace(close_at=500), 0)
     totals = saved_after(*ended, closed)
     # Lengths are in bins of about a twelfth.
     assert 450 <= totals["estimated_saved:enforce"] <= 550
@@ -43,7 +42,7 @@ def test_a_close_saves_what_longer_thoughts_went_on_for():
 
 def test_there_is_no_estimate_from_few_thoughts_or_of_vllms_own_close():
     """Twenty thoughts that ended by themselves, first; a budget is no early exit."""
-    closed = Outcome(Reason.EAT, 500, DUE, 0)
+    closed = Outcome("eat", 500, DUE, 0)
     assert saved_after(*[natural(1000)] * 19, closed) == {}
-    budget = Outcome(Reason.BUDGET, 500, None, 0)
+    budget = Outcome("budget", 500, None, 0)
     assert saved_after(*[natural(1000)] * 32, budget) == {}

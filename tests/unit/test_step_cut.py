@@ -5,7 +5,7 @@ import random
 import pytest
 from rooflines import random_shape, roofline, trained
 
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 

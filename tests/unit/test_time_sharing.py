@@ -2,8 +2,8 @@
 
 import pytest
 
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.config.request_options import NO_OPTIONS, parse_options
-from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.policy.pacing import MOST_TARGETS, Reading, next_due_s
 from meridian_patch.policy.time_sharing import SharingSettings, Thinker, TimeSharing

@@ -20,7 +20,7 @@ from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.wrap_ups import WrapUps
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.patterns import PatternTokens
-from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
+from meridian_patch.exit.strategies.build import BY_PROBES, BY_SIGNALS, is_probing
 from meridian_patch.exit.text_breaks import Breaks, find_breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker
@@ -62,11 +62,11 @@ def build_early_exit(
     if blind is not None:
         unable = dict.fromkeys(BY_SIGNALS, blind.obstacle)
     elif unprobed is not None:
-        unable = {Reason.EAT: unprobed.obstacle}
+        unable = dict.fromkeys(BY_PROBES, unprobed.obstacle)
     if config.mode != "off":
         if blind is not None:
             status.publish(exit_signals=f"none: {blind.why}")
-        if unprobed is not None and config.eat:
+        if unprobed is not None and is_probing(config):
             report_not_probed(unprobed.why)
     closings = ForcedCloses(
         boundaries,
@@ -90,7 +90,7 @@ def build_early_exit(
         tracker,
         closings,
         checks,
-        None if Reason.EAT in unable else _probes(scheduler, boundaries, config),
+        None if unprobed is not None else _probes(scheduler, boundaries, config),
         phase_counters,
         unable,
         None if config.trace is None else ExitTrace(config.trace),

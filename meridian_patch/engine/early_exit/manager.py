@@ -25,7 +25,8 @@ from meridian_patch.engine.early_exit.watched_request import WatchedRequest
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles, Outcome
 from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import PASSING, Obstacle
-from meridian_patch.exit.strategies.base import NO_SIGNALS, Reason
+from meridian_patch.exit.strategies.base import BUDGET, NO_SIGNALS
+from meridian_patch.exit.strategies.build import is_probing
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT
@@ -80,6 +81,7 @@ class EarlyExit:
         # Reports since the last ``drain_outcomes``.
         self._outcomes: dict[str, ExitReport] = {}
         self._config = config
+        self._may_probe = config.mode == "enforce" and is_probing(config)
         self._boundary_id = boundaries.end[0][0]
         self._longest_marker = max(map(len, (*boundaries.start, *boundaries.end)))
         self._breaks = breaks
@@ -194,12 +196,11 @@ class EarlyExit:
 
     @property
     def _keeps_seats(self) -> bool:
-        config = self._config
         tracker = self._tracker
         # Requests are measured from their arrival to their answer, and where no prompt and no model
         # opens a thought, none of them ever thinks.
         may_think = tracker.num_thinking > 0 or tracker.has_opened
-        return config.mode == "enforce" and config.eat and bool(self._measured) and may_think
+        return self._may_probe and bool(self._measured) and may_think
 
     def scheduled(self, output: Any) -> None:
         """Attach the plan of what to measure to a step that was scheduled."""
@@ -426,7 +427,7 @@ class EarlyExit:
             return
         reason, watched.due = watched.due.reason, None
         # vLLM itself closes at `thinking_token_budget`.
-        if reason is Reason.BUDGET or name in self.forced_closes or not self._may_close(watched):
+        if reason == BUDGET or name in self.forced_closes or not self._may_close(watched):
             return
         if watched.given_up is not None:
             known = watched.not_enforced

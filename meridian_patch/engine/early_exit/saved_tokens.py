@@ -3,7 +3,7 @@
 import numpy as np
 
 from meridian_patch.exit.actions import Outcome
-from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.strategies.base import BUDGET, NATURAL
 from meridian_patch.policy.output_lengths import LengthHistogram
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -27,12 +27,12 @@ class SavedTokens:
         A thought of mode ``enforce`` that went on after its verdict could not be closed: nothing
         would have saved its tokens.
         """
-        if outcome.reason is Reason.NATURAL:
+        if outcome.reason == NATURAL:
             self._natural.add(outcome.think_tokens)
             if outcome.verdict is not None and mode == "observe":
                 saved = max(outcome.think_tokens - outcome.verdict.close_at, 0)
                 self._counters.count(counters.SAVED, "observe", saved)
-        elif outcome.reason is not Reason.BUDGET:
+        elif outcome.reason != BUDGET:
             rest = self._natural.remaining(np.array([float(outcome.think_tokens)]))
             if rest is not None:
                 self._counters.count(counters.SAVED, "enforce", round(float(rest[0])))

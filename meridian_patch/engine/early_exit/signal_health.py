@@ -5,7 +5,7 @@ from vllm.logger import init_logger
 from meridian_patch.engine import status
 from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import BY_SIGNALS, Reason
+from meridian_patch.exit.strategies.build import BY_PROBES, BY_SIGNALS
 from meridian_patch.telemetry.counters import PROBING_STOPPED, PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
@@ -43,7 +43,8 @@ class SignalHealth:
             is_probing: thoughts are probed.
 
         Returns:
-            New obstacles by strategy; if ``Reason.EAT`` is among them, probing must stop.
+            New obstacles by strategy; if those that need probes are among them, probing
+            must stop.
         """
         if refusal is not None and not self.is_blind:
             self.is_blind = True
@@ -56,7 +57,7 @@ class SignalHealth:
         if is_probing and self._num_lost >= MOST_LOST:
             self._counters.count(PROBING_STOPPED, "lost")
             report_not_probed(f"{self._num_lost} probes in a row came back without a signal")
-            return {Reason.EAT: Obstacle.NO_SIGNALS}
+            return dict.fromkeys(BY_PROBES, Obstacle.NO_SIGNALS)
         return NO_OBSTACLES
 
 

@@ -7,7 +7,7 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.api.exit_summary import attach_all
 from meridian_patch.exit.actions import ExitReport, Outcome
 from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.strategies.base import Reason
+from meridian_patch.exit.strategies.build import STRATEGIES
 
 
 class UnavailableEarlyExit:
@@ -45,11 +45,7 @@ class UnavailableEarlyExit:
             think_tokens: of its thoughts that have ended.
         """
         if config.mode == "enforce":
-            asked = [each for each in Reason if getattr(config, each, False)]
-            if config.patterns:
-                asked.append(Reason.PATTERN)
-            if config.max_think_tokens is not None:
-                asked.append(Reason.HARD_CAP)
+            asked = (each.reason for each in STRATEGIES if each.is_on(config))
             obstacles = dict.fromkeys(asked, self._obstacle)
             self._reports[name] = ExitReport(outcome, think_tokens, obstacles)
 

@@ -1,7 +1,6 @@
 """Builds the parts of a phase-aware scheduler from its configuration, and reports them."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -10,7 +9,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.engine import status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
 from meridian_patch.engine.early_exit.binding import build_early_exit
@@ -38,7 +37,7 @@ from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
-from meridian_patch.policy.profiles import Rules, choose_rules
+from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -116,7 +115,7 @@ def assemble(
         "scheduler": type(scheduler).__name__,
         "scheduler_base": type(scheduler).__mro__[2].__name__,
         "policy": config.policy.name,
-        "rules": [name for name, is_on in asdict(policy_part.rules).items() if is_on],
+        "rules": policy_part.rules.names_on,
         "config_digest": loaded.digest,
         "family": boundaries.family if boundaries else None,
         "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
@@ -149,7 +148,7 @@ def _vocabulary(model_config: Any) -> Vocabulary:
 def _build_policy(
     scheduler: Any,
     config: PolicyConfig,
-    rules: Rules,
+    rules: PolicyRules,
     tracker: PhaseTracker,
     chunks: IndivisibleChunks,
     counters: PhaseCounters,
@@ -159,7 +158,7 @@ def _build_policy(
     order = LatencyPolicy(
         config.protected_answer_tokens,
         config.max_preemptions,
-        by_work=rules.victims,
+        by_work=bool(rules.victims),
         keeps_thinking=kept is not None and kept.has_thinking,
     )
     limiter = StepLimiter(
@@ -186,7 +185,7 @@ def _build_policy(
 
 def _rules_of(
     scheduler: Any, config: PolicyConfig, units: KVUnits
-) -> tuple[Rules, Exchange | None]:
+) -> tuple[PolicyRules, Exchange | None]:
     """The rules that this engine can follow, and where it meets the ranks to balance with."""
     rules, exchange = choose_rules(config), None
     off = {}
@@ -196,13 +195,14 @@ def _rules_of(
             off["balance"] = joined
         elif joined is not None:
             exchange = joined
-        rules = replace(rules, balance=exchange is not None)
+        if exchange is None:
+            rules = rules.without("balance")
     if rules.time_sharing and scheduler.policy == SchedulingPolicy.PRIORITY:
         # The operator's priorities alone decide then which request is preempted for another.
-        rules = replace(rules, time_sharing=False)
+        rules = rules.without("time_sharing")
         off["time_sharing"] = "vLLM schedules by the operator's priorities"
     if rules.admission and not units.is_growing:
-        rules = replace(rules, admission=False)
+        rules = rules.without("admission")
         off["admission"] = "no cache group of the model grows with a request"
         logger.warning(
             "meridian_patch: the rule admission is off: no cache group of the model grows with "

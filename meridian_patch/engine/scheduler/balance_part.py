@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from typing import Any, Final
 
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.policy_part import PolicyPart
 from meridian_patch.engine.scheduler.rank_exchange import Exchange

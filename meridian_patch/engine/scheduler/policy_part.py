@@ -6,6 +6,7 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.config.policy import PolicyRules
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.reloads import Reloads
@@ -13,7 +14,6 @@ from meridian_patch.engine.scheduler.running_order import ArrivalOrder, RunningO
 from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_limits import StepLimiter, StepLimits
 from meridian_patch.phase.tracker import Phase, PhaseTracker
-from meridian_patch.policy.profiles import Rules
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
@@ -39,7 +39,7 @@ class PolicyPart(SchedulerPart):
     def __init__(
         self,
         scheduler: Any,
-        rules: Rules,
+        rules: PolicyRules,
         limiter: StepLimiter,
         order: RunningOrder,
         tracker: PhaseTracker,

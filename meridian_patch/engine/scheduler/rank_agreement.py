@@ -11,7 +11,8 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.executor.abstract import ExecutorWithExternalLauncher
 
-from meridian_patch.config.schema import Config, ExitConfig, PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
+from meridian_patch.config.schema import Config, ExitConfig
 
 logger = init_logger("vllm.meridian_patch")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
-from meridian_patch.config.schema import PolicyConfig
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission import Admission
 from meridian_patch.engine.scheduler.admission_checks import NextStep, taken_blocks
@@ -22,7 +22,6 @@ from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings
-from meridian_patch.policy.profiles import Rules
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.telemetry import counters
@@ -67,7 +66,7 @@ class StepLimiter:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: PolicyRules,
         config: PolicyConfig,
         tracker: PhaseTracker,
         units: KVUnits,
@@ -115,7 +114,7 @@ class StepLimiter:
                 tracker,
                 units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
-                is_forecasting=rules.admission,
+                is_forecasting=bool(rules.admission),
                 offloaded_tokens=reloads,
             )
         self._shape = StepShape(0, 0, 0)

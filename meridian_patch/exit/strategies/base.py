@@ -1,8 +1,10 @@
-"""The interface of strategies: their inputs, results and reasons."""
+"""The interface of strategies: what each declares, its inputs and its results."""
 
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Final, NamedTuple, Self
+from typing import ClassVar, Final, NamedTuple, Self
+
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.text_breaks import Breaks
 
 # Signals of one accepted token, as the device writes them; see ``Signals`` for the columns.
 TokenSignals = Sequence[float]
@@ -34,34 +36,35 @@ class Signals(NamedTuple):
         return cls(*zip(*rows, strict=True))
 
 
-class Reason(StrEnum):
-    """Why a thought ended, or would have."""
+NATURAL: Final = "natural"
+"""The reason of a thought that the model ended."""
 
-    NATURAL = "natural"
-    EAT = "eat"
-    RPDI = "rpdi"
-    HARD_CAP = "hard_cap"
-    BUDGET = "budget"
-    END_PROBABILITY = "end_probability"
-    LOOP = "loop"
-    PATTERN = "pattern"
+BUDGET: Final = "budget"
+"""The reason of a thought that vLLM ended at its own budget."""
 
 
-BOUNDS: Final = frozenset({Reason.HARD_CAP, Reason.BUDGET})
-"""Reasons that only bound a thought's length, and use no signals."""
-
-BY_SIGNALS: Final = (Reason.EAT, Reason.RPDI, Reason.END_PROBABILITY)
-"""Strategies that need signals or probes: callers are told where an engine has none."""
-
-
-def own_end(think_tokens: int, budget_tokens: int | None) -> Reason:
+def own_end(think_tokens: int, budget_tokens: int | None) -> str:
     """The reason of an end that the plug-in did not force.
 
     ``budget`` if the thought is longer than vLLM's budget, because vLLM does not report its own
     closes; otherwise ``natural``.
     """
     is_over = budget_tokens is not None and think_tokens > budget_tokens
-    return Reason.BUDGET if is_over else Reason.NATURAL
+    return BUDGET if is_over else NATURAL
+
+
+class ThoughtStart(NamedTuple):
+    """What is known of a thought when its strategies are built.
+
+    Attributes:
+        breaks: text breaks of the served vocabulary.
+        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        think_tokens: number of tokens that the thought has already.
+    """
+
+    breaks: Breaks
+    budget_tokens: int | None = None
+    think_tokens: int = 0
 
 
 class Firing(NamedTuple):
@@ -79,13 +82,41 @@ class Firing(NamedTuple):
 class Strategy:
     """Decides when one thought should be closed; each thought has its own instance.
 
-    A strategy overrides the method for the signals that it uses. Both methods process all of their
-    input, in order. A signal that is not finite is ignored and never fires.
+    A strategy overrides ``of`` and the method for the signals that it uses. Both methods process
+    all of their input, in order. A signal that is not finite is ignored and never fires.
+
+    The first paragraph of a strategy's docstring says when it closes, for docs/early-exit.md.
     """
 
-    reason: Reason
+    # Its name: of its switch in ``ExitConfig``, of ``exit_reason`` in responses, and in metrics.
+    reason: ClassVar[str]
+    # What requests.md and the web page say of a thought that it closed.
+    words: ClassVar[str]
+    # With what the names of its settings begin; empty: with its reason.
+    settings: ClassVar[tuple[str, ...]] = ()
+    # Callers are told where an engine has none of what it uses.
+    uses_signals: ClassVar[bool] = False
+    uses_probes: ClassVar[bool] = False
+    # It only bounds a thought's length. At the same token the reason of any other says more.
+    is_bound: ClassVar[bool] = False
     # ``accept`` never fires before this many think tokens; until then tokens may be stored.
     fires_from: float = 0
+
+    @classmethod
+    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+        """Whether thoughts have this strategy: by default its switch.
+
+        Args:
+            config: the request's configuration.
+            budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        """
+        del budget_tokens
+        return bool(getattr(config, cls.reason))
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """One of a new thought; called only where it is on."""
+        raise NotImplementedError
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
         """Process the thought's next tokens.

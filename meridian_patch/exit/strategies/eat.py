@@ -1,12 +1,14 @@
 """EAT (entropy after </think>): closes thoughts that have converged."""
 
 import math
+from typing import Self
 
-from meridian_patch.exit.strategies.base import Reason, Strategy
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.base import Strategy, ThoughtStart
 
 
 class Eat(Strategy):
-    """Closes when the entropy after a trial boundary no longer changes (EAT, arXiv:2509.26522).
+    """Closes when the entropy after a trial boundary is steady and low (EAT, arXiv:2509.26522).
 
     With probe entropies x_1, x_2, ... in nats:
 
@@ -26,7 +28,11 @@ class Eat(Strategy):
         max_entropy_nats: bound of the last probe's entropy; None: no bound.
     """
 
-    reason = Reason.EAT
+    reason = "eat"
+    words = "closed, its conclusion had settled (EAT)"
+    settings = ("eat", "probe")
+    uses_signals = True
+    uses_probes = True
     # Only probes make it fire.
     fires_from = math.inf
 
@@ -41,6 +47,17 @@ class Eat(Strategy):
         self._biased_variance = 0.0
         # Probes so far.
         self.count = 0
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """See ``Strategy``."""
+        del start
+        return cls(
+            config.eat_alpha,
+            config.eat_delta,
+            config.eat_warmup_probes,
+            config.eat_max_entropy_nats,
+        )
 
     @property
     def variance(self) -> float:

@@ -1,12 +1,17 @@
 """Upper bounds of a thought's length."""
 
 from collections.abc import Sequence
+from typing import ClassVar, Self
 
-from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strategy
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.base import BUDGET, Firing, Signals, Strategy, ThoughtStart
+
+# At most 1/8 of max_think_tokens may be given up to find the end of a line.
+_MOST_LEAD_SHARE = 8
 
 
 class HardCap(Strategy):
-    """Closes when a thought reaches a number of tokens.
+    """Closes when a thought reaches ``max_think_tokens``.
 
     It fires ``lead_tokens`` before the bound, so that the close can wait for the end of a line and
     the bound still holds.
@@ -15,20 +20,30 @@ class HardCap(Strategy):
         most_tokens: the bound.
         lead_tokens: how many tokens before the bound it fires.
         think_tokens: number of tokens that the thought has already.
-        reason: ``hard_cap`` for ``max_think_tokens``, ``budget`` for vLLM's own budget.
     """
 
-    def __init__(
-        self,
-        most_tokens: int,
-        lead_tokens: int = 0,
-        think_tokens: int = 0,
-        reason: Reason = Reason.HARD_CAP,
-    ) -> None:
-        self.reason = reason
+    reason = "hard_cap"
+    words = "closed at max_think_tokens"
+    settings: ClassVar[tuple[str, ...]] = ("max_think_tokens",)
+    is_bound = True
+
+    def __init__(self, most_tokens: int, lead_tokens: int = 0, think_tokens: int = 0) -> None:
         self._fires_at = self.fires_from = most_tokens - lead_tokens
         self._why = f"{self._fires_at} think tokens of at most {most_tokens}"
         self._think_tokens = think_tokens
+
+    @classmethod
+    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+        """See ``Strategy``: there is a bound."""
+        del budget_tokens
+        return config.max_think_tokens is not None
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """See ``Strategy``."""
+        assert config.max_think_tokens is not None
+        lead = min(config.grace_tokens, config.max_think_tokens // _MOST_LEAD_SHARE)
+        return cls(config.max_think_tokens, lead, start.think_tokens)
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
         """See the class."""
@@ -36,3 +51,24 @@ class HardCap(Strategy):
         index = max(first, self._fires_at - self._think_tokens - 1)
         self._think_tokens += len(token_ids)
         return Firing(index, self._why) if index < len(token_ids) else None
+
+
+class Budget(HardCap):
+    """Closes when a thought reaches the request's ``thinking_token_budget``; vLLM does so."""
+
+    reason = BUDGET
+    words = "closed by vLLM at thinking_token_budget"
+    settings = ()
+
+    @classmethod
+    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+        """See ``Strategy``: the request has a budget."""
+        del config
+        return budget_tokens is not None
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """See ``Strategy``. vLLM ends the thought there: there is no time to wait for a line."""
+        del config
+        assert start.budget_tokens is not None
+        return cls(start.budget_tokens, 0, start.think_tokens)

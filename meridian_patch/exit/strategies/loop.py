@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Self
 
-from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strategy
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.base import Firing, Signals, Strategy, ThoughtStart
 
 # Tokens that are compared at once.
 _PART = 64
@@ -35,7 +37,8 @@ class LoopBreaker(Strategy):
         min_count: how often the pattern stands there, at least 2.
     """
 
-    reason = Reason.LOOP
+    reason = "loop"
+    words = "closed, it repeated itself"
 
     def __init__(self, max_pattern_size: int, min_pattern_size: int, min_count: int) -> None:
         self._max_size = max_pattern_size
@@ -50,6 +53,14 @@ class LoopBreaker(Strategy):
         self._tokens: list[int] = []
         self._num_dropped = 0
         self._has_fired = False
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """See ``Strategy``."""
+        del start
+        return cls(
+            config.loop_max_pattern_size, config.loop_min_pattern_size, config.loop_min_count
+        )
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
         """See the class."""

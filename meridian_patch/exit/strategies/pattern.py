@@ -2,24 +2,27 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Self, cast
 
+from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.patterns import Sequences
-from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strategy
+from meridian_patch.exit.strategies.base import Firing, Signals, Strategy, ThoughtStart
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 
 
 class PatternExit(Strategy):
-    """Closes at the first token that completes a pattern.
+    """Closes when a thought holds one of given texts or token sequences.
 
-    A pattern that was completed below the floor is passed over: it closes nothing later. O(1) per
-    token, amortised, for any number of patterns.
+    It fires at the first token that completes one. A pattern that was completed below the floor is
+    passed over: it closes nothing later. O(1) per token, amortised, for any number of patterns.
 
     Args:
         patterns: the token sequences of each pattern.
     """
 
-    reason = Reason.PATTERN
+    reason = "pattern"
+    words = "closed, it said one of the texts to be closed at"
 
     def __init__(self, patterns: tuple[Sequences, ...]) -> None:
         self._patterns = patterns
@@ -30,6 +33,19 @@ class PatternExit(Strategy):
         self._state = ROOT
         # The last tokens, to tell which pattern they are.
         self._last: list[int] = []
+
+    @classmethod
+    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+        """See ``Strategy``: there are patterns."""
+        del budget_tokens
+        return bool(config.patterns)
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """See ``Strategy``."""
+        del start
+        # They are tokens since the server started, and since the request was read.
+        return cls(cast("tuple[Sequences, ...]", config.patterns))
 
     def accept(self, token_ids: Sequence[int], signals: Signals, first: int) -> Firing | None:
         """See the class."""

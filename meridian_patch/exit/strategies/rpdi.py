@@ -6,12 +6,14 @@ from functools import reduce
 from itertools import accumulate
 from math import isfinite
 from operator import add
+from typing import Self
 
-from meridian_patch.exit.strategies.base import Firing, Reason, Signals, Strategy
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.base import Firing, Signals, Strategy, ThoughtStart
 
 
 class Rpdi(Strategy):
-    """Closes when the entropy of the last tokens is far above the thought's (arXiv:2603.14251).
+    """Closes when the last tokens' entropy is far above the thought's (RPDI, arXiv:2603.14251).
 
     With token entropies H_1 ... H_i of the raw logits, in nats:
 
@@ -32,7 +34,9 @@ class Rpdi(Strategy):
         sentence_ends: ids of tokens that end a sentence or a line.
     """
 
-    reason = Reason.RPDI
+    reason = "rpdi"
+    words = "closed, it had become less sure (RPDI)"
+    uses_signals = True
 
     def __init__(
         self, window_tokens: int, threshold: float, sentence_ends: AbstractSet[int]
@@ -50,6 +54,11 @@ class Rpdi(Strategy):
         # Count and sum of the tokens in full blocks.
         self._before_count = 0
         self._before_sum = 0.0
+
+    @classmethod
+    def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
+        """See ``Strategy``."""
+        return cls(config.rpdi_window_tokens, config.rpdi_lambda, start.breaks.sentence)
 
     @property
     def ratio(self) -> float | None:

@@ -1,11 +1,12 @@
 """What a simulated configuration may be: the axes, their values, and how a seed draws them."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meridian_patch.exit.strategies.build import SWITCHES
-from meridian_patch.policy.profiles import Rules
+from short_thoughts import NAMES
+
+from meridian_patch.config.policy import RULES
 
 
 class Axis(NamedTuple):
@@ -22,7 +23,6 @@ class Axis(NamedTuple):
     weights: tuple[float, ...] | None = None
 
 
-RULES = tuple(field.name for field in fields(Rules))
 BOUNDARY_KINDS = (
     "token", "framed", "spelled", "several", "overlapping", "channel", "unprobed", "none",
 )  # fmt: skip
@@ -60,7 +60,7 @@ AXES: dict[str, Axis] = {
     "haste": Axis("default", ("default", "eager")),
     "exit": Axis("off", ("off", "observe", "enforce"), (1, 2, 2)),
     "gap": Axis(64, (1, 4, 64), (2, 1, 1)),
-    "strategy": Axis("eat", (*SWITCHES, "pattern", "cap"), (6, *[1] * (len(SWITCHES) + 1))),
+    "strategy": Axis("eat", NAMES, (6, *[1] * (len(NAMES) - 1))),
     "tiers": Axis(True, (True, False), (4, 1)),
     "history": Axis("strip", ("strip", "keep", "keep_in_tool_loop"), (3, 1, 1)),
     "boundary": Axis("token", BOUNDARY_KINDS, (6, 1, 1, 1, 1, 1, 1, 1)),

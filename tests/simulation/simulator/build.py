@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from short_thoughts import as_variables, short_thoughts
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -32,12 +33,11 @@ from vllm.v1.worker import worker_base
 
 import meridian_patch.demo
 from meridian_patch.config import families
-from meridian_patch.config.schema import PolicyConfig
+from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 from meridian_patch.engine.scheduler import assembly
 from meridian_patch.engine.scheduler import scheduler as ours
-from meridian_patch.exit.strategies.build import SWITCHES
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.replay.offload import OffloadTier, transfer_config
@@ -254,7 +254,7 @@ def _settings(case: Case) -> dict[str, str]:
         "KV__RETAIN_S": "3.0" if case.haste == "eager" else "300.0",
         "KV__CHECK_INTERVAL_S": "0.001",
         "EXIT__MODE": case.exit,
-        **{f"EXIT__{name.upper()}": str(value) for name, value in _exit_settings(case).items()},
+        **as_variables(_exit_settings(case)),
     }
     if case.haste == "eager":
         settings |= {
@@ -277,21 +277,8 @@ def _exit_settings(case: Case) -> dict[str, Any]:
         "grace_tokens": 4,
         "probe_min_gap_tokens": case.gap,
         "probe_max_gap_tokens": max(case.gap, 16 if case.gap < 64 else 128),
-        **{switch: str(case.strategy == switch).lower() for switch in SWITCHES},
-        "loop_max_pattern_size": 12,
-        "loop_min_pattern_size": 4,
-        "loop_min_count": 3,
-        "eat_warmup_probes": 2,
-        "eat_max_entropy_nats": "null",
-        "rpdi_window_tokens": 16,
-        "rpdi_lambda": 1.2,
-        "end_probability_threshold": 0.3,
-        "end_probability_patience": 1,
+        **short_thoughts(case.strategy),
     }
-    if case.strategy == "pattern":
-        common["patterns"] = "[[10, 10], [70, 71], [[80, 90], [81, 70]]]"
-    if case.strategy == "cap":
-        common["max_think_tokens"] = 60
     if case.wrap_up:
         common["wrap_up"] = WRAP_UP
     return common

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from short_thoughts import short_thoughts
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -78,9 +79,10 @@ class Ledger:
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
         floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
-        bounds = [ask.extra.get("meridian_max_think_tokens")]
-        if self._case.strategy == "cap":
-            bounds.append(60)
+        bounds = [
+            ask.extra.get("meridian_max_think_tokens"),
+            short_thoughts(self._case.strategy).get("max_think_tokens"),
+        ]
         known = [bound for bound in bounds if bound is not None]
         self.records[ask.name] = Record(
             ask,

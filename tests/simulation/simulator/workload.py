@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from short_thoughts import BY_TOKENS
+
 from meridian_patch.phase.boundaries import Boundaries
 from simulator.axes import Case
 from simulator.build import MAX_LORAS
@@ -182,7 +184,7 @@ class Workload:
         if kind == "runaways":
             turns = ((10**9, 0),)
         seed = rng.randrange(10**6)
-        loops = self._case.strategy == "loop" and seed % 3
+        loops = self._case.strategy in BY_TOKENS and seed % 3
         ask = Ask(
             name or self._name(),
             prompt,

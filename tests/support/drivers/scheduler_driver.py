@@ -153,6 +153,8 @@ class Driver:
     prefill_s: float = 0.0
     # What the model's entropies are, of probes too.
     entropy_nats: float = 1.0
+    # The probability that it gives to the end of a thought.
+    end_prob: float = 0.01
     # Requests and tokens that the scheduler forced, in order.
     forced: list[tuple[str, int]] = field(default_factory=list)
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
@@ -272,7 +274,7 @@ class Driver:
         )
         plan = getattr(output, PLAN_FIELD, None)
         if plan is not None:
-            row = [self.entropy_nats, 5.0, 0.5, 0.01]
+            row = [self.entropy_nats, 5.0, 0.5, self.end_prob]
             values = np.array([row] * len(plan.request_ids), np.float32)
             setattr(result, SIGNALS_FIELD, MeasuredSignals(plan.request_ids, None, values))
         return self._force(output, result)

@@ -16,6 +16,7 @@ const byTier = {
 };
 
 const byReason = {
+  // Written by scripts/gen_docs.py from the strategies. <!-- reasons -->
   natural: "the model ended its thought itself",
   eat: "closed, its conclusion had settled (EAT)",
   rpdi: "closed, it had become less sure (RPDI)",
@@ -24,6 +25,7 @@ const byReason = {
   end_probability: "closed, the model could have ended it",
   loop: "closed, it repeated itself",
   pattern: "closed, it said one of the texts to be closed at",
+  // <!-- /reasons -->
 };
 
 // Name -> class of its colour. A name that is not here gets one by its place.

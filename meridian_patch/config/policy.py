@@ -1,0 +1,223 @@
+"""The section ``policy`` of the configuration: policies, their rules, and the rules' settings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from meridian_patch.config.strict_model import StrictModel
+
+PolicyName = Literal["latency", "throughput", "fair", "noop"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What belongs to a rule beside its switch in ``PolicyRules`` and the switch's description.
+
+    Attributes:
+        on_in: policies that have it on, where the configuration does not set the switch.
+        without: what happens without it, for docs/scheduling.md; stock's way, where that is empty.
+    """
+
+    on_in: tuple[PolicyName, ...] = ()
+    without: str = ""
+
+
+class PolicyRules(StrictModel):
+    """A policy and its rules. This is the only place that names a rule and the policies with it.
+
+    In the configuration a switch may be None: as in the policy. ``choose_rules`` leaves none.
+    """
+
+    name: PolicyName = Field(
+        default="latency",
+        description="`latency` serves answers before thinking, and may preempt long thinkers to "
+        "admit new requests; `throughput` spends the slack of answers ahead of their ITL target on "
+        "prefill; `fair` preempts no thinker for thinking long; `noop` decides as stock vLLM. Each "
+        "is a set of rules; a rule that is unset below is as in the policy.",
+    )
+    order: Annotated[
+        bool | None,
+        Rule(
+            on_in=("latency", "throughput", "fair"),
+            without="stock's order; the last admitted is preempted",
+        ),
+    ] = Field(
+        default=None,
+        description="Rule: answers are served first and preempted last. Requests run in this "
+        "order: hand-off (the first `protected_answer_tokens` of an answer), answers, protected "
+        "thinkers, thinkers, prefill; preemption takes the last one.",
+    )
+    victims: Annotated[
+        bool | None, Rule(on_in=("throughput",), without="the last admitted thinker")
+    ] = Field(
+        default=None,
+        description="Rule: among thinkers, the one that loses the least work is preempted first: "
+        "its computed tokens, less those that vLLM's `OffloadingConnector` keeps. Of equals, the "
+        "last admitted. After `max_preemptions` a thinker is protected.",
+    )
+    step_cut: Annotated[
+        bool | None,
+        Rule(on_in=("latency", "throughput", "fair"), without="the engine's token budget"),
+    ] = Field(
+        default=None,
+        description="Rule: while any request answers, a step has only as many prefill tokens as "
+        "keep it within the tightest target: the request's `meridian_itl_ms`, `answer_itl_ms`, or "
+        "1.05 to `step_cut_factor` times the step without prefill.",
+    )
+    pacing: Annotated[
+        bool | None, Rule(on_in=("throughput",), without="every step keeps the target")
+    ] = Field(
+        default=None,
+        description="Rule: prefill may use the slack of answers that are ahead of their ITL "
+        "target, up to four targets.",
+    )
+    admission: Annotated[
+        bool | None,
+        Rule(on_in=("throughput", "fair"), without="admitted when its prompt fits now"),
+    ] = Field(
+        default=None,
+        description="Rule: the next request in line is admitted only if the forecast peak of the "
+        "running requests' KV demand leaves room for it, in `admission_overcommit` times the pool.",
+    )
+    time_sharing: Annotated[bool | None, Rule(on_in=("latency",), without="it waits")] = Field(
+        default=None,
+        description="Rule: a new request that finds no KV blocks takes those of the request with "
+        "the most think tokens, which is preempted.",
+    )
+    balance: Annotated[bool | None, Rule(without="each rank for itself; requests are counted")] = (
+        Field(
+            default=None,
+            description="Rule: under data parallelism, prefill leaves room for the answers of all "
+            "[ranks](scheduling.md#data-parallel-ranks) that compute each step together (mixture "
+            "of experts), and new requests go to the rank with the least phase-weighted load.",
+        )
+    )
+
+    @cached_property
+    def are_all_off(self) -> bool:
+        """Whether no rule is on, so that every decision is stock's. Asked in every step."""
+        return not self.names_on
+
+    @property
+    def names_on(self) -> list[str]:
+        """Rules whose switch is on, in the order above."""
+        return [name for name in RULES if getattr(self, name)]
+
+    def without(self, rule: str) -> "PolicyRules":
+        """The same with one rule off."""
+        values = {name: getattr(self, name) for name in PolicyRules.model_fields}
+        return PolicyRules(**values | {rule: False})
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    name: each
+    for name, field in PolicyRules.model_fields.items()
+    for each in field.metadata
+    if isinstance(each, Rule)
+}
+"""All rules by the name of their switch."""
+
+
+class PolicyConfig(PolicyRules):
+    """How requests are ordered, admitted and preempted, and how much prefill a step takes."""
+
+    balance_hold_steps: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Steps in a row for which a rank may hold new requests back while another "
+        "rank has no room left, so that ranks compute prompts in the same step; only with "
+        "`balance`. 0: none.",
+    )
+    protected_answer_tokens: int = Field(
+        default=16,
+        ge=0,
+        description="Number of answer tokens after the boundary during which a request goes before "
+        "all others, so that its first words do not stall.",
+    )
+    max_preemptions: int = Field(
+        default=3,
+        ge=1,
+        description="A thinking request that was preempted this often is preempted after all other "
+        "thinking requests.",
+    )
+    answer_itl_ms: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Target of the inter-token latency of answers, in milliseconds. Unset: "
+        "`step_cut_factor` times the duration of a step without prefill. A request sets its own "
+        "with `vllm_xargs: {meridian_itl_ms: ...}`.",
+    )
+    step_cut_factor: float = Field(
+        default=1.2,
+        gt=1,
+        allow_inf_nan=False,
+        description="Upper bound of a step's duration while any request answers, as a multiple of "
+        "its duration without prefill; used if no inter-token latency is set.",
+    )
+    think_batch_multiplier: float = Field(
+        default=2.5,
+        ge=1,
+        allow_inf_nan=False,
+        description="Divisor of the engine's token budget per step while any request answers, "
+        "until enough steps were measured to predict their duration.",
+    )
+    min_prefill_tokens: int = Field(
+        default=64,
+        ge=1,
+        description="Prefill tokens that a step may always have, regardless of latency targets.",
+    )
+    drain_s: float = Field(
+        default=5.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Saturation guard: if the lowered token budget was used up in every step for "
+        "this many seconds, steps may take twice as long with each further such period, until "
+        "prefill has half of a step.",
+    )
+    admission_reserve_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="Growth in tokens that admission assumes for each running request until enough "
+        "requests have ended to forecast it.",
+    )
+    admission_overcommit: float = Field(
+        default=1.4,
+        gt=0,
+        allow_inf_nan=False,
+        description="Upper bound of the forecast peak of all running requests, as a share of the "
+        "KV pool; a value above 1 assumes that requests end sooner than forecast.",
+    )
+    sharing_min_tokens: int = Field(
+        default=2000,
+        ge=1,
+        description="Think tokens after which a request may be preempted to admit a new request.",
+    )
+    sharing_overhead: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Share of the engine's time that may be spent on computing tokens again that "
+        "time-sharing preempted.",
+    )
+    reload: bool = Field(
+        default=True,
+        description="Count what a KV tier of vLLM loads again as not lost in a preemption.",
+    )
+    aging_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds of waiting after which a preempted request goes before all others, "
+        "and long thinkers are preempted for it; only with `time_sharing`.",
+    )
+    time_budget_us: int = Field(
+        default=3000,
+        ge=50,
+        description="Time for one scheduling decision, in microseconds. A decision that takes "
+        "longer is dropped and the step runs as stock.",
+    )
