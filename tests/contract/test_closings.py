@@ -112,10 +112,12 @@ def test_masks_may_be_wider_than_the_logits(monkeypatch, demo_model):
     while not closings:
         driver.step()
     output = driver.scheduler.schedule()
-    wide = GrammarOutput(["other"], np.full((1, closings._words + 2), 5, np.int32), None)
+    # One bit per token of the vocabulary.
+    words = -(-driver.scheduler.vllm_config.model_config.get_vocab_size() // 32)
+    wide = GrammarOutput(["other"], np.full((1, words + 2), 5, np.int32), None)
     grammar = closings.add_rows(output, wide)
     assert grammar.structured_output_request_ids == ["other", "r"]
-    assert grammar.grammar_bitmask[0].tolist() == [5] * (closings._words + 2)
+    assert grammar.grammar_bitmask[0].tolist() == [5] * (words + 2)
     assert only_token(grammar.grammar_bitmask[1]) == closings.sequence[0]
 
 

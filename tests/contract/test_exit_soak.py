@@ -4,6 +4,7 @@ import random
 from collections import Counter
 
 import pytest
+from leaks import find_leaks
 from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -144,14 +145,15 @@ def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
         if driver.steps % CHECK_EVERY == 0:
             assert find_faults(pool) == []
             # What is followed is there; what was said of a step went with it.
-            assert scheduler.early_exit._watched.keys() <= scheduler.requests.keys()
+            assert scheduler.early_exit.num_watched <= len(scheduler.requests)
             assert not scheduler.early_exit._outcomes
     driver.drain()
     # What ended with an abort is told with the next step.
     driver.add(Job("last", (65,) * 5, None, 2))
     driver.drain()
 
-    assert left_behind(scheduler) == {}
+    names = {"last", *(f"r{number}" for number in range(traffic.num_requests))}
+    assert left_behind(scheduler, names) == {}
     assert find_faults(pool) == []
     assert pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
     totals = scheduler.phase_counters.totals
@@ -165,29 +167,15 @@ def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
     assert min(totals[f"exit:{reason}"] for reason in ("eat", "hard_cap", "natural")) > 50
 
 
-def left_behind(scheduler):
-    """What is not empty of all that is kept by request."""
-    exits, tracker = scheduler.early_exit, scheduler.phase_tracker
+def left_behind(scheduler, names):
+    """What is not empty of all that is kept by request; ``names`` are those of all requests."""
     kept = {
         "requests": scheduler.requests,
         "running": scheduler.running,
         "waiting": list(scheduler.waiting),
         "deferred": list(scheduler.deferred_waiting),
-        "waiting answers": scheduler.policy_part.waiting_answers,
-        "expected": scheduler.phase_part._expected,
-        "watched": exits._watched,
-        "outcomes": exits._outcomes,
-        "ended probes": exits._ended,
-        "signals": exits._signals.spans,
-        "closings": exits.forced_closes._closings,
-        "due": exits.probes._due,
-        "live": exits.probes._live,
-        "live by parent": exits.probes._live_of,
-        "displaced": exits.probes._preempted,
-        "phases": tracker._states,
-        "attentive": tracker._attentive,
-        "counts": [number for number in tracker.counts.values() if number],
-        "ordered": scheduler.policy_part.order._key_of,
-        "options": scheduler.step_limiter._options,
+        "counts": [number for number in scheduler.phase_tracker.counts.values() if number],
+        "not idle": not scheduler.early_exit.is_idle,
+        "names in our tables": find_leaks(scheduler, names),
     }
     return {name: each for name, each in kept.items() if each}

@@ -91,16 +91,16 @@ def test_a_paused_session_reads_nothing(driver):
     scheduler = driver.scheduler
     send(driver, Job("s", PROMPT, 5, 5), max_tokens=50)
     session = scheduler.requests["s"]
-    step_until(driver, lambda: len(scheduler.step_limiter._answer_pacing))
+    step_until(driver, lambda: scheduler.step_limiter.num_answering)
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert not len(scheduler.step_limiter._answer_pacing)
+    assert not scheduler.step_limiter.num_answering
     assert not scheduler.early_exit.num_watched
     # It reads again when its next turn answers.
     send(driver, Job("s", (*[WORD] * 30, WORD), None, 5), max_tokens=50)
     step_until(driver, lambda: scheduler.phase_tracker.get("s").phase is Phase.ANSWER)
-    assert len(scheduler.step_limiter._answer_pacing) == 1
+    assert scheduler.step_limiter.num_answering == 1
     scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
-    assert not len(scheduler.step_limiter._answer_pacing)
+    assert not scheduler.step_limiter.num_answering
     driver.drain()
     assert is_empty(driver)
 

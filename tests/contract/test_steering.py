@@ -244,7 +244,7 @@ def test_an_answer_whose_lengths_cannot_be_learnt_paces_no_step(demo_model, poli
     monkeypatch.setattr(limiter.kv_demand, "on_removed", fails)
     driver.add(job("reader", 50, think=5, answer=30))
     step_until(driver, "reader", Phase.ANSWER)
-    assert len(limiter._answer_pacing)
+    assert limiter.num_answering
     driver.drain()
     assert driver.scheduler.phase_counters.totals["fallback:exception"] == 1
-    assert not len(limiter._answer_pacing)
+    assert not limiter.num_answering

@@ -153,6 +153,11 @@ class StepLimiter:
         known = [bound for bound in bounds if bound is not None]
         self.kv_demand.limit(request.request_id, min(known, default=None))
 
+    @property
+    def num_answering(self) -> int:
+        """Number of requests in their answer phase whose reader waits for tokens."""
+        return len(self._answer_pacing)
+
     def on_added(self, request: Any, waiting: Any) -> None:
         """Place a new request in ``waiting``, if upstream put it there."""
         if self._rules.are_all_off:

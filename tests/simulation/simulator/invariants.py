@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from leaks import find_leaks
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
@@ -12,7 +13,6 @@ from meridian_patch.phase.tracker import Phase
 from meridian_patch.telemetry import counters
 from simulator.engine import Arm
 from simulator.failure import Failure
-from simulator.leaks import find_leaks
 
 # The blocks are all looked at in one step of so many, where there are more than so many.
 _LARGE_POOL, _EVERY = 64, 8
