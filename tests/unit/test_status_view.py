@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from meridian_patch.config.policy import RULES
 from meridian_patch.operate.status_view import duration, is_live, print_blocks
 
 WIDTH = 80
@@ -58,7 +59,7 @@ def test_a_process_is_a_short_block_of_80_columns():
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 9
     assert "engine_core  pid 9055  vLLM 0.32.0  strict  up 2 h 5 min" in text
-    off = "victims, pacing, admission, balance"
+    off = ", ".join(rule for rule in RULES if rule not in CORE["rules"])
     assert f"latency: order, step_cut, time_sharing (not on: {off})" in words(text)
     for part in ("5 of 5 live", "family qwen3", "early exit observe, KV tiers strip"):
         assert part in text
