@@ -145,6 +145,8 @@ class PolicyPart(SchedulerPart):
         # Their ends are not reported to this part any more.
         for request in self._scheduler.requests.values():
             self.on_freed(request)
+        if self._reloads:
+            self._reloads.stop()
 
     def is_uncontended(self) -> bool:
         """True if every running request fits without preemption; order is then irrelevant."""

@@ -50,6 +50,7 @@ class Reloads:
         self._kept = kept
         self._share = 1.0
         self._is_failing = False
+        self._connector = connector
         self._start = connector.update_state_after_alloc
         # Load-bearing: the scheduler looks this attribute up in each call, made once per admission.
         connector.update_state_after_alloc = self._started
@@ -77,6 +78,10 @@ class Reloads:
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler."""
         self.rate.ended(request.request_id, self.clock(), is_loaded=False)
+
+    def stop(self) -> None:
+        """Measure no more, because the ends of loads are not reported any more."""
+        self._connector.update_state_after_alloc = self._start
 
     def _started(self, request: Any, blocks: Any, num_external_tokens: int) -> Any:
         if num_external_tokens:

@@ -245,6 +245,10 @@ class StepLimiter:
             if len(scheduler.running) < rows:
                 self.decodes(scheduler)
                 self.makes_room = True
+                if scheduler.connector is not None:
+                    # Load-bearing: connectors do not expect a request that was preempted in a step
+                    # to load in it. The room is used in the next one, unless this would be empty.
+                    max_active = 0 if scheduler.running else 1
         self._budget = budget
         return StepLimits(budget, max_active)
 
