@@ -17,9 +17,11 @@ from starlette.routing import Route
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import cleaned
 from meridian_patch.router.attempts import NoEngine, Services
+from meridian_patch.router.engine import BROKEN, Engine
 from meridian_patch.router.engine_client import EngineClient, EngineRefused
+from meridian_patch.router.hung import HUNG_AFTER_S
 from meridian_patch.router.metrics import Metrics
-from meridian_patch.router.pool import BROKEN, Engine, Pool
+from meridian_patch.router.pool import Pool
 from meridian_patch.router.stream_relay import StreamRelay
 from meridian_patch.router.whole_relay import WholeRelay
 
@@ -51,6 +53,7 @@ class Router:
         engines: those that think, and those that answer.
         answer_wait_s: seconds after which an answer engine that has sent nothing is given up.
         transport: takes the place of connections to engines.
+        hung_after_s: seconds without a sign of life after which an engine hangs; 0: never.
     """
 
     def __init__(
@@ -58,12 +61,13 @@ class Router:
         engines: Sequence[Engine],
         answer_wait_s: float,
         transport: httpx.AsyncBaseTransport | None = None,
+        hung_after_s: float = HUNG_AFTER_S,
     ) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
         # Engines are addressed directly, whatever proxy the environment names.
         self._http = httpx.AsyncClient(limits=limits, trust_env=False, transport=transport)
         self.metrics = Metrics()
-        self.pool = Pool(engines, self._http)
+        self.pool = Pool(engines, self._http, hung_after_s)
         client = EngineClient(self._http)
         self._services = Services(self.pool, client, self.metrics, answer_wait_s)
 

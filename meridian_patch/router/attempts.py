@@ -6,9 +6,10 @@ from typing import Any, Final, NamedTuple
 
 from meridian_patch.errors import MeridianError
 from meridian_patch.handoff.requests import can_be_handed_off, offload
+from meridian_patch.router.engine import Engine, Role
 from meridian_patch.router.engine_client import EngineClient, EngineFailed, EngineRefused
 from meridian_patch.router.metrics import Metrics
-from meridian_patch.router.pool import Engine, Pool, Role
+from meridian_patch.router.pool import Pool
 
 logger = logging.getLogger("meridian.route")
 
@@ -60,6 +61,11 @@ class Attempts:
         self._lost: set[Engine] = set()
         self._num_failures = 0
         self.may_move = can_be_handed_off(body)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request is given up at its next failure: it should wait instead."""
+        return self._num_failures >= _MOST_FAILURES - 1
 
     def first_body(self, engine: Engine) -> Json:
         """The request for the engine that begins it.

@@ -6,7 +6,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from meridian_patch.errors import ConfigError
-from meridian_patch.router.pool import Engine, Role
+from meridian_patch.router.engine import Engine, Role
+from meridian_patch.router.hung import HUNG_AFTER_S
 
 
 def add_route(commands: Any) -> None:
@@ -31,6 +32,13 @@ def add_route(commands: Any) -> None:
         type=_seconds,
         default=5.0,
         help="after which an answer engine that sent nothing is given up (%(default)s)",
+    )
+    parser.add_argument(
+        "--hung-after-s",
+        type=_seconds_or_never,
+        default=HUNG_AFTER_S,
+        help="without a byte or a step, after which an engine that owes requests a token is out "
+        "(%(default)s; 0: never); must be longer than the longest step",
     )
     parser.set_defaults(run=_route)
 
@@ -69,7 +77,7 @@ def _route(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    router = Router(engines, arguments.answer_wait_s)
+    router = Router(engines, arguments.answer_wait_s, hung_after_s=arguments.hung_after_s)
     print(f"routing on http://{arguments.host}:{arguments.port}", flush=True)
     uvicorn.run(router.app(), host=arguments.host, port=arguments.port, log_level="warning")
     return 0
@@ -83,3 +91,7 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"is {text!r}, expected seconds above 0")
     return value
+
+
+def _seconds_or_never(text: str) -> float:
+    return 0.0 if text.strip() == "0" else _seconds(text)

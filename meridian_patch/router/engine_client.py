@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import httpx
 
-from meridian_patch.router.pool import BROKEN, Engine
+from meridian_patch.router.engine import BROKEN, Engine
 
 Json = dict[str, Any]
 Reply = TypeVar("Reply")
@@ -48,24 +48,32 @@ class EngineRefused(Exception):  # noqa: N818 - the name is what happened
         self.body = body
 
 
-async def within(engine: Engine, reply: Awaitable[Reply], limit_s: float | None = None) -> Reply:
-    """Wait for a reply of an engine until it is lost.
+async def within(
+    engine: Engine,
+    reply: Awaitable[Reply],
+    limit_s: float | None = None,
+    *,
+    may_leave: bool = True,
+) -> Reply:
+    """Wait for a reply of an engine until it is lost, or hangs.
 
     Args:
         engine: from which the reply comes.
         reply: to wait for.
         limit_s: seconds to wait at most; None: as long as the engine answers its health checks.
+        may_leave: whether another engine can serve the request: otherwise one that hangs is
+            waited for, too.
 
     Raises:
-        EngineFailed: the engine is lost, or the time is over.
+        EngineFailed: the engine is lost or hangs, or the time is over.
     """
     try:
         async with asyncio.timeout(limit_s) as wait:
-            engine.waits.add(wait)
+            engine.begin_wait(wait, may_leave=may_leave)
             try:
                 return await reply
             finally:
-                engine.waits.discard(wait)
+                engine.end_wait(wait)
     except TimeoutError as error:
         # One that is slow to begin may still serve others.
         raise EngineFailed("it sent nothing for too long", is_down=limit_s is None) from error
@@ -90,7 +98,9 @@ class EngineClient:
         """
         async with self._open(engine, path, body, headers) as reply:
             try:
-                return dict(json.loads(await reply.aread()))
+                content = await reply.aread()
+                engine.heard()
+                return dict(json.loads(content))
             except (httpx.HTTPError, ValueError) as error:
                 raise EngineFailed(f"{type(error).__name__} in its response") from error
 
@@ -111,6 +121,7 @@ class EngineClient:
                         continue
                     if text == _DONE:
                         return
+                    engine.heard()
                     yield _chunk(text)
             except (httpx.HTTPError, ValueError) as error:
                 raise EngineFailed(f"{type(error).__name__} in its stream") from error

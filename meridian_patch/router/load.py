@@ -1,4 +1,4 @@
-"""Reads an engine's phase-weighted load from its ``/metrics``."""
+"""Reads an engine's phase-weighted load, and whether it makes steps, from its ``/metrics``."""
 
 import re
 from typing import Final
@@ -9,6 +9,16 @@ ANSWER_WEIGHT: Final = 2.0
 _SAMPLE: Final = re.compile(
     r"^(?P<name>vllm:num_requests_running|vllm:num_requests_waiting|meridian_requests)"
     r"(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>[0-9.eE+]+)",
+    re.MULTILINE,
+)
+# Load-bearing: only outputs of an EngineCore move these. Tokens move with a step that samples; the
+# use of the KV cache with each piece of a long prompt, which samples nothing; the others when a
+# request is admitted, preempted or ended.
+_STEPS: Final = re.compile(
+    r"^(?:vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc"
+    r"|prompt_tokens_total|generation_tokens_total|prefix_cache_queries_total"
+    r"|num_preemptions_total|iteration_tokens_total_count)"
+    r"|meridian_steps_total)(?:\{.*\})? .*$",
     re.MULTILINE,
 )
 _ANSWERS: Final = 'phase="answer"'
@@ -31,3 +41,12 @@ def load_from(page: str) -> float:
         elif _ANSWERS in (sample["labels"] or ""):
             load += value * (ANSWER_WEIGHT - 1)
     return load
+
+
+def progress_from(page: str) -> tuple[str, ...]:
+    """Samples that change as the engine makes steps; empty if it exports none.
+
+    Args:
+        page: the text of its ``/metrics``.
+    """
+    return tuple(_STEPS.findall(page))

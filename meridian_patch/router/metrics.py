@@ -5,7 +5,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from meridian_patch.router.pool import Engine
+from meridian_patch.router.engine import Engine
 
 Moved = Literal["moved", "answered_again", "resumed"]
 
@@ -38,7 +38,8 @@ class Metrics:
         )
         self._engines = Gauge(
             "meridian_route_engines",
-            "Engines by role and state.",
+            "Engines by role and state: healthy, hung (its API server answers, its EngineCore does "
+            "not) or down.",
             ("role", "state"),
             registry=self._registry,
         )
@@ -70,7 +71,9 @@ class Metrics:
             of_role = [engine for engine in engines if engine.role == role]
             healthy = sum(engine.is_healthy for engine in of_role)
             self._engines.labels(role, "healthy").set(healthy)
-            self._engines.labels(role, "down").set(len(of_role) - healthy)
+            hung = sum(engine.silence.is_hung for engine in of_role if not engine.is_healthy)
+            self._engines.labels(role, "hung").set(hung)
+            self._engines.labels(role, "down").set(len(of_role) - healthy - hung)
         for engine in engines:
             self._in_flight.labels(engine.url, engine.role).set(engine.num_requests)
         return bytes(generate_latest(self._registry))

@@ -9,8 +9,8 @@ from typing import Any
 
 from meridian_patch.handoff.requests import has_grammar, ingest, resume, ticket_in
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
+from meridian_patch.router.engine import Engine, Role
 from meridian_patch.router.engine_client import EngineFailed, EngineRefused, within
-from meridian_patch.router.pool import Engine, Role
 from meridian_patch.router.stream_state import StreamState
 
 Json = dict[str, Any]
@@ -128,7 +128,8 @@ class StreamRelay:
         async with aclosing(events):
             while True:
                 try:
-                    chunk = await within(engine, anext(events), limit)
+                    may_leave = self._can_go_on(leg) and not self._attempts.is_last
+                    chunk = await within(engine, anext(events), limit, may_leave=may_leave)
                 except StopAsyncIteration:
                     return
                 has_token = any(choice.get("token_ids") for choice in chunk.get("choices", ()))
@@ -169,19 +170,30 @@ class StreamRelay:
         self._services.metrics.moved("resumed" if leg.ended_at is None else "answered_again")
         self._ticket = None
         role: Role = "answer" if state.is_answering else "think"
-        if leg.body is None and not state.has_text:
+        if self._is_unseen(leg):
             state.begin_again()
             return _Leg(role)
-        # A stop string may hold text back.
-        is_bound = body.get("stop") or (state.is_answering and has_grammar(body))
-        is_handed = leg.ended_at is not None and not state.is_answering
-        is_bound = is_bound and not is_handed
-        if state.has_tool_calls or is_bound or not self._attempts.may_move:
+        if not self._can_go_on(leg):
             raise NoEngine(
                 "the engine was lost, and no other one can continue this request: a tool call, a "
                 "grammar, a stop string, several choices or media"
             )
         return _Leg(role, resume(body, state.token_ids, state.num_output_tokens))
+
+    def _is_unseen(self, leg: _Leg) -> bool:
+        """Whether the client has nothing of the request yet: it can be sent from its beginning."""
+        return leg.body is None and not self._state.has_text
+
+    def _can_go_on(self, leg: _Leg) -> bool:
+        """Whether another engine can serve the rest of the request."""
+        state, body = self._state, self._body
+        if self._is_unseen(leg):
+            return True
+        # A stop string may hold text back.
+        is_bound = body.get("stop") or (state.is_answering and has_grammar(body))
+        is_handed = leg.ended_at is not None and not state.is_answering
+        is_bound = is_bound and not is_handed
+        return not state.has_tool_calls and not is_bound and self._attempts.may_move
 
 
 def _asked(body: Json) -> Json:

@@ -58,10 +58,9 @@ class WholeRelay:
         while True:
             engine = await attempts.choose("think")
             body = attempts.first_body(engine)
+            reply = self._services.client.whole(engine, path, body, headers)
             try:
-                return await within(
-                    engine, self._services.client.whole(engine, path, body, headers)
-                )
+                return await within(engine, reply, may_leave=not attempts.is_last)
             except EngineFailed as error:
                 attempts.failed(engine, error)
                 self._services.metrics.moved("resumed")

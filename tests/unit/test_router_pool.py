@@ -8,8 +8,9 @@ import pytest
 
 from meridian_patch.router.app import Router
 from meridian_patch.router.command import engines_of
+from meridian_patch.router.engine import LOST_AFTER
 from meridian_patch.router.engine_client import EngineClient, EngineFailed
-from meridian_patch.router.pool import LOST_AFTER, Pool
+from meridian_patch.router.pool import Pool
 
 
 class Reset(httpx.AsyncBaseTransport):
