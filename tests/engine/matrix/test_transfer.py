@@ -1,6 +1,9 @@
 """KV cache that others hear of, load and store."""
 
+import re
+
 import pytest
+from copied_tier import LOADED
 from matrix_checks import assert_cores_work, assert_works, measured, probed
 from matrix_plans import cell as stage
 from matrix_plans import crowd, streaming_crowd
@@ -80,3 +83,23 @@ def test_nixl(both_jobs, tiny, cell):
     pair = both_jobs("nixl", stages, is_async=True)["nixl"]
     note = assert_cores_work(pair, number=2, probing=1, pressed=1)
     cell.works("NIXL connector, CPU to CPU", note, measured(pair))
+
+
+def test_offloading(both_jobs, tiny, cell):
+    """A request that is preempted has its prompt and thought loaded again, not computed."""
+    tier = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 1 << 26,
+            "offload_prompt_only": False,
+            "spec_name": "CopiedTier",
+            "spec_module_path": "copied_tier",
+        },
+    }
+    stages = [stage("tier", tiny("dense"), kv_transfer_config=tier, async_scheduling=True)]
+    pair = both_jobs("tier", stages)["tier"]
+    note = assert_works(pair, probes=False)
+    loaded = sum(int(count) for count in re.findall(rf"{re.escape(LOADED)}(\d+)", pair.log))
+    assert loaded > 0
+    cell.works("offloading connector", f"{note}; {loaded} blocks loaded again", OFF)

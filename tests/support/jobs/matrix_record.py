@@ -64,6 +64,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "KV events",
         "NIXL connector, CPU to CPU",
         "example connector",
+        "offloading connector",
     ),
 }
 # What a cell does otherwise than the head of the page says, and what was lent to vLLM for it.
@@ -80,6 +81,8 @@ REMARKS = {
     "draft model": "the demo's reasoner drafts for itself, no `logit_bias`",
     "beam search": "searches alone, no crowd",
     "example connector": "a KV pool with room for all, and prompts in one piece: see below",
+    "offloading connector": "prompts and thoughts are offloaded; the test gives vLLM's CPU build "
+    "the copies between tiers that it lacks",
     "NIXL connector, CPU to CPU": "one engine computes prompts, another answers",
 }
 HEAD = """# Compatibility
@@ -92,8 +95,9 @@ requests: some think, some answer at once, some have options of their own, and s
 disconnect. The KV pool is too small for all of them. The package runs with its defaults (policy
 `latency`, KV tiers, early exit observing), but it probes after every few tokens, and its policy has
 no time limit, so that a busy machine drops no decision. Step times are learnt while it runs, so
-which requests are preempted and how many probes are made differ a little from run to run. The
-[glossary](glossary.md) has the words.
+which requests are preempted and how many probes are made differ a little from run to run. A row
+stays until its test runs again, so not all rows need be of one run. The [glossary](glossary.md) has
+the words.
 
 - **works**: the package's classes took part, and under greedy decoding the outputs of all requests
   equal stock's, token by token (of one that was aborted, as far as both got). Where a row compares
@@ -120,6 +124,11 @@ TAIL = """## Left out
   vLLM fails in both on a CPU.
 - **The example connector in a KV pool that is too small, or with prompts in chunks.** Stock vLLM
   then loads blocks that are not the request's.
+- **SimpleCPUOffloadConnector and LMCache.** Their workers need a GPU, or a package of their own.
+  What the scheduler does with them is tested without an engine
+  (`tests/contract/test_offloaded_simple.py`, `tests/contract/test_offloaded.py`).
+- **Hand-off with several ranks, and over a network.** Not run: both engines are one rank each, on
+  one machine.
 - **Other locked releases** ([which](patches.md)). They have no CPU build; their sources are checked
   by fingerprint alone.
 """
