@@ -12,9 +12,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 @pytest.mark.timeout(1200)
 def test_ten_minutes_of_faults(tmp_path):
-    """No canary differs, and only a killed router fails requests.
+    """No canary differs, only a killed router fails requests, and the service recovers soon.
 
-    How soon an engine is back is up to the machine's cores; the marathon's own verdict has it.
+    What share of requests a killed router fails is up to how many end in its window, and so to the
+    machine's cores.
     """
     command = [sys.executable, "-P", "-m", "meridian_patch.bench.marathon.command"]
     command += [
@@ -42,7 +43,7 @@ def test_ten_minutes_of_faults(tmp_path):
     }
     assert report["outcomes"]["ok"] > 300
     unmet = {check["name"] for check in report["checks"] if not check["is_met"]}
-    of_the_machine = {"recovery", "errors within each window", "growth of an EngineCore's memory"}
+    of_the_machine = {"errors within each window", "growth of an EngineCore's memory"}
     assert unmet <= of_the_machine, report["checks"]
     for fault in report["faults"]:
         if fault["fault"]["kind"] != "router":

@@ -11,6 +11,7 @@ from meridian_patch.bench.marathon.faults import Fault
 from meridian_patch.bench.marathon.fleet import Fleet
 from meridian_patch.bench.marathon.processes import Supervised
 from meridian_patch.bench.marathon.records import Injected
+from meridian_patch.bench.marathon.warm_up import WarmUp
 
 _SLOW_REPLY_S = 15.0
 _RESET_EVERY_S = 1.0
@@ -25,15 +26,23 @@ class Injector:
         fleet: that is under load.
         http: asks for the health of what was killed.
         now: seconds since the load began.
+        warm_up: asks engines that are back.
 
     Attributes:
         injected: faults so far.
     """
 
-    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        http: aiohttp.ClientSession,
+        now: Callable[[], float],
+        warm_up: WarmUp,
+    ) -> None:
         self._fleet = fleet
         self._http = http
         self._now = now
+        self._warm_up = warm_up
         self.injected: list[Injected] = []
 
     async def inject(self, fault: Fault) -> None:
@@ -46,6 +55,7 @@ class Injector:
             case "peer":
                 engine.kill()
                 await self._wait_until_back(engine, injected)
+                self._warm_up.start(fault.role, engine, self._now)
             case "router":
                 self._fleet.router.kill()
                 await self._wait_until_back(self._fleet.router, injected)
@@ -54,6 +64,7 @@ class Injector:
                 engine.kill_leader()
                 await self._wait_until_back(engine, injected)
                 injected.note = f"{engine.num_orphans - before} processes outlived it"
+                self._warm_up.start(fault.role, engine, self._now)
             case "frozen":
                 engine.signal_cores(signal.SIGSTOP)
                 await asyncio.sleep(length_s)

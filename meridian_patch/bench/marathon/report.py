@@ -35,7 +35,12 @@ def write_report(folder: Path, settings: Settings, result: Result, origin: str) 
         All demands.
     """
     checks = judge(
-        result.asked, result.injected, result.samples, result.lines, len(settings.faults)
+        result.asked,
+        result.injected,
+        result.samples,
+        result.lines,
+        len(settings.faults),
+        result.warmed,
     )
     windows = [window_of(each, result.asked) for each in result.injected]
     write_json(folder / "report.json", _data(settings, result, checks, windows))
@@ -75,7 +80,7 @@ def _page(
     lines += map(_check_row, checks)
     lines += ["", "![over time](timeline.png)", "", "## Faults", ""]
     lines += [
-        "| at s | fault | strikes | requests | errors | recovery s | process back s | |",
+        "| at s | fault | strikes | requests | errors | service recovers s | process back s | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += map(_window_row, windows)
@@ -107,7 +112,7 @@ def _window_row(window: Window) -> str:
 
 
 def _memory_rows(result: Result) -> list[str]:
-    growth = growth_of(result.samples)
+    growth = growth_of(result.samples, result.warmed)
     lives: dict[str, list[float]] = {}
     for sample in result.samples:
         for name, mib in sample.core_mib.items():
@@ -156,7 +161,7 @@ def _data(
         "router_us_per_token": router_us_per_token(result.samples, result.asked),
         "last_router_handoffs": result.num_moved,
         "errors": [asdict(each) for each in result.asked if each.outcome == "error"],
-        "growth": dict(growth_of(result.samples)),
+        "growth": dict(growth_of(result.samples, result.warmed)),
         "samples": [asdict(sample) for sample in result.samples],
         "log_lines": [asdict(line) for line in result.lines],
     }

@@ -14,6 +14,7 @@ from meridian_patch.bench.marathon.inject import Injector
 from meridian_patch.bench.marathon.load import Canary, Load, know
 from meridian_patch.bench.marathon.logs import read_logs
 from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
+from meridian_patch.bench.marathon.warm_up import WarmUp
 from meridian_patch.demo.problems import make_problems
 
 _SAMPLE_S: Final = 1.0
@@ -21,6 +22,7 @@ _SAY_EVERY_S: Final = 15.0
 _NUM_CANARIES: Final = 24
 _NUM_QUESTIONS: Final = 400
 _CANARIES_AT_A_TIME: Final = 4
+_NUM_WARM_UP: Final = 40
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Result:
         injected: all faults.
         samples: of processes.
         lines: of logs.
+        warmed: when each EngineCore had served alone, by ``ROLE-PID``.
         num_moved: hand-offs that the routers counted, by outcome, of the last router.
     """
 
@@ -62,6 +65,7 @@ class Result:
     injected: list[Injected] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lines: list[LogLine] = field(default_factory=list)
+    warmed: dict[str, float] = field(default_factory=dict)
     num_moved: dict[str, int] = field(default_factory=dict)
 
 
@@ -83,6 +87,10 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         say("asking one engine for the canaries' tokens")
         canaries = await _canaries(fleet, settings.seed)
         questions = [each.question for each in make_problems(_NUM_QUESTIONS, settings.seed + 1)]
+        say("letting each engine serve alone")
+        warm_up = WarmUp(MODEL, questions[:_NUM_WARM_UP], settings.concurrency * 3 // 2)
+        for role, engine in fleet.engines.items():
+            await warm_up.warm(role, engine, lambda: 0.0)
         load = Load(
             fleet.router.url,
             MODEL,
@@ -92,7 +100,7 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
             settings.pause_s,
             settings.seed,
         )
-        injector = Injector(fleet, http, lambda: load.now_s)
+        injector = Injector(fleet, http, lambda: load.now_s, warm_up)
         result.asked, result.injected = load.asked, injector.injected
         fleet.supervise()
         watches = [
@@ -108,6 +116,8 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
             for task in (work, *watches):
                 task.cancel()
             await asyncio.gather(work, *watches, return_exceptions=True)
+            await warm_up.close()
+        result.warmed = warm_up.warmed
         result.num_moved = await _moved(fleet, http)
         # Before the servers end: what they say then is about that.
         result.lines = read_logs([server.log for server in fleet.servers])

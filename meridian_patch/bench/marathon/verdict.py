@@ -14,9 +14,9 @@ MOST_RECOVERY_S: Final = 30.0
 MOST_GROWTH: Final = 0.05
 """What the memory of an EngineCore may grow by, as a share, after it is warm."""
 
-# Shorter lives of an EngineCore say nothing about its memory.
 _WARM_S: Final = 60.0
-_LEAST_LIFE_S: Final = 120.0
+# Shorter lives of a warm EngineCore say nothing about its memory.
+_LEAST_WARM_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Window:
         injected: the fault.
         num_requests: that ended and overlap the window, without cancelled ones.
         num_errors: of these.
-        recovery_s: from the fault until requests succeed, none fails any more, and what was killed
-            is back; None: not within the window.
+        recovery_s: from the fault until the service answers again: requests succeed, and none fails
+            or has wrong tokens any more; None: not within the window.
     """
 
     injected: Injected
@@ -72,6 +72,7 @@ def judge(
     samples: Sequence[Sample],
     lines: Sequence[LogLine],
     num_planned: int,
+    warmed: Mapping[str, float],
 ) -> list[Check]:
     """All demands on a marathon.
 
@@ -81,6 +82,7 @@ def judge(
         samples: of processes, in order of time.
         lines: of logs, forbidden ones and known ones.
         num_planned: faults that should have happened.
+        warmed: when each EngineCore was warm, as `WarmUp` has it.
     """
     windows = [window_of(each, asked) for each in injections]
     return [
@@ -89,15 +91,21 @@ def judge(
         _outside(asked, injections),
         _within(windows),
         _recovery(windows),
-        _memory(samples),
+        _back(injections),
+        _memory(samples, warmed),
         _log(lines),
     ]
 
 
-def growth_of(samples: Sequence[Sample]) -> Mapping[str, float]:
-    """Growth of each EngineCore that lived long enough, as a share: last quarter over first.
+def growth_of(samples: Sequence[Sample], warmed: Mapping[str, float]) -> Mapping[str, float]:
+    """Growth of each EngineCore that was warm long enough, as a share: last quarter over first.
 
-    Memory within the first minute of a process is left out: caches fill, and code is loaded.
+    Memory within the first minute of a process is left out, and all until it has served alone:
+    caches fill, and code is loaded.
+
+    Args:
+        samples: of processes, in order of time.
+        warmed: when each EngineCore had served alone.
     """
     lives: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:
@@ -105,9 +113,11 @@ def growth_of(samples: Sequence[Sample]) -> Mapping[str, float]:
             lives.setdefault(name, []).append((sample.at_s, mib))
     growth = {}
     for name, life in lives.items():
-        begin_s = life[0][0]
-        warm = [mib for at_s, mib in life if at_s - begin_s >= _WARM_S]
-        if life[-1][0] - begin_s >= _LEAST_LIFE_S and warm:
+        if name not in warmed:
+            continue
+        begin_s = max(life[0][0] + _WARM_S, warmed[name])
+        warm = [mib for at_s, mib in life if at_s >= begin_s]
+        if life[-1][0] - begin_s >= _LEAST_WARM_S and warm:
             part = max(len(warm) // 4, 1)
             growth[name] = median(warm[-part:]) / median(warm[:part]) - 1
     return growth
@@ -136,18 +146,20 @@ def _overlaps(each: Asked, injected: Injected) -> bool:
 
 
 def _recovery_s(injected: Injected, ended: Sequence[Asked]) -> float | None:
-    errors = [each.end_s for each in ended if each.outcome == "error" and each.end_s is not None]
-    last_error_s = max(errors, default=injected.begin_s)
+    wrong = [each.end_s for each in ended if each.end_s is not None and not _is_right(each)]
+    last_wrong_s = max(wrong, default=injected.begin_s)
     # Sent after the fault began, so that it was served in spite of it.
     good = [
         each.end_s
         for each in ended
-        if each.outcome == "ok" and each.end_s is not None and each.begin_s >= injected.begin_s
+        if _is_right(each) and each.end_s is not None and each.begin_s >= injected.begin_s
     ]
-    after = [end_s for end_s in good if end_s >= last_error_s]
-    if not after or (injected.must_return and injected.back_s is None):
-        return None
-    return max(min(after), injected.back_s or 0.0) - injected.begin_s
+    after = [end_s for end_s in good if end_s >= last_wrong_s]
+    return min(after) - injected.begin_s if after else None
+
+
+def _is_right(each: Asked) -> bool:
+    return each.outcome == "ok" and each.is_equal is not False
 
 
 def _all_injected(num: int, num_planned: int) -> Check:
@@ -189,7 +201,7 @@ def _within(windows: Sequence[Window]) -> Check:
 
 
 def _recovery(windows: Sequence[Window]) -> Check:
-    name, bar = "recovery", f"< {MOST_RECOVERY_S:.0f} s"
+    name, bar = "recovery of the service", f"< {MOST_RECOVERY_S:.0f} s"
     lost = [window for window in windows if window.recovery_s is None]
     if lost:
         kinds = ", ".join(window.injected.fault.kind for window in lost)
@@ -202,8 +214,16 @@ def _recovery(windows: Sequence[Window]) -> Check:
     return Check(name, bar, value, slowest < MOST_RECOVERY_S)
 
 
-def _memory(samples: Sequence[Sample]) -> Check:
-    growth = growth_of(samples)
+def _back(injections: Sequence[Injected]) -> Check:
+    killed = [each for each in injections if each.must_return]
+    took = [each.back_s - each.begin_s for each in killed if each.back_s is not None]
+    value = f"{len(took)} of {len(killed)}"
+    value += f", after at most {max(took):.1f} s" if took else ""
+    return Check("killed processes are back", "all", value, len(took) == len(killed))
+
+
+def _memory(samples: Sequence[Sample], warmed: Mapping[str, float]) -> Check:
+    growth = growth_of(samples, warmed)
     name, bar = "growth of an EngineCore's memory", f"< {MOST_GROWTH:.0%}"
     if not growth:
         return Check(name, bar, "no EngineCore lived long enough", is_met=False)
