@@ -8,7 +8,14 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 THINK_WEIGHT: Final = 2.0
-"""A request that thinks, or is about to, counts as so many that answer: it stays longer."""
+"""A request that thinks, or is about to, counts as so many that answer.
+
+What counts on a rank is how long a request keeps its seat and its KV blocks. A rank keeps a request
+to its end: one that thinks has two phases left, one that answers has one. That answers are delayed
+by prefill speaks against no rank, since in lock step prefill delays the answers of all, wherever it
+runs. Ranks of a dense model step on their own: there only the first reason holds, against the
+second. An engine behind ``meridian route`` is weighed otherwise: see ``router/load.py``.
+"""
 
 
 class RankLoad(NamedTuple):

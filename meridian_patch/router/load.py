@@ -4,7 +4,13 @@ import re
 from typing import Final
 
 ANSWER_WEIGHT: Final = 2.0
-"""A request that answers counts as so many: its tokens are read as they come."""
+"""A request that answers counts as so many that think.
+
+Engines of a hand-off have one role, so a request has one phase left on each: one that thinks leaves
+at the end of its thought. What is left to tell requests apart is whom a newcomer delays: engines
+step on their own, so its prefill delays the answers of its own engine alone, and they are read as
+they come. A rank is weighed otherwise: see ``policy/rank_balance.py``.
+"""
 
 _SAMPLE: Final = re.compile(
     r"^(?P<name>vllm:num_requests_running|vllm:num_requests_waiting|meridian_requests)"

@@ -158,6 +158,102 @@ def test_a_full_rank_holds_the_others_for_so_many_steps():
     assert held[6] == held[0] + 6
 
 
+def with_cadence(ranks, interval):
+    """Let vLLM's ``--prefill-schedule-interval`` act: prompts only in each n-th lock step."""
+    for engine in ranks.engines:
+        schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = lambda schedule=schedule: schedule(ranks.steps % interval != 0)
+
+
+def steps_to_admit(interval, most, late_by):
+    """Lock steps until a request is admitted beside a full rank, under vLLM's cadence."""
+    ranks = ranks_with(2, **{"policy.balance_hold_steps": str(most)})
+    with_cadence(ranks, interval)
+    first, second = ranks.engines
+    for number in range(4):
+        first.add(request(f"full{number}", 20, 5, 400), 0.0)
+    for number in range(3):
+        second.add(request(f"busy{number}", 20, 300, 300), 0.0)
+    for _ in range(4 * interval + late_by):
+        ranks.step()
+    second.add(request("new", 20, 5, 5), ranks.now)
+    began = ranks.steps
+    while second.num_waiting:
+        ranks.step()
+        assert ranks.steps < began + 200
+    return ranks.steps - began
+
+
+@pytest.mark.parametrize("interval", [2, 4])
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_request_gets_past_the_gate_and_vllms_cadence(interval, most):
+    """The step that is free of the gate may always be one that ``throttle_prefills`` spares.
+
+    Both have periods, here equal ones too.
+    """
+    waits = [steps_to_admit(interval, most, late_by) for late_by in range(interval)]
+    assert max(waits) > max(most, 1)
+    assert max(waits) <= most + interval
+
+
+def fill(ranks):
+    """All ranks at their cap, and as many requests again that wait on each."""
+    for rank, engine in enumerate(ranks.engines):
+        for number in range(2 * LIMITS.max_num_seqs):
+            think = (0, 30, 110, 170)[number % 4] + 20 * rank
+            engine.add(request(f"f{rank}-{number}", 20, think, 40), ranks.now)
+
+
+@pytest.mark.parametrize("most", [0, 8, 64])
+def test_ranks_that_are_all_full_go_on_when_clients_leave(most):
+    """All at their cap, then all requests of one rank are aborted, and half of the others'."""
+    ranks = ranks_with(3, **{"policy.balance_hold_steps": str(most)})
+    fill(ranks)
+    for _ in range(20):
+        ranks.step()
+    for engine in ranks.engines:
+        assert engine.scheduler.get_request_counts()[0] == LIMITS.max_num_seqs
+    for rank, engine in enumerate(ranks.engines):
+        names = list(engine.scheduler.requests)
+        for name in names if rank == 2 else names[::2]:
+            abort(engine, name)
+    # Rank 2 is idle and says nothing more; the others do not wait for it.
+    for _ in range(3):
+        ranks.step()
+    assert ranks.engines[2].is_idle
+    ranks.engines[2].add(request("again", 20, 5, 5), ranks.now)
+    ranks.step()
+    # It would be idle: it is never held.
+    assert not ranks.engines[2].num_waiting
+    drain(ranks, 2000)
+    for engine in ranks.engines:
+        assert engine.scheduler.get_request_counts() == (0, 0)
+
+
+@pytest.mark.parametrize("most", [0, 64])
+def test_blocks_that_come_back_late_stop_no_rank(most):
+    """vllm-ascend#16315: preempted requests' blocks come back a step later, on all ranks at once.
+
+    Each rank runs out of KV blocks while the other one is full; both get on all the same.
+    """
+    ranks = ranks_with(2, blocks=20, **{"policy.balance_hold_steps": str(most)})
+    late = [0, 0]
+    for engine in ranks.engines:
+        engine.scheduler.defer_block_free = True
+    fill(ranks)
+    for _ in range(4000):
+        if ranks.is_idle:
+            break
+        ranks.step()
+        for rank, engine in enumerate(ranks.engines):
+            late[rank] += bool(engine.scheduler.deferred_frees)
+    assert ranks.is_idle
+    assert all(late)
+    assert all(engine.totals.preemptions for engine in ranks.engines)
+    held = [engine.counters().get("limited_step:ranks", 0) for engine in ranks.engines]
+    assert any(held) == bool(most)
+
+
 class Silent:
     """An exchange that fails, as a library may."""
 

@@ -78,6 +78,9 @@ class BalancePart(SchedulerPart):
         limiter.is_answered_elsewhere = any_answers(peers)
         if self._gate.holds(own, peers) and not self._waiting_answers:
             limiter.is_held = True
+            # Load-bearing: upstream takes a rank that may begin prefill and leaves requests waiting
+            # for one at its capacity, whose next steps `throttle_prefills` does not touch. So the
+            # step in which the gate is open is never one that vLLM's cadence closes.
             plan.limit_active(0)
             self._counters.count(counters.LIMITED, "ranks")
 
