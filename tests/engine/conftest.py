@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from engine_plans import NOOP, PATIENT, PROBING, v1_job, v2_job
+from rank_runs import RankArms
 from run_engine import PATCHED, STOCK, run_job
 from run_server import Server
 
@@ -44,3 +45,9 @@ def served(demo_model, tmp_path_factory):
     command += ["--enable-per-request-metrics"]
     with Server(command, PATCHED, tmp_path_factory.mktemp("served")) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def rank_arms(demo_model, tmp_path_factory):
+    """Two ranks in lock step, by the name of an arm."""
+    return RankArms(demo_model, tmp_path_factory.mktemp)

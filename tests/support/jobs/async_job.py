@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -93,10 +94,14 @@ class AsyncRun:
     async def drive(self) -> dict:
         clients = [self._client(n, request) for n, request in enumerate(self._run["requests"])]
         operators = [self._operator(event) for event in self._run.get("events", ())]
+        began_s = time.monotonic()
         await asyncio.gather(*clients, *operators)
+        seconds = time.monotonic() - began_s
         return {
             "outputs": self._outputs,
             "events": self._fired,
+            "seconds": seconds,
+            "tokens": self._produced,
             "cores": await self._reports(),
         }
 

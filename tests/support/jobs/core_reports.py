@@ -20,7 +20,8 @@ def watch_cores() -> None:
     def build_and_watch(self, *args, **kwargs):
         build(self, *args, **kwargs)
         self._job_watch = SchedulerWatch(self.scheduler, THINK_START_ID, THINK_END_ID)
-        self._job_ranks = {"idle_steps": 0, "steps": 0, "worst_queue": 0}
+        self._job_ranks = {"idle_steps": 0, "steps": 0, "worst_queue": 0, "heard_steps": 0}
+        watch_advice(self.scheduler, self._job_ranks)
         schedule = self.scheduler.schedule
 
         def schedule_and_count(*args):
@@ -47,10 +48,30 @@ def watch_cores() -> None:
                 "scheduler": [cls.__name__ for cls in type(self.scheduler).__mro__],
                 "counted": totals(self.scheduler),
                 "counts": list(self.scheduler.get_request_counts()),
-                "ranks": self._job_ranks,
+                "ranks": take_ranks(self),
             }
         )
+
+    def take_ranks(self):
+        taken = dict(self._job_ranks)
+        self._job_ranks.update(dict.fromkeys(taken, 0))
+        return taken
 
     EngineCore.__init__ = build_and_watch
     EngineCore.execute_dummy_batch = count_dummy
     EngineCore.job_report = job_report
+
+
+def watch_advice(scheduler, ranks: dict[str, int]) -> None:
+    """Count the steps before which a rank heard of work on another one."""
+    for part in getattr(getattr(scheduler, "_parts", None), "_parts", ()):
+        exchange = getattr(part, "exchange", None)
+        if exchange is None:
+            continue
+
+        def hear_and_count(hear=exchange.hear):
+            heard = hear()
+            ranks["heard_steps"] += any(load.has_work for load in heard)
+            return heard
+
+        exchange.hear = hear_and_count
