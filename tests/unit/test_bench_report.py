@@ -317,10 +317,15 @@ def with_stock_again(*stalls_s: float) -> list[ArmRun]:
 
 
 def test_what_two_stock_servers_differ_by_is_chance():
-    """The higher of each seed over the lower, a tenth at least; none without a second server."""
+    """Sums of the higher over sums of the lower, or the mean of that by seed where it is larger.
+
+    A tenth at least; none without a second server.
+    """
     arms = [summarise(run) for run in with_stock_again(2.0, 0.25)]
-    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx((2 + 1) / (1 + 0.25))
+    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx((2 / 1 + 1 / 0.25) / 2)
     assert chance_factor(arms, "accuracy") == LEAST_CHANCE
+    arms = [summarise(run) for run in with_stock_again(1.0, 1.0, 4.0)]
+    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx(6 / 3)
     arms = [summarise(run) for run in with_stock_again(0.2)]
     assert chance_factor(arms, "answer_stalls") == inf
     assert chance_factor([arms[0], arms[2]], "answer_gap_max_s") is None

@@ -177,22 +177,27 @@ def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | N
 def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
     """By how much two servers of the same code differ in one figure, as a factor of at least 1.1.
 
-    For each seed the higher figure of ``stock`` and ``stock-again``, added up, over the lower ones.
-    A ratio between its inverse and it shows nothing, nor does one below ``LEAST_CHANCE``. None
-    without both arms.
+    The larger of two: for each seed the higher figure of ``stock`` and ``stock-again``, added up,
+    over the lower ones; and the mean over seeds of higher over lower, because a mean of
+    ratios, against which it is held, leans on the seeds with the lowest figures. A ratio between
+    its inverse and it shows nothing, nor does one below ``LEAST_CHANCE``. None without both arms.
     """
     pair = _pair(arms, STOCK_AGAIN)
     if pair is None:
         return None
     again, stock = pair
     high = low = 0.0
+    factors = []
     for seed in again.seeds.keys() & stock.seeds.keys():
         one, other = again.seeds[seed].get(name), stock.seeds[seed].get(name)
         if one is not None and other is not None:
-            high, low = high + max(one, other), low + min(one, other)
+            most, least = max(one, other), min(one, other)
+            high, low = high + most, low + least
+            if least > 0:
+                factors.append(most / least)
     if high == low:
         return LEAST_CHANCE
-    return max(LEAST_CHANCE, high / low) if low > 0 else inf
+    return max(LEAST_CHANCE, fmean(factors), high / low) if low > 0 else inf
 
 
 def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
