@@ -43,6 +43,7 @@ def served(demo_model, tmp_path_factory):
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(demo_model), "--served-model-name", "m"]
     command += ["--enable-per-request-metrics"]
+    command += ["--middleware", "meridian_patch.telemetry.load_report.LoadReport"]
     with Server(command, PATCHED, tmp_path_factory.mktemp("served")) as started:
         yield started
 
