@@ -1,9 +1,10 @@
-"""One run of each engine job for all tests here."""
+"""One run of each engine job for all tests here, and the record of the compatibility page."""
 
 import sys
 
 import pytest
 from engine_plans import NOOP, PATIENT, PROBING, v1_job, v2_job
+from matrix_record import INACTIVE, NOT_RUN, REFUSED, WORKS, CellResult, write
 from rank_runs import RankArms
 from run_engine import PATCHED, STOCK, run_job
 from run_server import Server
@@ -52,3 +53,28 @@ def served(demo_model, tmp_path_factory):
 def rank_arms(demo_model, tmp_path_factory):
     """Two ranks in lock step, by the name of an arm."""
     return RankArms(demo_model, tmp_path_factory.mktemp)
+
+
+class Cell:
+    """Records what a test has shown of a cell; called last, when all was asserted."""
+
+    def __init__(self, test: str) -> None:
+        self._test = test
+
+    def works(self, name, note, probes):
+        write(name, CellResult(WORKS, probes, note, self._test))
+
+    def is_inactive(self, name, notice, probes="none"):
+        write(name, CellResult(INACTIVE, probes, notice, self._test))
+
+    def is_refused(self, name, reason):
+        write(name, CellResult(REFUSED, "none", reason, self._test))
+
+    def cannot_run(self, name, reason):
+        write(name, CellResult(NOT_RUN, "none", reason, self._test))
+
+
+@pytest.fixture
+def cell(request):
+    path = request.node.path.relative_to(request.config.rootpath)
+    return Cell(f"{path}::{request.node.originalname}")

@@ -153,11 +153,19 @@ def router(engines, tmp_path_factory):
         yield started
 
 
+def probed(server: Server) -> str:
+    """How many probes an engine measured, as the compatibility page says it."""
+    lines = [
+        line for line in server.get("/metrics").splitlines() if "meridian_probes_total{" in line
+    ]
+    return f"{sum(int(float(line.split()[-1])) for line in lines if 'measured' in line)} measured"
+
+
 def questions(count: int, seed: int = 5) -> list[str]:
     return [problem.question for problem in make_problems(count, seed)]
 
 
-def test_streams_are_those_of_one_engine(engines, router):
+def test_streams_are_those_of_one_engine(engines, router, cell):
     """Thought, answer and usage, token for token, with eight requests at a time."""
     asked = questions(24)
     with ThreadPoolExecutor(8) as pool:
@@ -180,6 +188,9 @@ def test_streams_are_those_of_one_engine(engines, router):
     (loaded,) = [line for line in page if line.startswith("vllm:external_prefix_cache_hits_total")]
     assert float(loaded.split()[-1]) > 0
     assert "failed to load" not in engines[1].log.read_text()
+    tokens = sum(two.usage["completion_tokens"] for two in routed)
+    note = f"{len(asked)} requests, {tokens} tokens as one engine's; all moved after their thought"
+    cell.works("engines of role think and role answer", note, probed(engines[0]))
 
 
 def test_whole_responses_too(engines, router):

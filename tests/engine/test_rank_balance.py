@@ -42,7 +42,7 @@ def test_ranks_met(arms):
             assert not core["rules_off"]
 
 
-def test_ranks_hear_each_other(arms):
+def test_ranks_hear_each_other(arms, cell):
     """With the rule, each rank hears of the other's work, and is held because of it."""
     for run in ROUNDS:
         assert all(of_ranks(arms["holding"], run, "heard_steps"))
@@ -55,6 +55,14 @@ def test_ranks_hear_each_other(arms):
         for name, arm in arms.items()
     }
     assert held["holding"] > held["off"] == 0
+    tokens = whole_tokens(arms["holding"])
+    assert tokens == whole_tokens(arms["off"])
+    steps = held["holding"]
+    note = f"{len(tokens)} requests as without the rule; it limited {steps} steps"
+    cores = arms["holding"]["runs"]["interrupted"]["cores"]
+    probes = sum(core["counted"].get("probe:measured", 0) for core in cores)
+    measured = f"{probes} measured" if probes else "none is due"
+    cell.works("data parallel 2, `policy.balance`", note, measured)
 
 
 def test_figures(arms):

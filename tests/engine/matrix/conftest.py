@@ -1,9 +1,8 @@
-"""The matrix's engines and its record."""
+"""The matrix's engines."""
 
 import pytest
 from matrix_checks import Pair
 from matrix_plans import ALL_ON, matrix_job
-from matrix_record import INACTIVE, NOT_RUN, REFUSED, WORKS, CellResult, write
 from run_engine import PATCHED, STOCK, run_job
 from tiny_models import make_tiny
 
@@ -30,28 +29,3 @@ def both_jobs(tmp_path_factory):
         return {name: Pair(stock[name], patched[name], logs[1]) for name in stock}
 
     return run
-
-
-class Cell:
-    """Records what a test has shown of a cell; called last, when all was asserted."""
-
-    def __init__(self, test: str) -> None:
-        self._test = test
-
-    def works(self, name, note, probes):
-        write(name, CellResult(WORKS, probes, note, self._test))
-
-    def is_inactive(self, name, notice, probes="none"):
-        write(name, CellResult(INACTIVE, probes, notice, self._test))
-
-    def is_refused(self, name, reason):
-        write(name, CellResult(REFUSED, "none", reason, self._test))
-
-    def cannot_run(self, name, reason):
-        write(name, CellResult(NOT_RUN, "none", reason, self._test))
-
-
-@pytest.fixture
-def cell(request):
-    path = request.node.path.relative_to(request.config.rootpath)
-    return Cell(f"{path}::{request.node.originalname}")

@@ -29,6 +29,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "tensor parallel 2",
         "pipeline parallel 2",
         "data parallel 2, mixture of experts",
+        "data parallel 2, `policy.balance`",
         "Ray executor, two workers",
     ),
     "Models": (
@@ -65,6 +66,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "NIXL connector, CPU to CPU",
         "example connector",
         "offloading connector",
+        "engines of role think and role answer",
     ),
 }
 # What a cell does otherwise than the head of the page says, and what was lent to vLLM for it.
@@ -75,6 +77,7 @@ REMARKS = {
     "a GPU worker does and vLLM's CPU worker does not",
     "data parallel 2, mixture of experts": "the test gives vLLM's CPU build the exchange between "
     "ranks that it lacks",
+    "data parallel 2, `policy.balance`": "compared with two ranks without the rule, both patched",
     "Ray executor, two workers": "Ray's accelerators are names without a device",
     "multi-modal": "a tiny LLaVA, through vLLM's back end for models of transformers",
     "ngram": "the demo's reasoner, no `logit_bias`",
@@ -84,6 +87,8 @@ REMARKS = {
     "offloading connector": "prompts and thoughts are offloaded; the test gives vLLM's CPU build "
     "the copies between tiers that it lacks",
     "NIXL connector, CPU to CPU": "one engine computes prompts, another answers",
+    "engines of role think and role answer": "behind `meridian route`, over NIXL; compared with "
+    "one engine, patched as well",
 }
 HEAD = """# Compatibility
 
