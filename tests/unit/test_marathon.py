@@ -172,7 +172,7 @@ def test_logs_are_searched(tmp_path):
 
 
 def test_the_report_has_all_of_it(tmp_path):
-    settings = Settings(tmp_path, 300, 8, 0, [FAULT], True, 1)
+    settings = Settings(tmp_path, 300, 8, 0, [FAULT], True, 2, 1)
     result = Result(
         [*steady(), asked(101, 102, "error", why="HTTP 503")], [KILLED], flat(), warmed=WARM
     )
@@ -279,7 +279,7 @@ def play(stub: Server, length_s: float = 1.0) -> Load:
     loads = []
 
     async def use(url: str) -> None:
-        load = Load(url, "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
+        load = Load([url], "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
         await load.run(length_s)
         loads.append(load)
 
@@ -303,6 +303,23 @@ def test_a_request_is_sent_again_before_its_response_only():
     assert sum(each.num_retries for each in load.asked) == 2
     assert "error" not in {each.outcome for each in load.asked}
     assert {each.outcome for each in play(Server(num_failures=1000), 0.2).asked} == {"error"}
+
+
+def test_a_request_that_no_router_took_goes_to_the_other_one():
+    """One of two routers is gone: requests that meet it are sent again, and none fails."""
+    loads = []
+
+    async def use(url: str) -> None:
+        gone = f"http://127.0.0.1:{_free_port()}"
+        load = Load([gone, url], "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
+        await load.run(1.5)
+        loads.append(load)
+
+    asyncio.run(_served(Server().app(), use))
+    outcomes = [each.outcome for each in loads[0].asked]
+    assert "ok" in outcomes
+    assert "error" not in outcomes
+    assert any(each.num_retries for each in loads[0].asked)
 
 
 def test_a_canary_is_learned():

@@ -1,1 +1,1 @@
-"""The marathon: engines and their router under load, while parts of them are killed or hindered."""
+"""The marathon: engines and routers under load, while parts of them are killed or hindered."""

@@ -1,4 +1,4 @@
-"""``scripts/marathon``: engines and their router under load, while parts of them fail.
+"""``scripts/marathon``: engines and their routers under load, while parts of them fail.
 
 The load is requests of the tiny reasoner, streamed and whole, in bursts, a tenth of them cancelled.
 A fifth are canaries, whose tokens must be those of one engine. The verdict is the exit code.
@@ -61,6 +61,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="handoff: think on one engine and answer on the other; pair: both do both; auto: "
         "handoff where the package nixl is there",
     )
+    parser.add_argument(
+        "--routers",
+        default="2",
+        help="that share nothing, as behind a service's address; a client that gets no response "
+        "from one asks the other (%(default)s)",
+    )
     parser.add_argument("--seed", default="1", help="of all choices (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder of the report (out/marathon/DATE)"
@@ -106,6 +112,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         read_seconds("--pause-s", options.pause_s),
         plan_faults(length_s, _kinds(options.faults)),
         hands_off,
+        read_whole("--routers", options.routers),
         read_whole("--seed", options.seed),
     )
 

@@ -31,7 +31,7 @@ class Shape:
 
 SHAPES: Final[dict[Kind, Shape]] = {
     "peer": Shape("all processes of an engine killed", 0, 45),
-    "router": Shape("the router killed", 0, 40),
+    "router": Shape("a router killed", 0, 40),
     "api-server": Shape("an API server killed, its EngineCore left", 0, 45),
     "frozen": Shape("an EngineCore stopped and continued", 15, 40),
     "disk": Shape("no byte can be written to a file of an engine", 15, 30),
@@ -63,7 +63,7 @@ class Fault:
     def strikes(self) -> str:
         """What it strikes, for people."""
         if self.kind == "router":
-            return "router"
+            return "one router"
         return "both engines" if self.kind in {"collector", "resets"} else f"{self.role} engine"
 
     @property

@@ -1,4 +1,4 @@
-"""The servers of a marathon: two engines, each behind a proxy, and their router."""
+"""The servers of a marathon: two engines, each behind a proxy, and their routers."""
 
 import asyncio
 import importlib.util
@@ -45,23 +45,25 @@ class Fleet:
         model: folder of the model.
         folder: takes logs, traces and status files.
         hands_off: think on one engine and answer on the other; otherwise both do both.
+        num_routers: that share nothing, each with both engines.
 
     Attributes:
         engines: by role.
-        proxies: between the router and each engine.
-        router: behind which clients are.
+        proxies: between the routers and each engine.
+        routers: behind which clients are.
         collector: to which both engines export traces.
     """
 
-    def __init__(self, model: Path, folder: Path, *, hands_off: bool) -> None:
+    def __init__(self, model: Path, folder: Path, *, hands_off: bool, num_routers: int) -> None:
         self._model = model
         self._folder = folder
         self._hands_off = hands_off
+        self._num_routers = num_routers
         self._keepers: list[asyncio.Task[None]] = []
         self.collector = Collector()
         self.engines: dict[Role, Supervised] = {}
         self.proxies: dict[Role, Proxy] = {}
-        self.router: Supervised
+        self.routers: list[Supervised] = []
 
     async def __aenter__(self) -> Self:
         try:
@@ -79,8 +81,8 @@ class Fleet:
 
     @property
     def servers(self) -> list[Supervised]:
-        """Engines and router."""
-        return [*self.engines.values(), self.router]
+        """Engines and routers."""
+        return [*self.engines.values(), *self.routers]
 
     def supervise(self) -> None:
         """From now on, start again what ends."""
@@ -94,11 +96,12 @@ class Fleet:
                 raise BenchError("a supervisor of the marathon ended")
 
     async def num_healthy(self, http: aiohttp.ClientSession) -> int | None:
-        """Engines that the router calls healthy; None if it cannot be asked."""
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            timeout = aiohttp.ClientTimeout(total=2)
-            async with http.get(f"{self.router.url}/metrics", timeout=timeout) as reply:
-                return int(sum(float(number) for number in _HEALTHY.findall(await reply.text())))
+        """Engines that the first router that answers calls healthy; None if none answers."""
+        timeout = aiohttp.ClientTimeout(total=2)
+        for router in self.routers:
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with http.get(f"{router.url}/metrics", timeout=timeout) as reply:
+                    return int(sum(map(float, _HEALTHY.findall(await reply.text()))))
         return None
 
     async def _start(self) -> None:
@@ -109,18 +112,22 @@ class Fleet:
             self.engines[role].start()
             self.proxies[role] = Proxy(port, seed=len(self.proxies))
             await self.proxies[role].start()
-        port = pick_port()
+        self.routers = [self._router(number) for number in range(1, self._num_routers + 1)]
+        async with aiohttp.ClientSession() as http:
+            waits = [engine.wait_until_healthy(http) for engine in self.engines.values()]
+            await asyncio.gather(*waits)
+            for router in self.routers:
+                router.start()
+            await asyncio.gather(*(router.wait_until_healthy(http) for router in self.routers))
+
+    def _router(self, number: int) -> Supervised:
+        port, name = pick_port(), f"router-{number}"
         command = [str(_BIN / "meridian"), "route", "--port", str(port)]
         for role, proxy in self.proxies.items():
             command += [f"--{role if self._hands_off else 'think'}"]
             command += [f"http://127.0.0.1:{proxy.port}"]
-        log = self._folder / "router.log"
-        self.router = Supervised("router", command, self._environment("router"), log, port)
-        async with aiohttp.ClientSession() as http:
-            waits = [engine.wait_until_healthy(http) for engine in self.engines.values()]
-            await asyncio.gather(*waits)
-            self.router.start()
-            await self.router.wait_until_healthy(http)
+        log = self._folder / f"{name}.log"
+        return Supervised(name, command, self._environment(name), log, port)
 
     def _engine(self, role: Role, port: int) -> Supervised:
         command = [str(_BIN / "meridian"), "serve", str(self._model), *_OPTIONS]
@@ -148,9 +155,8 @@ class Fleet:
         }
 
     def _stop(self) -> None:
-        for server in [*self.engines.values(), getattr(self, "router", None)]:
-            if server is not None:
-                server.stop()
+        for server in self.servers:
+            server.stop()
         for proxy in self.proxies.values():
             proxy.close()
         self.collector.close()

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from itertools import cycle
 
 import aiohttp
 
@@ -44,6 +45,7 @@ class Injector:
         self._now = now
         self._warm_up = warm_up
         self.injected: list[Injected] = []
+        self._routers = cycle(fleet.routers)
 
     async def inject(self, fault: Fault) -> None:
         """Run a fault to its end; for a process that was killed, until it is healthy again."""
@@ -57,8 +59,9 @@ class Injector:
                 await self._wait_until_back(engine, injected)
                 self._warm_up.start(fault.role, engine, self._now)
             case "router":
-                self._fleet.router.kill()
-                await self._wait_until_back(self._fleet.router, injected)
+                router = next(self._routers)
+                router.kill()
+                await self._wait_until_back(router, injected)
             case "api-server":
                 before = engine.num_orphans
                 engine.kill_leader()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import count
 from typing import Any, Final
 
 import aiohttp
@@ -71,7 +72,8 @@ class Load:
     """Keeps a number of requests in flight.
 
     Args:
-        url: of the router.
+        urls: of the routers. A request goes to the next one in turn, and to another when it is sent
+            again.
         model: served name.
         canaries: questions whose tokens are known.
         questions: all others.
@@ -86,7 +88,7 @@ class Load:
 
     def __init__(
         self,
-        url: str,
+        urls: Sequence[str],
         model: str,
         canaries: Sequence[Canary],
         questions: Sequence[str],
@@ -94,7 +96,8 @@ class Load:
         pause_s: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._url = url
+        self._urls = urls
+        self._turns = count()
         self._model = model
         self._canaries = canaries
         self._questions = questions
@@ -158,11 +161,13 @@ class Load:
         self, http: aiohttp.ClientSession, asked: Asked, question: str
     ) -> tuple[list[int], tuple[str, str]]:
         body = _body(self._model, question)
+        turn = next(self._turns)
         while True:
+            url = self._urls[(turn + asked.num_retries) % len(self._urls)]
             try:
                 if asked.is_stream:
-                    return await _streamed(http, self._url, body | {"stream": True})
-                return await _whole(http, self._url, body)
+                    return await _streamed(http, url, body | {"stream": True})
+                return await _whole(http, url, body)
             except _NoResponse:
                 if asked.num_retries == _MAX_RETRIES:
                     raise

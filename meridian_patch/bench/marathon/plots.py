@@ -44,7 +44,7 @@ def plot_timeline(result: Result, caption: str) -> bytes:
     finish_axes(figure, flight, "In flight")
     _draw_memory(memory, result)
     memory.set_xlabel("seconds of load")
-    finish_axes(figure, memory, "Resident memory: each EngineCore, and the router")
+    finish_axes(figure, memory, "Resident memory: each EngineCore, and the routers")
     finish_axes(figure, ends, "Requests that ended; shaded: windows of faults")
     return to_png(figure, caption.replace("`", ""))
 
@@ -69,9 +69,9 @@ def _draw_memory(axes: Axes, result: Result) -> None:
         for name, mib in sample.core_mib.items():
             lives.setdefault(name, []).append((sample.at_s, mib))
         if sample.router_mib is not None:
-            lives.setdefault("router", []).append((sample.at_s, sample.router_mib))
+            lives.setdefault("routers", []).append((sample.at_s, sample.router_mib))
     for name, life in lives.items():
-        colour = _ROUTER if name == "router" else _GOOD if name.startswith("think") else _BAD
+        colour = _ROUTER if name == "routers" else _GOOD if name.startswith("think") else _BAD
         axes.plot(*zip(*life, strict=True), color=colour, lw=1)
         axes.annotate(name.partition("-")[0], life[-1], size=7, color=colour)
     axes.set_ylim(bottom=0)

@@ -66,10 +66,10 @@ class Sample:
     Attributes:
         at_s: seconds from the start of the load.
         in_flight: requests that clients wait for.
-        healthy: engines that the router calls healthy; None while it cannot be asked.
+        healthy: engines that a router calls healthy; None while none can be asked.
         core_mib: resident memory of each EngineCore, by ``ROLE-PID``.
-        router_mib: resident memory of the router; None while there is none.
-        router_cpu_s: processor time that this router has taken.
+        router_mib: resident memory of all routers; None while there is none.
+        router_cpu_s: processor time that all routers have taken.
     """
 
     at_s: float

@@ -61,9 +61,10 @@ def _page(
     retries = sum(each.num_retries for each in result.asked)
     way = "A think engine and an answer engine" if settings.hands_off else "Two engines"
     setting = (
-        f"{way} behind `meridian route`; {settings.concurrency} clients that wait "
-        f"{settings.pause_s:g} s between requests, and bursts of half as many, for "
-        f"{settings.length_s / 60:g} minutes. {len(result.asked)} requests: "
+        f"{way} behind {settings.num_routers} of `meridian route`; "
+        f"{settings.concurrency} clients that wait {settings.pause_s:g} s between requests, and "
+        f"bursts of half as many, for {settings.length_s / 60:g} minutes. "
+        f"{len(result.asked)} requests: "
         f"{outcomes['ok']} ended well, {outcomes['error']} failed, {outcomes['cancelled']} were "
         f"cancelled by their clients. {retries} times a client sent a request again before a "
         "response began, at most twice each."
@@ -72,7 +73,7 @@ def _page(
     if cost_us is not None:
         tokens = sum(each.num_tokens for each in result.asked)
         setting += (
-            f" The router took {cost_us:.0f} µs of processor time for each of {tokens} tokens."
+            f" The routers took {cost_us:.0f} µs of processor time for each of {tokens} tokens."
         )
     verdict = f"Failed: {failed} of {len(checks)} demands" if failed else "Passed"
     lines = ["# Marathon", "", origin, "", setting, "", f"**{verdict}.**", ""]
@@ -159,7 +160,7 @@ def _data(
         ],
         "outcomes": Counter(str(each.outcome) for each in result.asked),
         "router_us_per_token": router_us_per_token(result.samples, result.asked),
-        "last_router_handoffs": result.num_moved,
+        "router_handoffs": result.num_moved,
         "errors": [asdict(each) for each in result.asked if each.outcome == "error"],
         "growth": dict(growth_of(result.samples, result.warmed)),
         "samples": [asdict(sample) for sample in result.samples],

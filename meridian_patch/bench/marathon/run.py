@@ -1,7 +1,9 @@
 """Runs a marathon: starts the fleet, learns the canaries, keeps the load up, injects the faults."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -36,6 +38,7 @@ class Settings:
         pause_s: between two requests of a client.
         faults: to inject.
         hands_off: think on one engine and answer on the other.
+        num_routers: that clients spread their requests over.
         seed: of all choices.
     """
 
@@ -45,6 +48,7 @@ class Settings:
     pause_s: float
     faults: Sequence[Fault]
     hands_off: bool
+    num_routers: int
     seed: int
 
 
@@ -58,7 +62,7 @@ class Result:
         samples: of processes.
         lines: of logs.
         warmed: when each EngineCore had served alone, by ``ROLE-PID``.
-        num_moved: hand-offs that the routers counted, by outcome, of the last router.
+        num_moved: hand-offs that the routers counted, by outcome, since each was started last.
     """
 
     asked: list[Asked] = field(default_factory=list)
@@ -80,8 +84,10 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
     Raises:
         BenchError: a server does not start, or a canary has no answer.
     """
-    say("starting two engines and their router")
-    fleet = Fleet(settings.model, folder, hands_off=settings.hands_off)
+    say(f"starting two engines and {settings.num_routers} routers")
+    fleet = Fleet(
+        settings.model, folder, hands_off=settings.hands_off, num_routers=settings.num_routers
+    )
     result = Result()
     async with fleet, aiohttp.ClientSession() as http:
         say("asking one engine for the canaries' tokens")
@@ -92,7 +98,7 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         for role, engine in fleet.engines.items():
             await warm_up.warm(role, engine, lambda: 0.0)
         load = Load(
-            fleet.router.url,
+            [router.url for router in fleet.routers],
             MODEL,
             canaries,
             questions,
@@ -157,8 +163,9 @@ async def _sample(
             if (mib := engine.memory_mib(core)) is not None
         }
         healthy = await fleet.num_healthy(http)
-        router, cpu_s = fleet.router.memory_mib(), fleet.router.cpu_s()
-        samples.append(Sample(load.now_s, load.in_flight, healthy, cores, router, cpu_s))
+        router_mib = _total(router.memory_mib() for router in fleet.routers)
+        cpu_s = _total(router.cpu_s() for router in fleet.routers)
+        samples.append(Sample(load.now_s, load.in_flight, healthy, cores, router_mib, cpu_s))
         await asyncio.sleep(_SAMPLE_S)
 
 
@@ -190,11 +197,18 @@ async def _report(fleet: Fleet, load: Load, say: Callable[[str], None]) -> None:
         )
 
 
+def _total(numbers: Iterable[float | None]) -> float | None:
+    """Sum of what is known; None if nothing is."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known else None
+
+
 async def _moved(fleet: Fleet, http: aiohttp.ClientSession) -> dict[str, int]:
-    try:
-        async with http.get(f"{fleet.router.url}/metrics") as reply:
-            page = await reply.text()
-    except aiohttp.ClientError:
-        return {}
-    lines = [line for line in page.splitlines() if "handoffs_total{" in line]
-    return {line.split('"')[1]: int(float(line.split()[-1])) for line in lines}
+    moved: Counter[str] = Counter()
+    for router in fleet.routers:
+        with suppress(aiohttp.ClientError):
+            async with http.get(f"{router.url}/metrics") as reply:
+                page = await reply.text()
+            lines = [line for line in page.splitlines() if "handoffs_total{" in line]
+            moved.update({line.split('"')[1]: int(float(line.split()[-1])) for line in lines})
+    return dict(moved)

@@ -124,7 +124,7 @@ def growth_of(samples: Sequence[Sample], warmed: Mapping[str, float]) -> Mapping
 
 
 def router_us_per_token(samples: Sequence[Sample], asked: Sequence[Asked]) -> float | None:
-    """Processor time of the router by token of a request that ended well; None without tokens.
+    """Processor time of the routers by token of a request that ended well; None without tokens.
 
     The work for requests that failed or were cancelled is in it, so that it is rather too high.
     """
