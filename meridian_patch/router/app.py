@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import cleaned
@@ -119,11 +120,11 @@ class Router:
         events = StreamRelay(self._services, *where).events()
         # The status is sent with the first event, so an error before it has its own.
         first = await anext(events)
-        return StreamingResponse(_chain(first, events), media_type="text/event-stream")
+        return _Held(_chain(first, events), events.aclose, media_type="text/event-stream")
 
     async def _pass_on(self, request: Request) -> Response:
         """Any other endpoint: one engine serves it, without a hand-off."""
-        engine = self.pool.choose("think")
+        engine = self._any_engine()
         if engine is None:
             return _unavailable("no healthy engine is left for this request")
         outgoing = self._http.build_request(
@@ -134,24 +135,68 @@ class Router:
             headers=_headers(request),
             timeout=None,
         )
+        return await _unless_gone(request, self._passed(engine, outgoing))
+
+    async def _passed(self, engine: Engine, outgoing: httpx.Request) -> Response:
         engine.num_requests += 1
         try:
             reply = await self._http.send(outgoing, stream=True)
-        except BROKEN as error:
+        except BaseException as error:
             engine.num_requests -= 1
+            if not isinstance(error, BROKEN):
+                raise
             self.pool.suspect(engine, type(error).__name__)
             return _unavailable(f"the engine failed: {type(error).__name__}")
+
+        async def release() -> None:
+            engine.num_requests -= 1
+            await reply.aclose()
+
         headers = {k: v for k, v in reply.headers.items() if k.lower() not in _OWN_HEADERS}
-        return StreamingResponse(_body_of(reply, engine), reply.status_code, headers)
+        return _Held(_body_of(reply), release, reply.status_code, headers)
+
+    def _any_engine(self) -> Engine | None:
+        """An engine that thinks, or else one that answers, which serves all that a client asks."""
+        return self.pool.choose("think") or self.pool.choose("answer")
 
     async def _health(self, _: Request) -> Response:
-        if self.pool.choose("think") is None:
-            return _unavailable("no think engine is healthy")
+        if self._any_engine() is None:
+            return _unavailable("no engine is healthy")
         return Response()
 
     async def _metrics_page(self, _: Request) -> Response:
         page = self.metrics.page(self.pool.engines)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _Held(StreamingResponse):
+    """A stream that gives back what it holds, also if it never begins.
+
+    Starlette does not start the body for a client that is gone, and what was not started is not
+    closed either.
+
+    Args:
+        body: of the response.
+        release: called once, when the response has ended.
+    """
+
+    def __init__(
+        self,
+        body: AsyncIterator[bytes],
+        release: Callable[[], Awaitable[None]],
+        status: int = HTTPStatus.OK,
+        headers: Mapping[str, str] | None = None,
+        media_type: str | None = None,
+    ) -> None:
+        super().__init__(body, status, headers, media_type)
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._release()
 
 
 def _json_object(content: bytes) -> dict[str, Any]:
@@ -181,7 +226,8 @@ async def _unless_gone(request: Request, reply: Coroutine[Any, Any, Response]) -
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=_GONE_POLL_S)
-            if not task.done() and await request.is_disconnected():
+            # A reply that comes meanwhile holds a connection, which it gives back itself.
+            if await request.is_disconnected() and not task.done():
                 return Response(status_code=_CLIENT_GONE)
         return task.result()
     finally:
@@ -197,14 +243,10 @@ async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[by
         yield b"data: " + refusal.body.replace(b"\n", b" ") + b"\n\n"
 
 
-async def _body_of(reply: httpx.Response, engine: Engine) -> AsyncIterator[bytes]:
-    try:
-        with suppress(httpx.HTTPError):
-            async for part in reply.aiter_bytes():
-                yield part
-    finally:
-        engine.num_requests -= 1
-        await reply.aclose()
+async def _body_of(reply: httpx.Response) -> AsyncIterator[bytes]:
+    with suppress(httpx.HTTPError):
+        async for part in reply.aiter_bytes():
+            yield part
 
 
 def _headers(request: Request) -> dict[str, str]:
