@@ -93,7 +93,8 @@ METRICS: Final = (
         operator=(
             "`answer` should stay 0: it rises only when no thinking request was left to preempt. "
             "If it rises, the pool is too small for the answers alone: lower `max_num_seqs`, or "
-            "give the cache more memory"
+            "give the cache more memory. vLLM's `vllm:num_preemptions_total` counts a preemption "
+            "with the request's next output, so requests aborted before it are missing there"
         ),
     ),
     Metric(
