@@ -47,7 +47,7 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
     serve.add_argument(
         "--trace", type=Path, help="JSON lines that every pair plays, in place of a drawn workload"
     )
-    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 90)")
+    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 56)")
     serve.add_argument(
         "--rate",
         help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 5); auto: "
