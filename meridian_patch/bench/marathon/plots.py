@@ -15,6 +15,8 @@ _WINDOW: Final = "#F0E4C8"
 _ROUTER: Final = "#009E73"
 # Seconds whose ends are added up into one point.
 _BIN_S: Final = 5.0
+# Heights of the faults' names in turn, as a share of the axes: those of neighbours would overlap.
+_LABEL_ROWS: Final = (1.0, 0.87)
 
 
 def plot_timeline(result: Result, caption: str) -> bytes:
@@ -24,16 +26,18 @@ def plot_timeline(result: Result, caption: str) -> bytes:
     for axes in (ends, flight, memory):
         for injected in result.injected:
             axes.axvspan(injected.begin_s, injected.end_s, color=_WINDOW, zorder=0)
-    for injected in result.injected:
+    for number, injected in enumerate(result.injected):
         ends.text(
             injected.begin_s,
-            1.0,
+            _LABEL_ROWS[number % len(_LABEL_ROWS)],
             f"{injected.fault.kind}\n{injected.fault.strikes}",
             transform=ends.get_xaxis_transform(),
             size=7,
             va="top",
         )
     _draw_ends(ends, result)
+    # Room for the names.
+    ends.set_ylim(top=1.35 * ends.get_ylim()[1])
     flight.plot(
         [sample.at_s for sample in result.samples],
         [sample.in_flight for sample in result.samples],
@@ -60,7 +64,7 @@ def _draw_ends(axes: Axes, result: Result) -> None:
         rates = [counts[each] / _BIN_S for each in range(num_bins)]
         axes.stairs(rates, begins, color=colour, label=outcome, baseline=None)
     axes.set_ylabel("per second")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
 
 
 def _draw_memory(axes: Axes, result: Result) -> None:
@@ -73,6 +77,9 @@ def _draw_memory(axes: Axes, result: Result) -> None:
     for name, life in lives.items():
         colour = _ROUTER if name == "routers" else _GOOD if name.startswith("think") else _BAD
         axes.plot(*zip(*life, strict=True), color=colour, lw=1)
-        axes.annotate(name.partition("-")[0], life[-1], size=7, color=colour)
+        below = name.startswith("answer")
+        axes.annotate(
+            name.partition("-")[0], life[-1], size=7, color=colour, va="top" if below else "bottom"
+        )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("MiB")
