@@ -39,9 +39,10 @@ def sharing(monkeypatch):
     share_time_alone(monkeypatch)
 
 
-def full_pool(demo_model, *, prompt=60, **options):
+def full_pool(demo_model, *, prompt=60, frees_late=False, **options):
     """Two long thinkers hold most of the pool; the step-time model knows what tokens cost."""
     driver = taught_driver(demo_model, **options)
+    driver.scheduler.defer_block_free = frees_late
     driver.add(job("long", 50, prompt=prompt, think=700, answer=5))
     driver.add(job("other", 51, think=500, answer=5))
     step_until(driver, "long", Phase.THINK, 290)
@@ -202,6 +203,26 @@ def test_room_for_a_load_leaves_what_prompts_under_way_will_take(demo_model, res
     is_loading = driver.scheduler.requests["new"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert is_loading is (reserved == 0)
     assert num_preempted_for_room(driver) == is_loading
+
+
+@pytest.mark.parametrize("length", range(289, 294))
+def test_room_that_is_free_a_step_late_suffices_then(demo_model, length):
+    """Until a step in flight has ended, running requests take blocks, and the newcomer waits.
+
+    Room is made for a newcomer that needs every block that is free then, or it is not made.
+    """
+    driver = full_pool(demo_model, is_async=True, frees_late=True)
+    step_until(driver, "long", Phase.THINK, length)
+    manager = driver.scheduler.kv_cache_manager
+    own = len(manager.get_blocks("long").blocks[0])
+    free = manager.block_pool.get_num_free_blocks()
+    driver.add(newcomer(free + own))
+    new = driver.scheduler.requests["new"]
+    while not num_preempted_for_room(driver):
+        driver.step()
+    for _ in range(2):
+        driver.step()
+    assert new.status == RequestStatus.RUNNING
 
 
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):

@@ -15,6 +15,7 @@ from meridian_patch.engine.scheduler.admission_checks import (
     needed_blocks,
     next_in_line,
     num_seated,
+    num_steps_until_freed,
     taken_blocks,
 )
 from meridian_patch.engine.scheduler.kv_demand import KVDemand
@@ -203,7 +204,7 @@ class Admission:
         Returns:
             Whether the request that comes first fits now.
         """
-        taken = taken_blocks(scheduler, step)
+        taken = taken_blocks(scheduler, step, num_steps_until_freed(scheduler))
         for _ in range(2):
             missing += sum(taken.values())
             if missing <= 0:

@@ -120,29 +120,47 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     return int(whole + watermark - held)
 
 
-def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
+def num_steps_until_freed(scheduler: Any) -> int:
+    """Steps to be scheduled before the blocks of a request preempted now are free; mostly 0.
+
+    Load-bearing: a connector may fill blocks while a step still writes them. With batches in
+    flight, upstream frees them when the steps scheduled before the preemption have ended, and one
+    ends per step that is scheduled.
+    """
+    if not scheduler.defer_block_free:
+        return 0
+    return int(scheduler.sched_step_seq - scheduler.processed_step_seq)
+
+
+def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> dict[str, int]:
     """Upper bound of the free KV blocks that each running request takes in a step, by id.
 
     Requests that take none are left out. Load-bearing: running requests get their blocks before
     waiting requests are considered, and none is admitted in a step in which one lacks blocks.
+
+    Args:
+        scheduler: upstream's scheduler.
+        step: what is known of the step.
+        num_later: how many further steps count too.
     """
     manager = scheduler.kv_cache_manager
     managers = manager.coordinator.single_type_managers
     groups = [(group.block_size, group.req_to_blocks) for group in managers]
-    chunks, left = _chunks(scheduler), max(_prefill_tokens(scheduler, step), 0)
+    chunks = _chunks(scheduler)
+    left = max(_prefill_tokens(scheduler, step), 0) * (1 + num_later)
     most, lookahead = scheduler.max_model_len, scheduler.num_lookahead_tokens
-    next_step = scheduler.current_step + 1
     taken = {}
     for request in scheduler.running:
         name, computed = request.request_id, request.num_computed_tokens
         chunk = chunks.get(name)
         if chunk is None:
-            tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
+            tokens = _decode_tokens(scheduler, request, num_later)
         else:
-            tokens = min(chunk, left)
+            last = num_later * (1 + scheduler.num_spec_tokens)
+            known = request.num_tokens - computed
+            tokens = min(chunk * (1 + num_later), known + last, left)
             left -= tokens
-        # Load-bearing: with pipeline parallelism a request decodes in one of several steps.
-        if tokens <= 0 or request.next_decode_eligible_step > next_step:
+        if tokens <= 0:
             continue
         end = min(computed + tokens, most)
         slots = min(end + lookahead, most)
@@ -160,6 +178,19 @@ def taken_blocks(scheduler: Any, step: NextStep) -> dict[str, int]:
             num_tokens_main_model=end,
         )
     return taken
+
+
+def _decode_tokens(scheduler: Any, request: Any, num_later: int) -> int:
+    """Upper bound of the tokens that a decoding request gets in a step and so many later ones."""
+    known = request.num_tokens_with_spec + request.num_output_placeholders
+    tokens = int(known - request.num_computed_tokens)
+    # Load-bearing: with pipeline parallelism a request decodes in one of several steps.
+    if tokens <= 0 or request.next_decode_eligible_step > scheduler.current_step + 1:
+        if not num_later:
+            return 0
+        tokens, num_later = 0, num_later + scheduler.parallel_config.pipeline_parallel_size - 1
+    rounds = num_later // scheduler.parallel_config.pipeline_parallel_size
+    return tokens + rounds * int(1 + scheduler.num_spec_tokens)
 
 
 def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:

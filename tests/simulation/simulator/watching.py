@@ -286,6 +286,8 @@ class Checker(Recorder):
         if gone and not self._made_room:
             self._made_room_step = self._arm.num_steps
         self._made_room |= gone
+        # One whose last token ended its thought after it made room comes in as an answer.
+        self._made_room -= {name for name in self._made_room if self._answers(name)}
         if not self._made_room:
             return
         came = {new.req_id for new in output.scheduled_new_reqs}
@@ -300,6 +302,10 @@ class Checker(Recorder):
             names = sorted(self._made_room)
             self._made_room.clear()
             raise Failure("displacing", f"{names} made room and no request came in")
+
+    def _answers(self, name: str) -> bool:
+        state = self._arm.scheduler.phase_tracker.get(name)
+        return state is not None and state.phase is Phase.ANSWER
 
     def _holds_prefix(self, probes: Any, due: Any) -> bool:
         cached = probes._num_cached(due.prefix_tokens)
