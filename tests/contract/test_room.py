@@ -26,7 +26,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.scheduler import admission
 from meridian_patch.engine.scheduler.admission_checks import (
+    NextStep,
     freed_blocks,
     needed_blocks,
     next_in_line,
@@ -223,6 +225,21 @@ def test_room_that_is_free_a_step_late_suffices_then(demo_model, length):
     for _ in range(2):
         driver.step()
     assert new.status == RequestStatus.RUNNING
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_blocks_taken_until_a_free_count_only_where_one_is_needed(demo_model, monkeypatch, missing):
+    """A newcomer that fits in the next step comes in then, whatever is taken in later steps."""
+    driver = full_pool(demo_model)
+    driver.add(newcomer(BLOCKS - 22))
+    monkeypatch.setattr(admission, "num_steps_until_freed", lambda _: 1)
+    monkeypatch.setattr(admission, "taken_blocks", lambda _, __, later=0: {"other": later})
+    scheduler = driver.scheduler
+    fits = scheduler.step_limiter._admission._preempt_for(
+        scheduler, scheduler.requests["new"], missing, 0.0, NextStep()
+    )
+    assert fits
+    assert num_preempted_for_room(driver) == missing
 
 
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):

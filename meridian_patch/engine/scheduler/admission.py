@@ -199,16 +199,18 @@ class Admission:
         """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
 
         A preemption may also free a LoRA adapter, so that another waiting request comes first. Then
-        room is made for that request, or for none.
+        room is made for that request, or for none. Where blocks are free some steps after the
+        preemption only, what running requests take until then is missing, too.
 
         Returns:
             Whether the request that comes first fits now.
         """
+        at_once = sum(taken_blocks(scheduler, step).values())
         taken = taken_blocks(scheduler, step, num_steps_until_freed(scheduler))
         for _ in range(2):
-            missing += sum(taken.values())
-            if missing <= 0:
+            if missing + at_once <= 0:
                 return True
+            missing += sum(taken.values())
             chosen = self._choose(scheduler, newcomer, missing, taken)
             if not chosen:
                 return False

@@ -124,12 +124,11 @@ def num_steps_until_freed(scheduler: Any) -> int:
     """Steps to be scheduled before the blocks of a request preempted now are free; mostly 0.
 
     Load-bearing: a connector may fill blocks while a step still writes them. With batches in
-    flight, upstream frees them when the steps scheduled before the preemption have ended, and one
-    ends per step that is scheduled.
+    flight, upstream frees them when the steps scheduled before the preemption have ended. While so
+    many batches as may be are in flight, one ends per step that is scheduled; before, none does.
     """
-    if not scheduler.defer_block_free:
-        return 0
-    return int(scheduler.sched_step_seq - scheduler.processed_step_seq)
+    is_late = scheduler.defer_block_free and scheduler.sched_step_seq > scheduler.processed_step_seq
+    return int(scheduler.vllm_config.max_concurrent_batches - 1) if is_late else 0
 
 
 def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> dict[str, int]:
@@ -147,6 +146,8 @@ def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> dict[str
     managers = manager.coordinator.single_type_managers
     groups = [(group.block_size, group.req_to_blocks) for group in managers]
     chunks = _chunks(scheduler)
+    # Tokens that a prompt which ends in the first step decodes in the later ones.
+    after = num_later * int(1 + scheduler.num_spec_tokens)
     left = max(_prefill_tokens(scheduler, step), 0) * (1 + num_later)
     most, lookahead = scheduler.max_model_len, scheduler.num_lookahead_tokens
     taken = {}
@@ -156,10 +157,9 @@ def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> dict[str
         if chunk is None:
             tokens = _decode_tokens(scheduler, request, num_later)
         else:
-            last = num_later * (1 + scheduler.num_spec_tokens)
-            known = request.num_tokens - computed
-            tokens = min(chunk * (1 + num_later), known + last, left)
-            left -= tokens
+            known = min(chunk * (1 + num_later), request.num_tokens - computed, left)
+            left -= known
+            tokens = known + after if known else 0
         if tokens <= 0:
             continue
         end = min(computed + tokens, most)
@@ -184,13 +184,23 @@ def _decode_tokens(scheduler: Any, request: Any, num_later: int) -> int:
     """Upper bound of the tokens that a decoding request gets in a step and so many later ones."""
     known = request.num_tokens_with_spec + request.num_output_placeholders
     tokens = int(known - request.num_computed_tokens)
+    stride = _decode_stride(scheduler)
+    rounds = num_later // stride
     # Load-bearing: with pipeline parallelism a request decodes in one of several steps.
     if tokens <= 0 or request.next_decode_eligible_step > scheduler.current_step + 1:
-        if not num_later:
-            return 0
-        tokens, num_later = 0, num_later + scheduler.parallel_config.pipeline_parallel_size - 1
-    rounds = num_later // scheduler.parallel_config.pipeline_parallel_size
+        tokens, rounds = 0, -(-num_later // stride)
     return tokens + rounds * int(1 + scheduler.num_spec_tokens)
+
+
+def _decode_stride(scheduler: Any) -> int:
+    """Of so many steps a request that decodes is in one.
+
+    Load-bearing: asynchronous scheduling staggers decodes for model runner V2 alone. Synchronous
+    scheduling waits for a token before it schedules the request again.
+    """
+    if not hasattr(scheduler, "decode_stagger"):
+        return int(scheduler.parallel_config.pipeline_parallel_size)
+    return int(scheduler.decode_stagger) if scheduler.use_v2_model_runner else 1
 
 
 def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
