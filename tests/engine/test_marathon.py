@@ -12,10 +12,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 @pytest.mark.timeout(1200)
 def test_ten_minutes_of_faults(tmp_path):
-    """No canary differs, only a killed router fails requests, and the service recovers soon.
+    """All demands but that on memory are met, and only a killed router fails requests.
 
-    What share of requests a killed router fails is up to how many end in its window, and so to the
-    machine's cores.
+    How soon memory is flat, and so whether it grows, is up to the machine's cores.
     """
     command = [sys.executable, "-P", "-m", "meridian_patch.bench.marathon.command"]
     command += [
@@ -43,8 +42,7 @@ def test_ten_minutes_of_faults(tmp_path):
     }
     assert report["outcomes"]["ok"] > 300
     unmet = {check["name"] for check in report["checks"] if not check["is_met"]}
-    of_the_machine = {"errors within each window", "growth of an EngineCore's memory"}
-    assert unmet <= of_the_machine, report["checks"]
+    assert unmet <= {"growth of an EngineCore's memory"}, report["checks"]
     for fault in report["faults"]:
         if fault["fault"]["kind"] != "router":
             assert fault["errors"] <= 0.1 * fault["requests"], fault

@@ -22,9 +22,11 @@ from meridian_patch.errors import BenchError
 MODEL: Final = "tiny-reasoner"
 ROLES: Final[tuple[Role, ...]] = ("think", "answer")
 _BIN: Final = Path(sys.executable).parent
+SEATS: Final = 64
+"""Requests that an engine runs at once."""
 _OPTIONS: Final = (
     *("--served-model-name", MODEL, "--dtype", "float32", "--block-size", "32"),
-    *("--max-model-len", "1024", "--num-gpu-blocks-override", "513", "--max-num-seqs", "64"),
+    *("--max-model-len", "1024", "--num-gpu-blocks-override", "513", "--max-num-seqs", str(SEATS)),
     *("--enforce-eager", "--gpu-memory-utilization", "0.2", "--reasoning-parser", "qwen3"),
     "--disable-uvicorn-access-log",
 )

@@ -11,7 +11,7 @@ from typing import Final
 import aiohttp
 
 from meridian_patch.bench.marathon.faults import Fault
-from meridian_patch.bench.marathon.fleet import MODEL, Fleet
+from meridian_patch.bench.marathon.fleet import MODEL, SEATS, Fleet
 from meridian_patch.bench.marathon.inject import Injector
 from meridian_patch.bench.marathon.load import Canary, Load, know
 from meridian_patch.bench.marathon.logs import read_logs
@@ -24,7 +24,6 @@ _SAY_EVERY_S: Final = 15.0
 _NUM_CANARIES: Final = 24
 _NUM_QUESTIONS: Final = 400
 _CANARIES_AT_A_TIME: Final = 4
-_NUM_WARM_UP: Final = 40
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         say("asking one engine for the canaries' tokens")
         canaries = await _canaries(fleet, settings.seed)
         questions = [each.question for each in make_problems(_NUM_QUESTIONS, settings.seed + 1)]
-        say("letting each engine serve alone")
-        warm_up = WarmUp(MODEL, questions[:_NUM_WARM_UP], settings.concurrency * 3 // 2)
+        say("letting each engine serve alone, in all its seats")
+        warm_up = WarmUp(MODEL, SEATS, settings.seed + 2)
         for role, engine in fleet.engines.items():
             await warm_up.warm(role, engine, lambda: 0.0)
         load = Load(

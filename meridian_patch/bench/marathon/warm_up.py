@@ -1,17 +1,23 @@
-"""Lets an engine serve alone before its memory counts.
+"""Lets an engine serve alone, in all its seats, before its memory counts.
 
-An engine that has only answered grows when it thinks for the first time, because the other engine
-was killed: by code that it had not used, and blocks that it had not written.
+An engine grows until it has used all its code, its widest batch and every block of its KV pool. One
+that has only answered grows when it thinks for the first time, because the other one was killed.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
 from meridian_patch.bench.marathon.faults import Role
 from meridian_patch.bench.marathon.load import know
 from meridian_patch.bench.marathon.processes import Supervised
+from meridian_patch.demo.problems import make_problems
 from meridian_patch.errors import BenchError
+
+_ROUNDS: Final = 2
+# Characters, which are tokens of the tiny reasoner, before one question in four.
+_LONG: Final = 700
 
 
 class WarmUp:
@@ -19,18 +25,21 @@ class WarmUp:
 
     Args:
         model: served name.
-        questions: to ask.
-        at_a_time: as many as the load has.
+        seats: requests that an engine runs at once; it gets so many at a time, twice.
+        seed: of the questions.
 
     Attributes:
         warmed: when each EngineCore had answered all, by ``ROLE-PID``, in seconds of load; 0 before
             the load began.
     """
 
-    def __init__(self, model: str, questions: Sequence[str], at_a_time: int) -> None:
+    def __init__(self, model: str, seats: int, seed: int) -> None:
         self._model = model
-        self._questions = questions
-        self._places = asyncio.Semaphore(at_a_time)
+        self._questions = [
+            problem.question if number % 4 else _preface(number) + problem.question
+            for number, problem in enumerate(make_problems(_ROUNDS * seats, seed))
+        ]
+        self._places = asyncio.Semaphore(seats)
         self._tasks: list[asyncio.Task[None]] = []
         self.warmed: dict[str, float] = {}
 
@@ -63,3 +72,8 @@ class WarmUp:
     async def _ask(self, url: str, question: str) -> None:
         async with self._places:
             await know(url, self._model, question)
+
+
+def _preface(number: int) -> str:
+    """A long text that no other prompt begins with."""
+    return (f"{number} " * _LONG)[:_LONG]
