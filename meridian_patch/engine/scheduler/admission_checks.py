@@ -198,9 +198,10 @@ def _decode_stride(scheduler: Any) -> int:
     Load-bearing: asynchronous scheduling staggers decodes for model runner V2 alone. Synchronous
     scheduling waits for a token before it schedules the request again.
     """
-    if not hasattr(scheduler, "decode_stagger"):
+    stagger = getattr(scheduler, "decode_stagger", None)
+    if stagger is None:
         return int(scheduler.parallel_config.pipeline_parallel_size)
-    return int(scheduler.decode_stagger) if scheduler.use_v2_model_runner else 1
+    return int(stagger) if scheduler.use_v2_model_runner else 1
 
 
 def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:
