@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -14,7 +14,7 @@ from meridian_patch.router.engine import BROKEN, Engine
 Json = dict[str, Any]
 Reply = TypeVar("Reply")
 
-_DONE: Final = "[DONE]"
+_DONE: Final = b"[DONE]"
 _CONNECT_S: Final = 5.0
 # What a server says that cannot serve any request now.
 _DOWN: Final = frozenset(
@@ -100,7 +100,7 @@ class EngineClient:
             try:
                 content = await reply.aread()
                 engine.heard()
-                return dict(json.loads(content))
+                return _object(content)
             except (httpx.HTTPError, ValueError) as error:
                 raise EngineFailed(f"{type(error).__name__} in its response") from error
 
@@ -115,15 +115,16 @@ class EngineClient:
         """
         async with self._open(engine, path, body, headers) as reply:
             try:
-                async for line in reply.aiter_lines():
-                    text = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or not text:
-                        continue
-                    if text == _DONE:
-                        return
-                    engine.heard()
-                    yield _chunk(text)
-            except (httpx.HTTPError, ValueError) as error:
+                async with aclosing(_lines(reply)) as lines:
+                    async for line in lines:
+                        text = line.removeprefix(b"data:").strip()
+                        if not line.startswith(b"data:") or not text:
+                            continue
+                        if text == _DONE:
+                            return
+                        engine.heard()
+                        yield _chunk(text)
+            except httpx.HTTPError as error:
                 raise EngineFailed(f"{type(error).__name__} in its stream") from error
         raise EngineFailed("its stream ended without [DONE]")
 
@@ -156,12 +157,36 @@ class EngineClient:
             engine.num_requests -= 1
 
 
-def _chunk(text: str) -> Json:
-    chunk = json.loads(text)
+async def _lines(reply: httpx.Response) -> AsyncGenerator[bytes]:
+    """The lines of a stream, without their ends.
+
+    Not the client's own: it also cuts at U+2028 and others, which vLLM writes within its JSON.
+    """
+    rest = b""
+    async for part in reply.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    yield rest
+
+
+def _object(content: bytes) -> Json:
+    found = json.loads(content.decode())
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - one error for all that it can be
+    return found
+
+
+def _chunk(text: bytes) -> Json:
+    try:
+        chunk = _object(text)
+    except ValueError as reason:
+        # Its stream goes on, so the engine may still serve others.
+        raise EngineFailed(f"an event is no JSON object: {reason}", is_down=False) from reason
     if "error" not in chunk:
-        return dict(chunk)
+        return chunk
     error = chunk["error"]
     code = error.get("code") if isinstance(error, dict) else None
     if isinstance(code, int) and code < HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise EngineRefused(code, text.encode())
+        raise EngineRefused(code, text)
     raise EngineFailed(f"error {code} in its stream", is_down=False)
