@@ -32,6 +32,7 @@ PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 """Endpoints whose requests may be handed off; all others are passed to one engine."""
 
 RETRY_AFTER_S: Final = 1
+_LATER: Final = {"Retry-After": str(RETRY_AFTER_S)}
 
 _GONE_POLL_S: Final = 0.5
 # What servers note for a client that closed its connection; no client reads it.
@@ -107,7 +108,9 @@ class Router:
         except _BodyError as error:
             return _error(HTTPStatus.BAD_REQUEST, str(error))
         except EngineRefused as refusal:
-            return Response(refusal.body, refusal.status, media_type="application/json")
+            is_busy = refusal.status == HTTPStatus.SERVICE_UNAVAILABLE
+            headers = _LATER if is_busy else None
+            return Response(refusal.body, refusal.status, headers, "application/json")
         except NoEngine as error:
             return _unavailable(str(error))
         except ConfigError as error:
@@ -259,5 +262,4 @@ def _error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:
 
 
 def _unavailable(message: str) -> JSONResponse:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return _error(HTTPStatus.SERVICE_UNAVAILABLE, message, **headers)
+    return _error(HTTPStatus.SERVICE_UNAVAILABLE, message, **_LATER)

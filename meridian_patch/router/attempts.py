@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
 from meridian_patch.errors import MeridianError
@@ -60,6 +61,9 @@ class Attempts:
         # Of these, engines whose connection broke: they may be back.
         self._lost: set[Engine] = set()
         self._num_failures = 0
+        self._num_errors = 0
+        # The last engine's error, if each one that failed the request sent one.
+        self._refusal: EngineRefused | None = None
         self.may_move = can_be_handed_off(body)
 
     @property
@@ -83,19 +87,29 @@ class Attempts:
         If all have failed it, one whose connection broke may have another try once it is healthy.
 
         Raises:
+            EngineRefused: there is none, and all that were tried sent errors: the last one's.
             NoEngine: there is none.
         """
-        engine = self._choose(role)
+        engine = None if self._num_errors >= _MOST_FAILURES else self._choose(role)
         if engine is None and self._lost and self._num_failures < _MOST_FAILURES:
             engine = await self._choose_again(role)
+        if engine is None and self._refusal is not None:
+            raise self._refusal
         if engine is None:
             raise NoEngine("no healthy engine is left for this request")
         return engine
 
     def failed(self, engine: Engine, error: EngineFailed | EngineRefused) -> None:
         """Do not use this engine again for this request; if it is down, nor for others."""
+        refusal = error.refusal if isinstance(error, EngineFailed) else None
+        is_alike = self._num_failures == 0 or self._refusal is not None
+        self._refusal = refusal if is_alike else None
         self._failed.append(engine)
         self._num_failures += 1
+        if refusal is not None:
+            # What waits at an engine is not the request's fault; an error there may be.
+            self._num_errors += refusal.status != HTTPStatus.SERVICE_UNAVAILABLE
+            self._pool.check_soon(engine)
         if isinstance(error, EngineFailed) and error.is_down:
             self._lost.add(engine)
             self._pool.suspect(engine, str(error))

@@ -16,22 +16,11 @@ Reply = TypeVar("Reply")
 
 _DONE: Final = b"[DONE]"
 _CONNECT_S: Final = 5.0
-# What a server says that cannot serve any request now.
-_DOWN: Final = frozenset(
-    (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-)
-
-
-class EngineFailed(Exception):  # noqa: N818 - the name is what happened
-    """An engine did not answer, broke off, or reported an error of its own.
-
-    Attributes:
-        is_down: whether it would fail other requests, too.
-    """
-
-    def __init__(self, message: str, *, is_down: bool = True) -> None:
-        super().__init__(message)
-        self.is_down = is_down
+# What a proxy says whose server cannot serve any request now.
+_DOWN: Final = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT))
+# What vLLM says when its EngineCore has died, and when too much waits there for this request. Its
+# health check tells whether it can serve others.
+_MAY_BE_DOWN: Final = frozenset((HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE))
 
 
 class EngineRefused(Exception):  # noqa: N818 - the name is what happened
@@ -46,6 +35,22 @@ class EngineRefused(Exception):  # noqa: N818 - the name is what happened
         super().__init__(f"HTTP {status}")
         self.status = status
         self.body = body
+
+
+class EngineFailed(Exception):  # noqa: N818 - the name is what happened
+    """An engine did not answer, broke off, or reported an error of its own.
+
+    Attributes:
+        is_down: whether it would fail other requests, too.
+        refusal: its error, for the client if all engines fail alike; None if it sent none.
+    """
+
+    def __init__(
+        self, message: str, *, is_down: bool = True, refusal: EngineRefused | None = None
+    ) -> None:
+        super().__init__(message)
+        self.is_down = is_down
+        self.refusal = refusal
 
 
 async def within(
@@ -149,12 +154,22 @@ class EngineClient:
                 if reply.status_code in _DOWN:
                     raise EngineFailed(f"HTTP {reply.status_code}")
                 if reply.status_code >= HTTPStatus.BAD_REQUEST:
-                    raise EngineRefused(reply.status_code, await reply.aread())
+                    raise await _error_of(reply)
                 yield reply
             finally:
                 await reply.aclose()
         finally:
             engine.num_requests -= 1
+
+
+async def _error_of(reply: httpx.Response) -> EngineFailed | EngineRefused:
+    try:
+        refusal = EngineRefused(reply.status_code, await reply.aread())
+    except httpx.HTTPError as error:
+        return EngineFailed(f"{type(error).__name__} in its response")
+    if refusal.status in _MAY_BE_DOWN:
+        return EngineFailed(f"HTTP {refusal.status}", is_down=False, refusal=refusal)
+    return refusal
 
 
 async def _lines(reply: httpx.Response) -> AsyncGenerator[bytes]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -18,6 +19,8 @@ POLL_S: Final = 1.0
 """Seconds between two health checks of an engine."""
 
 _POLL_TIMEOUT_S: Final = 5.0
+# Between two checks of an engine that says with each reply that it cannot serve it.
+_RECHECK_S: Final = 0.2
 
 
 class Pool:
@@ -38,6 +41,7 @@ class Pool:
         self.engines = tuple(engines)
         self._client = client
         self._hung = HungWatch(self.engines, client, hung_after_s)
+        self._checked_at: dict[Engine, float] = {}
 
     def choose(self, role: Role, without: Iterable[Engine] = ()) -> Engine | None:
         """The healthy engine of this role with the least load; None if there is none.
@@ -66,6 +70,14 @@ class Pool:
             engine.check_now.set()
         self.take_out(engine, why)
 
+    def check_soon(self, engine: Engine) -> None:
+        """Check an engine that reported an error at once, unless it was checked just now.
+
+        Its check tells whether it is down; until then it may have other requests.
+        """
+        if time.monotonic() - self._checked_at.get(engine, 0.0) >= _RECHECK_S:
+            engine.check_now.set()
+
     async def check_all(self) -> None:
         """Check every engine once."""
         await asyncio.gather(*(self._check(engine) for engine in self.engines))
@@ -91,6 +103,7 @@ class Pool:
                 logger.exception("the check of engine %s failed", engine.url)
 
     async def _check(self, engine: Engine) -> None:
+        self._checked_at[engine] = time.monotonic()
         try:
             reply = await self._client.get(f"{engine.url}/health", timeout=_POLL_TIMEOUT_S)
             reply.raise_for_status()
