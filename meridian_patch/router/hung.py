@@ -58,12 +58,15 @@ class HungWatch:
         if verdict == "ask":
             return False
         others = any(each.is_healthy for each in self._engines if each is not engine)
-        if not engine.silence.is_hung and others:
-            logger.warning(
-                "engine %s hangs: requests wait, and for %g s it sent no byte and reported no step",
-                engine.url,
-                self._limit_s,
-            )
+        if others:
+            if not engine.silence.is_hung:
+                logger.warning(
+                    "engine %s hangs: requests wait, and for %g s it sent no byte and reported no "
+                    "step",
+                    engine.url,
+                    self._limit_s,
+                )
+            # Each time: a request whose client was slow to read may begin to wait only now.
             engine.hangs()
         return engine.silence.is_hung
 
