@@ -29,7 +29,7 @@ class Engine:
         is_healthy: whether it answered its last health check, does not hang, and no connection
             failed since.
         num_requests: requests that the router has there now.
-        load: its own phase-weighted load at the last check; 0 if it reports none.
+        load: its own phase-weighted load when last read; 0 if it reports none.
         silence: since when it has shown no sign of life.
         check_now: set to check it without delay.
     """
@@ -78,10 +78,17 @@ class Engine:
         """Note a byte that its EngineCore caused."""
         self.silence.heard(_now(), is_waiting=self.is_waited_for)
 
-    def passed(self, load: float) -> None:
-        """Note a check that succeeded."""
+    def passed(self, load: float | None) -> None:
+        """Note a check that succeeded.
+
+        Args:
+            load: that the engine reports; None keeps the last one, so that the router's own
+                requests count since then, or from the first one if there never was any.
+        """
         self._failed_checks = 0
-        self.is_healthy, self.load, self._num_at_check = True, load, self.num_requests
+        self.is_healthy = True
+        if load is not None:
+            self.load, self._num_at_check = load, self.num_requests
 
     def failed(self) -> None:
         """Note a check that failed; after some in a row, give up what waits for the engine."""

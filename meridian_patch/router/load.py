@@ -30,8 +30,10 @@ _STEPS: Final = re.compile(
 _ANSWERS: Final = 'phase="answer"'
 
 
-def load_from(page: str) -> float:
+def load_from(page: str) -> float | None:
     """Requests that run or wait on an engine, of all its ranks; those that answer count more.
+
+    None if the page has no sample of them: what is not known is no reason to send more there.
 
     Args:
         page: the text of its ``/metrics``.
@@ -39,9 +41,10 @@ def load_from(page: str) -> float:
     Raises:
         ValueError: a value is no number.
     """
-    load = 0.0
+    load = None
     for sample in _SAMPLE.finditer(page):
         value = float(sample["value"])
+        load = load or 0.0
         if sample["name"] != "meridian_requests":
             load += value
         elif _ANSWERS in (sample["labels"] or ""):

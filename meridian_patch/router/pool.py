@@ -116,7 +116,7 @@ class Pool:
         with suppress(*BROKEN):
             reply = await self._client.get(f"{engine.url}/metrics", timeout=_POLL_TIMEOUT_S)
             page = reply.text
-        load = 0.0
+        load = None
         with suppress(ValueError):
             load = load_from(page)
         if self._hung.is_hung(engine, progress_from(page)):
