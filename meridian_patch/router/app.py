@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx
 from starlette.applications import Starlette
@@ -19,7 +20,13 @@ from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import cleaned
 from meridian_patch.router.attempts import NoEngine, Services
 from meridian_patch.router.engine import BROKEN, Engine
-from meridian_patch.router.engine_client import EngineClient, EngineRefused
+from meridian_patch.router.engine_client import (
+    TIMEOUT,
+    EngineClient,
+    EngineFailed,
+    EngineRefused,
+    within,
+)
 from meridian_patch.router.hung import HUNG_AFTER_S
 from meridian_patch.router.metrics import Metrics
 from meridian_patch.router.pool import Pool
@@ -130,23 +137,26 @@ class Router:
         engine = self._any_engine()
         if engine is None:
             return _unavailable("no healthy engine is left for this request")
+        try:
+            url = _url_at(engine, request)
+        except (httpx.InvalidURL, ValueError) as error:
+            return _error(HTTPStatus.BAD_REQUEST, f"the request's address is invalid: {error}")
         outgoing = self._http.build_request(
             request.method,
-            f"{engine.url}{request.url.path}",
-            params=request.query_params,
+            url,
             content=_passed_on(await request.body()),
             headers=_headers(request),
-            timeout=None,
+            timeout=TIMEOUT,
         )
         return await _unless_gone(request, self._passed(engine, outgoing))
 
     async def _passed(self, engine: Engine, outgoing: httpx.Request) -> Response:
         engine.num_requests += 1
         try:
-            reply = await self._http.send(outgoing, stream=True)
+            reply = await within(engine, self._http.send(outgoing, stream=True), may_leave=False)
         except BaseException as error:
             engine.num_requests -= 1
-            if not isinstance(error, BROKEN):
+            if not isinstance(error, (*BROKEN, EngineFailed)):
                 raise
             self.pool.suspect(engine, type(error).__name__)
             return _unavailable(f"the engine failed: {type(error).__name__}")
@@ -156,7 +166,21 @@ class Router:
             await reply.aclose()
 
         headers = {k: v for k, v in reply.headers.items() if k.lower() not in _OWN_HEADERS}
-        return _Held(_body_of(reply), release, reply.status_code, headers)
+        return _Held(self._body_of(engine, reply), release, reply.status_code, headers)
+
+    async def _body_of(self, engine: Engine, reply: httpx.Response) -> AsyncIterator[bytes]:
+        """Its parts; an error breaks the client's connection, so that half is not taken for all."""
+        parts = reply.aiter_bytes()
+        try:
+            while True:
+                try:
+                    part = await within(engine, anext(parts), may_leave=False)
+                except StopAsyncIteration:
+                    return
+                yield part
+        except (*BROKEN, EngineFailed) as error:
+            self.pool.suspect(engine, f"{type(error).__name__} in its response")
+            raise
 
     def _any_engine(self) -> Engine | None:
         """An engine that thinks, or else one that answers, which serves all that a client asks."""
@@ -246,10 +270,12 @@ async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[by
         yield b"data: " + refusal.body.replace(b"\n", b" ") + b"\n\n"
 
 
-async def _body_of(reply: httpx.Response) -> AsyncIterator[bytes]:
-    with suppress(httpx.HTTPError):
-        async for part in reply.aiter_bytes():
-            yield part
+def _url_at(engine: Engine, request: Request) -> httpx.URL:
+    """The request's address at an engine: path and query as the client wrote them."""
+    target = request.scope.get("raw_path") or quote(request.url.path).encode()
+    query = request.scope["query_string"]
+    target += b"?" + query if query else b""
+    return httpx.URL(engine.url).copy_with(raw_path=target)
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -15,7 +15,9 @@ Json = dict[str, Any]
 Reply = TypeVar("Reply")
 
 _DONE: Final = b"[DONE]"
-_CONNECT_S: Final = 5.0
+TIMEOUT: Final = httpx.Timeout(None, connect=5.0)
+"""Of requests to engines: one that is connected is given up by its health checks alone."""
+
 # What a proxy says whose server cannot serve any request now.
 _DOWN: Final = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT))
 # What vLLM says when its EngineCore has died, and when too much waits there for this request. Its
@@ -142,7 +144,7 @@ class EngineClient:
             f"{engine.url}{path}",
             content=json.dumps(body, separators=(",", ":")).encode(),
             headers={**headers, "content-type": "application/json"},
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            timeout=TIMEOUT,
         )
         engine.num_requests += 1
         try:
