@@ -4,7 +4,15 @@ import functools
 
 import pytest
 from exit_driver import EAGER
-from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config
+from scheduler_driver import (
+    BLOCK_SIZE,
+    THINK_END,
+    TURN_END,
+    WORD,
+    Driver,
+    Job,
+    engine_config,
+)
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -323,30 +331,85 @@ def test_an_answer_engine_must_compute_what_does_not_arrive(demo_model, is_async
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
 
+def drafted(driver, *drafts: int) -> list[int]:
+    """Let these tokens be accepted with the boundary; the list of all that the client gets."""
+    request, told = driver.scheduler.requests["r"], []
+    deliver, update = (
+        driver.scheduler._update_request_with_output,
+        driver.scheduler.update_from_output,
+    )
+    left = [*drafts]
+
+    def with_drafts(of, token_ids, *args, **kwargs):
+        if THINK_END in token_ids and left:
+            token_ids = [*token_ids, *left]
+            request.num_computed_tokens += len(left)
+            left.clear()
+        return deliver(of, token_ids, *args, **kwargs)
+
+    def watched(*args, **kwargs):
+        results = update(*args, **kwargs)
+        for client in results.values():
+            told.extend(token for output in client.outputs for token in output.new_token_ids)
+        return results
+
+    driver.scheduler._update_request_with_output = with_drafts
+    driver.scheduler.update_from_output = watched
+    return told
+
+
 def test_drafts_behind_the_boundary_are_taken_back(demo_model, role):
     """The answer engine samples them again, from its own grammar's and parser's beginning."""
     driver = driver_of(demo_model, False)
-    part = driver.scheduler._think_part
     driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=30), OFFERED)
-    request = driver.scheduler.requests["r"]
-    deliver, appended = driver.scheduler._update_request_with_output, []
-
-    def with_drafts(of, token_ids, *args, **kwargs):
-        if THINK_END in token_ids and not appended:
-            # As a verified draft: two tokens of the answer with the boundary.
-            appended.append(True)
-            token_ids = [*token_ids, WORD, WORD]
-            request.num_computed_tokens += 2
-        return deliver(of, token_ids, *args, **kwargs)
-
-    driver.scheduler._update_request_with_output = with_drafts
+    told = drafted(driver, WORD, WORD)
     driver.drain()
-    assert appended
-    assert not part._moves
+    assert not driver.scheduler._think_part._moves
+    assert told == [*[WORD] * 60, THINK_END]
     output = driver.ended["r"]
-    assert len(driver.deliveries["r"]) == 61
-    assert output.kv_transfer_params[PROMPT_IDS] == [*PROMPT, *[WORD] * 60, THINK_END]
+    assert output.kv_transfer_params[PROMPT_IDS] == [*PROMPT, *told]
     assert output.kv_transfer_params["remote_num_tokens"] == 111
+
+
+def test_drafts_come_back_if_the_next_token_ends_the_request(demo_model, role):
+    """The whole answer was drafted: the request ends where it thought."""
+    driver = driver_of(demo_model, False)
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=2, opening=(70, 71)), OFFERED)
+    told = drafted(driver, 70, 71)
+    driver.drain()
+    assert told == [*[WORD] * 60, THINK_END, 70, 71, TURN_END]
+    output = driver.ended["r"]
+    assert output.finish_reason == FinishReason.STOP
+    assert FACTS not in (output.kv_transfer_params or {})
+
+
+def test_drafts_come_back_if_the_part_is_switched_off(demo_model, role):
+    driver = driver_of(demo_model, False)
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=9, opening=(70, 71)), OFFERED)
+    told, part = drafted(driver, 70, 71), driver.scheduler._think_part
+    while not part._moves:
+        driver.step()
+    assert told[-1] == THINK_END
+    driver.scheduler._switch_off([part.name])
+    driver.drain()
+    assert told == [*[WORD] * 60, THINK_END, 70, 71, *[WORD] * 7, TURN_END]
+
+
+@pytest.mark.parametrize("is_off", (False, True), ids=("on", "switched off"))
+def test_drafts_of_an_aborted_request_are_nobodys(demo_model, role, is_off):
+    """Another request may have its name."""
+    driver = driver_of(demo_model, False)
+    driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=9, opening=(70, 71)), OFFERED)
+    told, part = drafted(driver, 70, 71), driver.scheduler._think_part
+    while not part._moves:
+        driver.step()
+    if is_off:
+        driver.scheduler._switch_off([part.name])
+    driver.abort("r")
+    told.clear()
+    driver.add(Job("r", PROMPT, think_tokens=None, answer_tokens=3))
+    driver.drain()
+    assert told == [WORD] * 3 + [TURN_END]
 
 
 def test_a_request_whose_blocks_the_connector_did_not_keep_leaves_too(driver):

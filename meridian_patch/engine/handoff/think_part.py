@@ -2,12 +2,13 @@
 
 The last token that an engine samples is never computed. So a request that is to be handed off
 goes on for one token after its boundary; that token is discarded, and the answer engine samples
-it again from the KV cache that it was sent.
+it again from the KV cache that it was sent. Drafts that were accepted behind the boundary are held
+back until it is known whether the request moves.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -30,6 +31,38 @@ class _Move:
     num_known: int
     # The request's own limit of new tokens.
     max_tokens: int
+    # Those behind the boundary, which the client has not got.
+    held_back: list[int] = field(default_factory=list)
+
+
+class HeldBack(SchedulerPart):
+    """Tokens that clients have not got of requests that do not move: their next outputs have them.
+
+    Args:
+        tokens: by request; none at first if empty.
+    """
+
+    name = counters.HANDOFF
+
+    def __init__(self, tokens: dict[str, list[int]]) -> None:
+        self._tokens = tokens
+
+    def keep(self, request_id: str, token_ids: list[int]) -> None:
+        """Put these tokens in front of the request's next output."""
+        self._tokens[request_id] = token_ids
+
+    def on_added(self, request: Any, options: RequestOptions) -> None:
+        # An aborted request has no next output, and its name may be used again.
+        self._tokens.pop(request.request_id, None)
+
+    def after_update(self, scheduler_output: Any, results: Any) -> None:
+        if not self._tokens:
+            return
+        for client in results.values():
+            for output in client.outputs:
+                first = self._tokens.pop(output.request_id, None)
+                if first:
+                    output.new_token_ids = [*first, *output.new_token_ids]
 
 
 class ThinkPart(SchedulerPart):
@@ -55,6 +88,7 @@ class ThinkPart(SchedulerPart):
         self._moved: set[str] = set()
         # Number of tokens behind the boundary that were accepted in the step being updated.
         self._surplus: dict[str, int] = {}
+        self._held_back = HeldBack({})
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
         params = request.kv_transfer_params
@@ -62,6 +96,7 @@ class ThinkPart(SchedulerPart):
             self._fabric.offer(request)
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
+        self._held_back.on_added(request, options)
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and can_move(request):
             self._offered.add(request.request_id)
@@ -92,6 +127,7 @@ class ThinkPart(SchedulerPart):
         self._offered.discard(request.request_id)
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
+        self._held_back.after_update(scheduler_output, results)
         if not self._surplus and not self._moved:
             return
         surplus, self._surplus = self._surplus, {}
@@ -103,9 +139,15 @@ class ThinkPart(SchedulerPart):
                     output.new_token_ids = []
                     output.new_logprobs = None
                     output.new_sampling_mask = None
-                elif surplus.get(output.request_id):
+                elif num_behind := surplus.get(output.request_id):
                     # Drafts accepted behind the boundary: the answer engine samples them, too.
-                    del output.new_token_ids[-surplus[output.request_id] :]
+                    self._moves[output.request_id].held_back = output.new_token_ids[-num_behind:]
+                    del output.new_token_ids[-num_behind:]
+
+    def stand_in(self) -> SchedulerPart:
+        for name, move in self._moves.items():
+            self._held_back.keep(name, move.held_back)
+        return self._held_back
 
     def on_switched_off(self) -> None:
         for move in self._moves.values():
@@ -142,6 +184,8 @@ class ThinkPart(SchedulerPart):
             # other they would keep for a reader.
             request.status = RequestStatus.FINISHED_ABORTED
             facts = None
+            if move is not None and status != RequestStatus.FINISHED_ABORTED:
+                self._held_back.keep(request.request_id, move.held_back)
         try:
             yield facts
         finally:
