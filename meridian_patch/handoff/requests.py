@@ -19,19 +19,30 @@ from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, Facts, facts
 Json = dict[str, Any]
 
 _TRANSFER: Final = "kv_transfer_params"
+# What only engines may tell each other: where to read from.
+_ENGINES_ONLY: Final = frozenset((_TRANSFER, "ec_transfer_params"))
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 # Their effect depends on tokens before the boundary, or they ask for what has been sent already.
-_FIRST_ONLY: Final = ("echo", "prompt_logprobs")
+# Truncation would cut the token ids that take the prompt's place.
+_FIRST_ONLY: Final = ("echo", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side")
+_TEXT_KEYS: Final = frozenset(("type", "text", "cache_control"))
+# vLLM's limit of a completion that has none.
+_COMPLETION_TOKENS: Final = 16
 _BUDGET: Final = "thinking_token_budget"
 _OUR_BUDGET: Final = "meridian_max_think_tokens"
 
 
 def cleaned(body: Mapping[str, Any]) -> Json:
     """The request without what only engines may tell each other."""
-    rest = {name: value for name, value in body.items() if name != _TRANSFER}
-    extra = rest.get("vllm_xargs")
-    if isinstance(extra, dict) and _TRANSFER in extra:
-        rest["vllm_xargs"] = {name: value for name, value in extra.items() if name != _TRANSFER}
+    rest = _without_tickets(body)
+    if isinstance(rest.get("vllm_xargs"), dict):
+        rest["vllm_xargs"] = _without_tickets(rest["vllm_xargs"])
+    sampling = rest.get("sampling_params")
+    if isinstance(sampling, dict) and isinstance(sampling.get("extra_args"), dict):
+        rest["sampling_params"] = {
+            **sampling,
+            "extra_args": _without_tickets(sampling["extra_args"]),
+        }
     return rest
 
 
@@ -39,11 +50,13 @@ def can_be_handed_off(body: Mapping[str, Any]) -> bool:
     """Whether another engine can generate the rest of this request from token ids."""
     if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
         return False
-    if any(body.get(name) for name in ("use_beam_search", "echo", "suffix")):
+    if any(body.get(name) for name in ("use_beam_search", "echo", "suffix", "prompt_embeds")):
         return False
-    if "prompt" not in body:
-        return not _has_media(body.get("messages"))
-    prompt = body["prompt"]
+    if not all(_is_number(body.get(name)) for name in ("min_tokens", *_LIMITS)):
+        return False
+    if _is_chat(body):
+        return not _has_media(body["messages"])
+    prompt = body.get("prompt")
     is_one = isinstance(prompt, str) or (
         isinstance(prompt, list) and all(type(each) is int for each in prompt)
     )
@@ -83,21 +96,25 @@ def ingest(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> Json:
     """
     facts = Facts.model_validate(ticket[FACTS])
     after = _continued(body, ticket[PROMPT_IDS], facts.num_output_tokens)
-    for name in _LIMITS:
-        after.pop(name, None)
-    after["max_tokens"] = facts.max_tokens_left
+    after = _limited(after, facts.max_tokens_left)
     rest = {name: value for name, value in ticket.items() if name != PROMPT_IDS}
     after[_TRANSFER] = {**after.get(_TRANSFER, {}), **rest}
     return after
 
 
-def resume(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens: int) -> Json:
+def resume(
+    body: Mapping[str, Any],
+    token_ids: Sequence[int],
+    num_output_tokens: int,
+    num_tokens_left: int | None = None,
+) -> Json:
     """The request that computes all tokens again on any engine, and goes on from there.
 
     Args:
         body: as the client sent it.
         token_ids: the prompt and all tokens generated so far.
         num_output_tokens: how many of them were generated.
+        num_tokens_left: how many more may be, as a ticket has it; None without one.
     """
     after = _continued(body, token_ids, num_output_tokens)
     # Without effect once the thought is over: the prompt has its end.
@@ -107,32 +124,60 @@ def resume(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens:
     if isinstance(ours, dict) and type(ours.get(_OUR_BUDGET)) is int:
         left = max(ours[_OUR_BUDGET] - num_output_tokens, 1)
         after["vllm_xargs"] = {**ours, _OUR_BUDGET: left, "meridian_min_think_tokens": 0}
+    if num_tokens_left is not None:
+        return _limited(after, num_tokens_left)
+    if not _is_chat(body) and body.get("max_tokens") is None:
+        after["max_tokens"] = _COMPLETION_TOKENS
     for name in _LIMITS:
         if after.get(name) is not None:
-            after[name] = max(after[name] - num_output_tokens, 1)
+            after[name] = max(int(after[name]) - num_output_tokens, 1)
     return after
 
 
 def _continued(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens: int) -> Json:
     without = (*_FIRST_ONLY, _BUDGET)
     after = {name: value for name, value in body.items() if name not in without}
-    if "prompt" in body:
-        after["prompt"] = list(token_ids)
-    else:
+    if _is_chat(body):
         # Load-bearing: vLLM takes them for the prompt, and does not render the messages.
         after[_TRANSFER] = {PROMPT_IDS: list(token_ids)}
+    # Of a request with both, each endpoint ignores the other's.
+    if not _is_chat(body) or "prompt" in body:
+        after["prompt"] = list(token_ids)
     if after.get("min_tokens"):
-        after["min_tokens"] = max(after["min_tokens"] - num_output_tokens, 0)
+        after["min_tokens"] = max(int(after["min_tokens"]) - num_output_tokens, 0)
     return after
+
+
+def _limited(after: Json, num_tokens: int) -> Json:
+    rest = {name: value for name, value in after.items() if name not in _LIMITS}
+    return {**rest, "max_tokens": num_tokens}
+
+
+def _without_tickets(values: Mapping[str, Any]) -> Json:
+    return {name: value for name, value in values.items() if name not in _ENGINES_ONLY}
+
+
+def _is_chat(body: Mapping[str, Any]) -> bool:
+    return "messages" in body
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is left to the engine, or a number as vLLM takes it: a string may be one."""
+    try:
+        return value is None or int(value) is not None
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _has_media(messages: Any) -> bool:
     """Whether any message has parts other than text: their tokens cannot be sent as ids."""
     if not isinstance(messages, list):
         return False
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        parts = content if isinstance(content, list) else ()
-        if any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts):
-            return True
-    return False
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and not _is_text(part) for part in parts)
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    # vLLM knows media also by their keys, whatever the type.
+    return part.get("type", "text") == "text" and part.keys() <= _TEXT_KEYS

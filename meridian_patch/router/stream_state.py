@@ -31,10 +31,11 @@ class StreamState:
         options = body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         # As vLLM: without the reasoning there are no ids and no log-probabilities either.
-        self._shows_thought = body.get("include_reasoning", True) is not False
+        self._shows_thought = body.get("include_reasoning", True) not in (False, "0", "false")
         self._shows_ids = bool(body.get("return_token_ids")) and self._shows_thought
-        self._left = body["n"] if isinstance(body.get("n"), int) else 1
-        # Values that must not change within one stream: id, created, model.
+        # The engine refuses a number below 1.
+        self._left = max(body["n"], 1) if type(body.get("n")) is int else 1
+        # Values that must not change within one stream: id, object, created, model.
         self._constant: Json = {}
         self._usage: Json | None = None
         self._num_legs_counted = 0
@@ -68,6 +69,7 @@ class StreamState:
     def begin_again(self) -> None:
         """Forget tokens of which the client has no text: the request is sent from its beginning."""
         self.token_ids, self.num_output_tokens = [], 0
+        self._num_legs_counted = 0
 
     def continue_from(self, ticket: Mapping[str, Any]) -> None:
         """Take over the tokens of a ticket."""
@@ -82,7 +84,7 @@ class StreamState:
             is_last_of_leg: whether the request goes on at another engine after this chunk.
         """
         self._constant = self._constant or {
-            name: chunk[name] for name in ("id", "created", "model") if name in chunk
+            name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk
         }
         chunk.pop("kv_transfer_params", None)
         usage = chunk.pop("usage", None)
