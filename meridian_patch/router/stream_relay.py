@@ -1,17 +1,21 @@
 """Serves a streamed request: it thinks on one engine, answers on another, and survives a loss."""
 
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import has_grammar, ingest, resume, ticket_in
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
 from meridian_patch.router.engine import Engine, Role
 from meridian_patch.router.engine_client import EngineFailed, EngineRefused, within
 from meridian_patch.router.stream_state import StreamState
+
+logger = logging.getLogger("meridian.route")
 
 Json = dict[str, Any]
 
@@ -79,6 +83,15 @@ class StreamRelay:
             message = {"message": str(error), "type": "ServiceUnavailable", "code": 503}
             yield _event({"error": message})
             return
+        except EngineRefused:
+            raise
+        except Exception as error:
+            if not has_begun:
+                raise
+            logger.exception("a stream ended early: the router failed")
+            text = f"the router failed: {type(error).__name__}; its log says where"
+            yield _event({"error": {"message": text, "type": "InternalServerError", "code": 500}})
+            return
         yield DONE
 
     async def rest(self, ticket: Json) -> AsyncIterator[Json]:
@@ -115,7 +128,14 @@ class StreamRelay:
         """What the client gets of one leg."""
         async with aclosing(self._sent(engine, leg)) as chunks:
             async for chunk in chunks:
-                self._ticket = ticket_in(chunk) or self._ticket
+                try:
+                    self._ticket = ticket_in(chunk) or self._ticket
+                except ConfigError as error:
+                    # The client gets what else is in the chunk.
+                    shown = self._state.take(chunk, is_last_of_leg=True)
+                    if shown is not None:
+                        yield shown
+                    raise EngineFailed(str(error), is_down=False) from error
                 shown = self._state.take(chunk, is_last_of_leg=self._ticket is not None)
                 if shown is not None:
                     yield shown

@@ -429,7 +429,6 @@ def test_usage_counts_the_prompt_once_after_a_loss() -> None:
         b"[" * 100_000,
         b'{"n": {}, "prompt": 5}',
         b'{"stream": true, "n": 0}',
-        b'{"stream": true, "n": -1}',
         b'{"stream": true, "stream_options": "x"}',
         b'{"stream": true, "stream_options": [1]}',
     ),
