@@ -177,8 +177,7 @@ class StreamRelay:
         A ticket is of no use to a think engine: the blocks may be its own.
         """
         self._services.metrics.moved("answered_again")
-        state = self._state
-        return _Leg("answer", resume(self._body, state.token_ids, state.num_output_tokens))
+        return _Leg("answer", self._rest())
 
     def _resumed(self, leg: _Leg) -> _Leg:
         """The rest of the request, for another engine.
@@ -186,7 +185,7 @@ class StreamRelay:
         Raises:
             NoEngine: the client has a part that another engine cannot continue.
         """
-        state, body = self._state, self._body
+        state = self._state
         self._services.metrics.moved("resumed" if leg.ended_at is None else "answered_again")
         self._ticket = None
         role: Role = "answer" if state.is_answering else "think"
@@ -198,7 +197,16 @@ class StreamRelay:
                 "the engine was lost, and no other one can continue this request: a tool call, a "
                 "grammar, a stop string, several choices or media"
             )
-        return _Leg(role, resume(body, state.token_ids, state.num_output_tokens))
+        is_handed = leg.ended_at is not None and not state.is_answering
+        if is_handed or self._body.get("tools"):
+            # A stop string or a tool call that has begun: the tokens came, and their text did not.
+            state.forget_unshown()
+        return _Leg(role, self._rest())
+
+    def _rest(self) -> Json:
+        """The request for an engine that has none of its KV cache."""
+        state = self._state
+        return resume(self._body, state.token_ids, state.num_output_tokens, state.num_tokens_left)
 
     def _is_unseen(self, leg: _Leg) -> bool:
         """Whether the client has nothing of the request yet: it can be sent from its beginning."""

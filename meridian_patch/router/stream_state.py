@@ -8,6 +8,7 @@ from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
 Json = dict[str, Any]
 
 _THOUGHT = ("reasoning", "reasoning_content")
+_ANSWER = ("content", "tool_calls")
 
 
 class StreamState:
@@ -42,6 +43,10 @@ class StreamState:
         # How thinking ended, as the think engine told it.
         self._told: Json | None = None
         self._has_role = False
+        # Tokens at the last chunk that had text: a parser may hold back what the later ones say.
+        self._num_shown = 0
+        # Generated tokens that a ticket allows in all.
+        self._most_output_tokens: int | None = None
         self.token_ids: list[int] = []
         self.num_output_tokens = 0
         self.has_text = False
@@ -62,19 +67,34 @@ class StreamState:
         counts = {"prompt_tokens": prompt, "completion_tokens": self.num_output_tokens}
         return {**self._usage, **counts, "total_tokens": len(self.token_ids)}
 
+    @property
+    def num_tokens_left(self) -> int | None:
+        """How many more tokens may be generated, as a ticket had it; None without one."""
+        if self._most_output_tokens is None:
+            return None
+        return max(self._most_output_tokens - self.num_output_tokens, 1)
+
     def begin_leg(self) -> None:
         """Another engine goes on with the request."""
         self._num_legs_counted += 1
 
     def begin_again(self) -> None:
         """Forget tokens of which the client has no text: the request is sent from its beginning."""
-        self.token_ids, self.num_output_tokens = [], 0
+        self.token_ids, self.num_output_tokens, self._num_shown = [], 0, 0
         self._num_legs_counted = 0
 
     def continue_from(self, ticket: Mapping[str, Any]) -> None:
         """Take over the tokens of a ticket."""
         self.token_ids = list(ticket[PROMPT_IDS])
+        self._num_shown = len(self.token_ids)
         self.num_output_tokens = ticket[FACTS]["num_output_tokens"]
+        self._most_output_tokens = self.num_output_tokens + ticket[FACTS]["max_tokens_left"]
+
+    def forget_unshown(self) -> None:
+        """Forget the last tokens as far as the client has neither their text nor their ids."""
+        if not self._shows_ids:
+            self.num_output_tokens -= len(self.token_ids) - self._num_shown
+            del self.token_ids[self._num_shown :]
 
     def take(self, chunk: Json, *, is_last_of_leg: bool = False) -> Json | None:
         """The chunk for the client; None if the client gets nothing.
@@ -114,6 +134,7 @@ class StreamState:
         ids = holder.pop("prompt_token_ids", None)
         if ids and not self.token_ids:
             self.token_ids = list(ids)
+            self._num_shown = len(ids)
             if self._shows_ids:
                 holder["prompt_token_ids"] = ids
 
@@ -125,6 +146,8 @@ class StreamState:
         if not self._shows_ids:
             choice["token_ids"] = None
         delta = choice.get("delta", {})
+        if choice.get("text") or any(delta.get(name) for name in (*_THOUGHT, *_ANSWER)):
+            self._num_shown = len(self.token_ids)
         if not self._shows_thought:
             choice["logprobs"] = None
             for name in _THOUGHT:
