@@ -65,7 +65,7 @@ def test_pair_is_measured_and_reported(tmp_path):
     # Stock counts no phases, ours does: the arms are what they are called.
     assert data["arms"]["stock"]["by_seed"]["11"]["policy_fallbacks"] is None
     assert data["arms"]["latency"]["by_seed"]["11"]["policy_fallbacks"] == 0
-    assert data["over_stock"]["latency"]["tokens_per_s"]["mean"] > 0
+    assert data["over_stock"]["latency"]["tokens_per_s"]["value"] > 0
     for words in ("latency / stock", "TTFAT p95", "worst answer gap"):
         assert words in output
     assert (tmp_path / "report.html").exists()
@@ -129,7 +129,7 @@ def test_servers_anew_for_each_pair(tmp_path):
     output, _ = bench.communicate(timeout=300)
     assert bench.returncode == 0, output
     data = json.loads((tmp_path / "results.json").read_text())
-    assert data["over_stock"]["stock-again"]["tokens_per_s"]["mean"] > 0
+    assert data["over_stock"]["stock-again"]["tokens_per_s"]["value"] > 0
     started = {
         (name, seed): start_of(tmp_path / f"server-{name}-{seed}.log")
         for name in ("stock", "stock-again")

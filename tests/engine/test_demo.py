@@ -116,8 +116,9 @@ def test_table_and_report_are_shown(demo_run):
 
 @pytest.mark.nightly
 def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
-    """Without --rate, a share of what stock completes here, and the report says so."""
-    options = ("--arms", "noop", "--workload", "problems", "--requests", "20")
+    """With --rate auto, a share of what stock completes here, and the report says so."""
+    options = ("--arms", "noop", "--workload", "problems", "--requests", "20", "--rate", "auto")
+    options += ("--seeds", "1")
     demo = start_demo(tmp_path, demo_model, *options)
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
@@ -125,7 +126,7 @@ def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
     rate = float(re.search(r"([\d.]+) per second in bursts", said)[1])
     capacity = float(re.search(r"Stock completes ([\d.]+) per second here", said)[1])
     assert rate == pytest.approx(CAPACITY_SHARE * capacity, rel=0.01)
-    arrivals = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace-31.jsonl").open()]
+    arrivals = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace-51.jsonl").open()]
     assert 0.2 < len(arrivals) / rate / arrivals[-1] < 5
 
 

@@ -29,6 +29,7 @@ from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import (
     LEAST_CHANCE,
     ArmRun,
+    Ratio,
     SeedRun,
     Spread,
     chance_factor,
@@ -136,10 +137,10 @@ def test_stock_answer_preemptions_come_from_noop_and_say_so():
 
 
 def test_times_are_shown_in_milliseconds_with_range_and_ratio():
-    """The worst gap is the median over seeds, its range, and the median of the seeds' ratios."""
+    """The worst gap is the median over seeds, its range, and the ratio of the sums over seeds."""
     shown, ratio = cells("worst answer gap", three_arms())
     assert shown == ("1,750 (1,000..2,500)", "1,000 (1,000..1,000)", "100 (100..100)")
-    assert ratio == "0.07 (0.04..0.1)"
+    assert ratio == "0.06 (0.04..0.1)"
 
 
 def test_one_seed_shows_no_range():
@@ -317,18 +318,43 @@ def with_stock_again(*stalls_s: float) -> list[ArmRun]:
 
 
 def test_what_two_stock_servers_differ_by_is_chance():
-    """Sums of the higher over sums of the lower, or the mean of that by seed where it is larger.
+    """The far end of the interval of the one over the other, in either direction.
 
-    A tenth at least; none without a second server.
+    A twentieth at least; none without a second server.
     """
     arms = [summarise(run) for run in with_stock_again(2.0, 0.25)]
-    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx((2 / 1 + 1 / 0.25) / 2)
+    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx(1 / 0.25)
     assert chance_factor(arms, "accuracy") == LEAST_CHANCE
     arms = [summarise(run) for run in with_stock_again(1.0, 1.0, 4.0)]
-    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx(6 / 3)
+    assert chance_factor(arms, "answer_gap_max_s") == pytest.approx(4.0)
     arms = [summarise(run) for run in with_stock_again(0.2)]
     assert chance_factor(arms, "answer_stalls") == inf
     assert chance_factor([arms[0], arms[2]], "answer_gap_max_s") is None
+
+
+def test_a_figure_that_only_the_second_stock_server_has_is_all_chance():
+    """No ratio says by how much, so none of the others' shows anything."""
+    runs = with_stock_again(1.0)
+    runs[0].seeds[0].records.clear()
+    arms = [summarise(run) for run in runs]
+    assert chance_factor(arms, "answer_stalls") == inf
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "is_chance"),
+    [
+        (1.15, None, True),
+        (1.25, None, False),
+        (0.85, None, True),
+        (0.8, None, False),
+        (1.25, (0.98, 1.6), True),
+        (1.25, (1.02, 1.6), False),
+        (0.0, (0.0, 0.0), False),
+    ],
+)
+def test_a_ratio_within_chance_or_not_apart_from_1_shows_nothing(value, interval, is_chance):
+    """By the factor that two stock servers differ by, or by its own interval over seeds."""
+    assert Ratio({}, value, interval).is_chance(1.2) is is_chance
 
 
 @pytest.mark.usefixtures("undrawn")

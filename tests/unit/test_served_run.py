@@ -169,7 +169,7 @@ def test_an_arm_that_fails_leaves_the_others(serve, monkeypatch):
     assert "ample: the vLLM server ended" in printed
     assert StandIn.resets == ["stock", "patched", "patched", "stock"]
     assert data["arms"]["ample"]["error"] == "the vLLM server ended"
-    assert data["over_stock"]["patched"]["tokens_per_s"]["mean"] > 0
+    assert data["over_stock"]["patched"]["tokens_per_s"]["value"] > 0
     assert "prefix hits" not in printed
 
 

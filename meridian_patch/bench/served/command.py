@@ -47,10 +47,10 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
     serve.add_argument(
         "--trace", type=Path, help="JSON lines that every pair plays, in place of a drawn workload"
     )
-    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 56)")
+    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 16)")
     serve.add_argument(
         "--rate",
-        help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 5); auto: "
+        help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 200); auto: "
         "35 %% of what stock completes on this machine",
     )
     serve.add_argument(
@@ -86,7 +86,8 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--blocks",
-        help="KV pool of each server (tiny reasoner: 96, turns: 224; others: vLLM's choice)",
+        help="KV pool of each server (tiny reasoner: 96, turns: 224, mixed: 72; other models: "
+        "vLLM's choice)",
     )
     serve.add_argument(
         "--serve-args", default="", metavar="OPTIONS", help="vLLM's options, for every arm alike"

@@ -36,10 +36,10 @@ from meridian_patch.errors import BenchError
 FIRST_SEED = 11
 DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
-SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (112, 2048)}
-_REQUESTS = {"problems": "160", "turns": "96", "mixed": "56"}
-# Per second; of turns, conversations.
-_RATES = {"problems": "8", "turns": "0.7", "mixed": "5"}
+SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (72, 2048)}
+_REQUESTS = {"problems": "160", "turns": "96", "mixed": "16"}
+# Per second; of turns, conversations. Mixed ones come at once.
+_RATES = {"problems": "8", "turns": "0.7", "mixed": "200"}
 # Of conversations beside single problems: their prompts stay within the context.
 _MIXED_TURNS = (2, 3)
 _MIXED_HARD_SHARE = 0.5

@@ -37,7 +37,7 @@ from meridian_patch.bench.served.summary import (
     summarise,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PAGE_NAME, DATA_NAME, PICTURE_NAME = "report.html", "results.json", "answers.png"
 WORST_GAP = "answer_gap_max_s"
 HEADLINES = (
@@ -54,8 +54,8 @@ BORROWED_NOTE = (
     "preemptions, but not in which phase the victim was"
 )
 CHANCE_NOTE = (
-    "by chance: how far two stock servers were apart, a tenth at least; a ratio within it shows "
-    "nothing"
+    "by chance: how far two stock servers may be apart, a twentieth at least; a ratio within it, "
+    "or whose own interval holds 1, shows nothing"
 )
 _BORROWED = ("answer_preemptions", "think_preemptions")
 # Values are kept in seconds and shares.
@@ -297,11 +297,11 @@ def build_rows(arms: Sequence[ArmSummary]) -> list[FigureRow]:
     by_chance = (_ABSENT,) if is_played_twice(arms) else ()
     misses = [misses_over_stock(arms, name) for name in compared]
     if any(misses):
-        cells = tuple(_mean_cell(ratio, 1.0) for ratio in misses)
+        cells = tuple(_ratio_cell(ratio, 1.0) for ratio in misses)
         label = "avoidable misses, stock = 1"
         rows.insert(1, FigureRow("avoidable_misses", label, none, by_chance + cells))
     if compared:
-        harm = tuple(_mean_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
+        harm = tuple(_ratio_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
         rows.append(FigureRow("harm_p99", "harm p99 in TTFAT, %", none, by_chance + harm))
     return rows
 
@@ -318,9 +318,9 @@ def _ratio_cells(arms: Sequence[ArmSummary], name: str) -> tuple[Cell, ...]:
     factor = chance_factor(arms, name)
     ratios = [ratio_to_stock(arms, arm, name) for arm in compared_arms(arms)]
     if factor is None:
-        return tuple(_mean_cell(ratio, 1.0) for ratio in ratios)
+        return tuple(_ratio_cell(ratio, 1.0) for ratio in ratios)
     spread = "any" if isinf(factor) else f"{_number(1 / factor)}..{_number(factor)}"
-    return (Cell(spread), *(_mean_cell(ratio, 1.0, factor) for ratio in ratios))
+    return (Cell(spread), *(_ratio_cell(ratio, 1.0, factor) for ratio in ratios))
 
 
 def table_title(arms: Sequence[ArmSummary]) -> str:
@@ -328,7 +328,7 @@ def table_title(arms: Sequence[ArmSummary]) -> str:
     seeds = max((len(arm.seeds) for arm in arms), default=0)
     if seeds <= 1:
         return ""
-    ratio = "; ratio: mean of the pairs' ratios, 95 % bootstrap interval"
+    ratio = "; ratio: of the sums over seeds, 95 % bootstrap interval"
     return f", {seeds} seeds: median, lowest..highest{ratio if compared_arms(arms) else ''}"
 
 
@@ -403,13 +403,13 @@ def _arm_cell(kind: FigureKind, arm: ArmSummary, noop: ArmSummary | None) -> Cel
     return _spread_cell(spread, _SCALES.get(kind.unit, 1.0))
 
 
-def _mean_cell(ratio: Ratio | None, scale: float, chance: float = 0.0) -> Cell:
-    """A mean and its interval; ``chance``: a factor, and a ratio within it shows nothing."""
+def _ratio_cell(ratio: Ratio | None, scale: float, chance: float = 0.0) -> Cell:
+    """A ratio and its interval; ``chance``: a factor by which it may differ from 1 by chance."""
     if ratio is None:
         return _ABSENT
     span = "..".join(_number(end * scale) for end in ratio.interval or ())
-    is_chance = chance > 0 and 1 / chance <= ratio.mean <= chance
-    return Cell(_number(ratio.mean * scale), span, is_chance=is_chance)
+    is_chance = chance > 0 and ratio.is_chance(chance)
+    return Cell(_number(ratio.value * scale), span, is_chance=is_chance)
 
 
 def _spread_cell(spread: Spread | None, scale: float, mark: str = "") -> Cell:

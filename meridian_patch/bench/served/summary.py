@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean, median
 
+import numpy as np
+
 from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.client import RequestRecord
@@ -17,10 +19,10 @@ from meridian_patch.bench.served.metrics import (
     request_times,
     run_figures,
 )
-from meridian_patch.bench.statistics import bootstrap_interval
+from meridian_patch.bench.statistics import bootstrap_interval, bootstrap_quotient
 
-# Few seeds can agree by luck: a tenth is no difference that a comparison of this size shows.
-LEAST_CHANCE = 1.1
+# Few seeds can agree by luck: less is no difference that a comparison of this size shows.
+LEAST_CHANCE = 1.05
 
 
 @dataclass
@@ -88,13 +90,28 @@ class Ratio:
 
     Attributes:
         by_seed: of the seeds that have one.
-        mean: over seeds.
-        interval: of the mean; 95 %, bootstrap over seeds. None for a single seed.
+        value: over all seeds.
+        interval: of the value; 95 %, bootstrap over seeds. None for a single seed.
     """
 
     by_seed: Mapping[int, float]
-    mean: float
+    value: float
     interval: tuple[float, float] | None
+
+    @property
+    def reach(self) -> float:
+        """The factor, at least 1, by which its value or an end of its interval is away from 1."""
+        ends = (self.value, *(self.interval or ()))
+        low, high = min(ends), max(ends)
+        return max(high, 1 / low if low > 0 else inf, 1.0)
+
+    def is_chance(self, factor: float) -> bool:
+        """Whether it shows nothing where two servers of the same code differ by this factor.
+
+        It lies between the factor and its inverse, or its own interval holds 1.
+        """
+        low, high = self.interval or (self.value, self.value)
+        return 1 / factor <= self.value <= factor or low <= 1 <= high
 
 
 @dataclass(frozen=True)
@@ -169,35 +186,45 @@ def seed_ratios(over: ArmSummary, under: ArmSummary, name: str) -> dict[int, flo
 
 
 def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | None:
-    """One figure of an arm over stock's; None when no seed is complete on both."""
+    """One figure of an arm over stock's: its sum over seeds over that of stock.
+
+    A seed on which stock has little of it weighs little, and none needs to be left out. None when
+    no seed is complete on both, or stock has nothing of it.
+    """
     pair = _pair(arms, arm)
-    return _ratio(seed_ratios(*pair, name)) if pair else None
+    if pair is None:
+        return None
+    over, under = pair
+    both = []
+    for seed in over.seeds.keys() & under.seeds.keys():
+        above, below = over.seeds[seed].get(name), under.seeds[seed].get(name)
+        if above is not None and below is not None:
+            both.append((above, below))
+    total = sum(below for _, below in both)
+    if total == 0:
+        return None
+    above_all, below_all = np.array(sorted(both)).T
+    return Ratio(
+        seed_ratios(over, under, name),
+        float(above_all.sum()) / total,
+        bootstrap_quotient(above_all, below_all),
+    )
 
 
 def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
-    """By how much two servers of the same code differ in one figure, as a factor of at least 1.1.
+    """By how much two servers of the same code differ in one figure, as a factor.
 
-    The larger of two: for each seed the higher figure of ``stock`` and ``stock-again``, added up,
-    over the lower ones; and the mean over seeds of higher over lower, because a mean of
-    ratios, against which it is held, leans on the seeds with the lowest figures. A ratio between
-    its inverse and it shows nothing, nor does one below ``LEAST_CHANCE``. None without both arms.
+    The far end of the interval of ``stock-again`` over ``stock``, and ``LEAST_CHANCE`` at least. A
+    ratio between its inverse and it shows nothing. Infinite where stock has nothing of the figure
+    and the other one has. None without both arms.
     """
-    pair = _pair(arms, STOCK_AGAIN)
-    if pair is None:
+    if _pair(arms, STOCK_AGAIN) is None:
         return None
-    again, stock = pair
-    high = low = 0.0
-    factors = []
-    for seed in again.seeds.keys() & stock.seeds.keys():
-        one, other = again.seeds[seed].get(name), stock.seeds[seed].get(name)
-        if one is not None and other is not None:
-            most, least = max(one, other), min(one, other)
-            high, low = high + most, low + least
-            if least > 0:
-                factors.append(most / least)
-    if high == low:
-        return LEAST_CHANCE
-    return max(LEAST_CHANCE, fmean(factors), high / low) if low > 0 else inf
+    ratio = ratio_to_stock(arms, STOCK_AGAIN, name)
+    if ratio is not None:
+        return max(LEAST_CHANCE, ratio.reach)
+    again = _whole(arms)[STOCK_AGAIN]
+    return inf if any(figures.get(name) for figures in again.seeds.values()) else LEAST_CHANCE
 
 
 def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
@@ -216,7 +243,7 @@ def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
         harm = quantile(changes, 0.99)
         if harm is not None:
             by_seed[seed] = harm
-    return _ratio(by_seed)
+    return _mean(by_seed)
 
 
 def misses_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
@@ -236,7 +263,7 @@ def misses_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:
         ours, theirs = hits[arm].get(seed), hits[STOCK].get(seed)
         if most is not None and ours is not None and theirs is not None and most > theirs:
             by_seed[seed] = (most - ours) / (most - theirs)
-    return _ratio(by_seed)
+    return _mean(by_seed)
 
 
 def compared_arms(arms: Sequence[ArmSummary]) -> list[str]:
@@ -261,7 +288,7 @@ def _whole(arms: Sequence[ArmSummary]) -> dict[str, ArmSummary]:
     return {summary.name: summary for summary in arms if summary.has_whole_runs}
 
 
-def _ratio(by_seed: Mapping[int, float]) -> Ratio | None:
+def _mean(by_seed: Mapping[int, float]) -> Ratio | None:
     values = list(by_seed.values())
     return Ratio(by_seed, fmean(values), bootstrap_interval(values, fmean)) if values else None
 
