@@ -126,7 +126,7 @@ def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
     rate = float(re.search(r"([\d.]+) per second in bursts", said)[1])
     capacity = float(re.search(r"Stock completes ([\d.]+) per second here", said)[1])
     assert rate == pytest.approx(CAPACITY_SHARE * capacity, rel=0.01)
-    arrivals = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace-51.jsonl").open()]
+    arrivals = [json.loads(line)["arrival_s"] for line in (tmp_path / "trace-61.jsonl").open()]
     assert 0.2 < len(arrivals) / rate / arrivals[-1] < 5
 
 

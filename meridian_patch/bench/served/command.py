@@ -47,10 +47,10 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
     serve.add_argument(
         "--trace", type=Path, help="JSON lines that every pair plays, in place of a drawn workload"
     )
-    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 16)")
+    serve.add_argument("--requests", help="per drawn trace (default: 160; turns: 96, mixed: 20)")
     serve.add_argument(
         "--rate",
-        help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 200); auto: "
+        help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 2000); auto: "
         "35 %% of what stock completes on this machine",
     )
     serve.add_argument(

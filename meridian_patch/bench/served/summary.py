@@ -98,13 +98,6 @@ class Ratio:
     value: float
     interval: tuple[float, float] | None
 
-    @property
-    def reach(self) -> float:
-        """The factor, at least 1, by which its value or an end of its interval is away from 1."""
-        ends = (self.value, *(self.interval or ()))
-        low, high = min(ends), max(ends)
-        return max(high, 1 / low if low > 0 else inf, 1.0)
-
     def is_chance(self, factor: float) -> bool:
         """Whether it shows nothing where two servers of the same code differ by this factor.
 
@@ -214,15 +207,15 @@ def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | N
 def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
     """By how much two servers of the same code differ in one figure, as a factor.
 
-    The far end of the interval of ``stock-again`` over ``stock``, and ``LEAST_CHANCE`` at least. A
-    ratio between its inverse and it shows nothing. Infinite where stock has nothing of the figure
-    and the other one has. None without both arms.
+    That of ``stock-again`` over ``stock``, or its inverse where that is larger, and
+    ``LEAST_CHANCE`` at least. A ratio between its inverse and it shows nothing. Infinite where
+    only one of the two has anything of the figure. None without both arms.
     """
     if _pair(arms, STOCK_AGAIN) is None:
         return None
     ratio = ratio_to_stock(arms, STOCK_AGAIN, name)
     if ratio is not None:
-        return max(LEAST_CHANCE, ratio.reach)
+        return max(LEAST_CHANCE, ratio.value, 1 / ratio.value if ratio.value else inf)
     again = _whole(arms)[STOCK_AGAIN]
     return inf if any(figures.get(name) for figures in again.seeds.values()) else LEAST_CHANCE
 
