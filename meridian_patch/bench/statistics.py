@@ -35,14 +35,18 @@ def bootstrap_quotient(
 ) -> tuple[float, float] | None:
     """The same for the sum of ``above`` over that of ``below``, one element of both per item.
 
-    Undefined where the sum of ``below`` is 0. Many times faster than ``bootstrap_interval``.
+    Infinite where only the sum of ``below`` is 0, undefined where both are. An end may be infinite.
+    Many times faster than ``bootstrap_interval``.
     """
     if len(above) < 2:  # noqa: PLR2004 - one item has no spread
         return None
     picks = bootstrap_picks(len(above))
-    totals = below[picks].sum(axis=1)
-    quotients = above[picks].sum(axis=1)[totals != 0] / totals[totals != 0]
-    return percentile_interval(quotients) if quotients.size else None
+    tops, totals = above[picks].sum(axis=1), below[picks].sum(axis=1)
+    known = (tops != 0) | (totals != 0)
+    if not (totals != 0).any():
+        return None
+    with np.errstate(divide="ignore"):
+        return percentile_interval(tops[known] / totals[known])
 
 
 def bootstrap_picks(items: int) -> NDArray[np.int64]:
@@ -53,8 +57,22 @@ def bootstrap_picks(items: int) -> NDArray[np.int64]:
 def percentile_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
     """Low and high of a statistic over the resamples."""
     tail = (1 - _COVERAGE) / 2
+    if np.isinf(values).any():
+        # Between a number and infinity nothing can be interpolated.
+        low = np.quantile(values, tail, method="lower")
+        return float(low), float(np.quantile(values, 1 - tail, method="higher"))
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def plain_interval(
+    interval: tuple[float, float] | None,
+) -> tuple[float | None, float | None] | None:
+    """An interval for JSON, which has no infinity: such an end is None."""
+    if interval is None:
+        return None
+    low, high = (None if math.isinf(end) else end for end in interval)
+    return low, high
 
 
 def clopper_pearson(hits: int, trials: int, risk: float) -> float:

@@ -2,8 +2,8 @@
 
 Four servers of the tiny reasoner: stock vLLM, stock vLLM again (what these two differ by is chance,
 and so is as much between the others), patched, and patched with the early exit that was calibrated
-for this model. They take turns on several short traces. All requests of a trace come at once, so
-that the queues are the same on a slower machine. ``python -P -m meridian_patch.demo.run`` is
+for this model. They take turns on several short traces. All first requests of a trace come at once,
+so that the queues are alike on a slower machine. ``python -P -m meridian_patch.demo.run`` is
 ``meridian bench serve`` with settings that suit any machine. It takes the same options; only
 ``--seeds`` is a number.
 """

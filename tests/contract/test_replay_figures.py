@@ -1,5 +1,7 @@
 """Figures of replays: each metric, how arms are paired, and what may stand in one table."""
 
+from math import inf
+
 import numpy as np
 import pytest
 from replay_runs import replay_run, requests
@@ -34,7 +36,11 @@ from meridian_patch.bench.simulated.metrics import (
     weighted_quantile,
 )
 from meridian_patch.bench.simulated.trace import History
-from meridian_patch.bench.statistics import bootstrap_interval, bootstrap_quotient
+from meridian_patch.bench.statistics import (
+    bootstrap_interval,
+    bootstrap_quotient,
+    plain_interval,
+)
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
@@ -233,6 +239,16 @@ def test_the_fast_bootstrap_gives_the_interval_of_the_slow_one():
     assert bootstrap_quotient(above, below) == pytest.approx(slow)
     assert bootstrap_quotient(above[:1], below[:1]) is None
     assert bootstrap_quotient(above, np.zeros(3)) is None
+
+
+def test_a_sample_in_which_only_the_divisor_is_nothing_counts_as_infinite():
+    """Leaving it out would call a difference sure that one seed carries alone."""
+    below = np.array([8.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    low, high = bootstrap_quotient(np.array([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), below)
+    assert low < 0.7
+    assert high == inf
+    assert plain_interval((low, high)) == (low, None)
+    assert bootstrap_quotient(np.zeros(6), below) == (0.0, 0.0)
 
 
 def test_arms():

@@ -38,7 +38,7 @@ DEFAULT_PAIRS = "5"
 # Of the tiny reasoner's servers: KV pool in blocks, and context in tokens.
 SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (72, 2048)}
 _REQUESTS = {"problems": "160", "turns": "96", "mixed": "20"}
-# Per second; of turns, conversations. Mixed ones come at once.
+# Per second; of turns, conversations. Mixed ones come at once, later turns after the answer.
 _RATES = {"problems": "8", "turns": "0.7", "mixed": "2000"}
 # Of conversations beside single problems: their prompts stay within the context.
 _MIXED_TURNS = (2, 3)

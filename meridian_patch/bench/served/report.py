@@ -36,6 +36,7 @@ from meridian_patch.bench.served.summary import (
     shown_kinds,
     summarise,
 )
+from meridian_patch.bench.statistics import plain_interval
 
 FORMAT_VERSION = 3
 PAGE_NAME, DATA_NAME, PICTURE_NAME = "report.html", "results.json", "answers.png"
@@ -141,7 +142,11 @@ def _ratio_data(arms: Sequence[ArmSummary], arm: str) -> dict[str, Any]:
     ratios = {kind.name: ratio_to_stock(arms, arm, kind.name) for kind in shown_kinds(arms)}
     ratios["harm_p99"] = harm_over_stock(arms, arm)
     ratios["avoidable_misses"] = misses_over_stock(arms, arm)
-    return {name: asdict(ratio) for name, ratio in ratios.items() if ratio is not None}
+    return {name: _plain(ratio) for name, ratio in ratios.items() if ratio is not None}
+
+
+def _plain(ratio: Ratio) -> dict[str, Any]:
+    return asdict(ratio) | {"interval": plain_interval(ratio.interval)}
 
 
 def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) -> str:
@@ -328,7 +333,7 @@ def table_title(arms: Sequence[ArmSummary]) -> str:
     seeds = max((len(arm.seeds) for arm in arms), default=0)
     if seeds <= 1:
         return ""
-    ratio = "; ratio: of the sums over seeds, 95 % bootstrap interval"
+    ratio = "; ratio: of the sums over seeds (harm, misses: mean), 95 % bootstrap interval"
     return f", {seeds} seeds: median, lowest..highest{ratio if compared_arms(arms) else ''}"
 
 

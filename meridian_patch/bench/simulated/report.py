@@ -20,6 +20,7 @@ from meridian_patch.bench.simulated.figures import (
     DEFINITIONS,
     NOTE,
     Cells,
+    Figure,
     Limits,
     SweepRow,
     by_point,
@@ -34,6 +35,7 @@ from meridian_patch.bench.simulated.grid import (
     point_title,
 )
 from meridian_patch.bench.simulated.run import ReplayRun
+from meridian_patch.bench.statistics import plain_interval
 
 HOW = "simulated"
 FORMAT_VERSION = 1
@@ -166,7 +168,7 @@ def results_data(results: Results, rows: Sequence[SweepRow]) -> dict[str, Any]:
                 **row.point._asdict(),
                 "arm": row.arm,
                 "seeds": row.seeds,
-                "figures": {name: asdict(figure) for name, figure in row.figures.items()},
+                "figures": {name: _plain(figure) for name, figure in row.figures.items()},
                 "by_seed": {str(seed): figures for seed, figures in row.by_seed.items()},
             }
             for row in rows
@@ -182,6 +184,11 @@ def results_data(results: Results, rows: Sequence[SweepRow]) -> dict[str, Any]:
             for key, run in results.runs.items()
         ],
     }
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    ends = plain_interval(figure.over_stock_interval)
+    return asdict(figure) | {"over_stock_interval": ends}
 
 
 def _section(results: Results, rows: Sequence[SweepRow]) -> _Section:
