@@ -163,10 +163,13 @@ def _is_chat(body: Mapping[str, Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     """Whether it is left to the engine, or a number as vLLM takes it: a string may be one."""
+    if value is None:
+        return True
     try:
-        return value is None or int(value) is not None
+        int(value)
     except (TypeError, ValueError, OverflowError):
         return False
+    return True
 
 
 def _has_media(messages: Any) -> bool:

@@ -36,16 +36,12 @@ class _Move:
 
 
 class HeldBack(SchedulerPart):
-    """Tokens that clients have not got of requests that do not move: their next outputs have them.
-
-    Args:
-        tokens: by request; none at first if empty.
-    """
+    """Tokens that clients get with the next output of a request, because it does not move."""
 
     name = counters.HANDOFF
 
-    def __init__(self, tokens: dict[str, list[int]]) -> None:
-        self._tokens = tokens
+    def __init__(self) -> None:
+        self._tokens: dict[str, list[int]] = {}
 
     def keep(self, request_id: str, token_ids: list[int]) -> None:
         """Put these tokens in front of the request's next output."""
@@ -88,7 +84,7 @@ class ThinkPart(SchedulerPart):
         self._moved: set[str] = set()
         # Number of tokens behind the boundary that were accepted in the step being updated.
         self._surplus: dict[str, int] = {}
-        self._held_back = HeldBack({})
+        self._held_back = HeldBack()
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
         params = request.kv_transfer_params
