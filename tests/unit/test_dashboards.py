@@ -111,6 +111,30 @@ def test_a_stranger_can_read_every_panel(path):
         assert len(set(refs)) == len(refs)
 
 
+@dashboards()
+def test_one_thing_has_one_colour_and_a_curve_of_zeros_no_name(path):
+    """On every panel of curves, so that a phase is known again on the next one."""
+    for panel in panels_of(path):
+        if panel["type"] != "timeseries":
+            continue
+        rules = panel["fieldConfig"]["overrides"]
+        colours = {
+            rule["matcher"]["options"]: rule["properties"][0]["value"]["fixedColor"]
+            for rule in rules
+            if rule["matcher"]["id"] == "byName"
+        }
+        expected = {"think": "blue", "answer": "green", "prefill": "yellow"}
+        assert {name: colours[name] for name in expected.keys() & colours.keys()} == {
+            name: expected[name] for name in expected.keys() & colours.keys()
+        }
+        grey = [rule for rule in rules if rule["matcher"]["id"] == "byValue"]
+        assert {rule["matcher"]["options"]["reducer"] for rule in grey} == {
+            "allIsZero",
+            "allIsNull",
+        }
+        assert panel["fieldConfig"]["defaults"]["noValue"]
+
+
 def test_every_expression_can_be_parsed(tmp_path):
     """By Prometheus, those of panels and runbooks too."""
     rules = [
