@@ -360,7 +360,7 @@ REQUEST_STATE: Final = Patch(
             "make_request_output",
             "_new_completion_output",
         ),
-        reads=("detokenizer", "queue", "streaming_input"),
+        reads=("detokenizer", "queue", "sent_tokens_offset", "stream_interval", "streaming_input"),
         lookups=("vllm.v1.engine.output_processor:OutputProcessor.add_request",),
         collaborators=(
             "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",

@@ -8,6 +8,7 @@ from meridian_patch.engine.api.exit_summary import KEY, detach
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, responses_config
 from meridian_patch.engine.api.served_model import served_by
+from meridian_patch.engine.api.think_pieces import with_think_pieces
 from meridian_patch.phase.progress import PhaseProgress
 
 _CONTINUES = ApiGuard("a text was not begun within a character")
@@ -17,7 +18,7 @@ def build_request_state(original: type) -> type:
     """``original`` with the summary on every ``CompletionOutput`` that it makes."""
     times = _Times()
 
-    class SummaryRequestState(_with_stop_scope(original)):  # type: ignore[misc]
+    class SummaryRequestState(_with_stop_scope(with_think_pieces(original))):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # Empty until a thought has ended. All outputs of a turn share this object, because vLLM
