@@ -21,6 +21,9 @@ PROMPT_IDS: Final = "prompt_token_ids"
 OFFER: Final[Mapping[str, Any]] = {"do_remote_decode": True}
 """``kv_transfer_params`` of a request that may be handed off."""
 
+NOT_KNOWN: Final = "not known"
+"""In place of the digest of an adapter's weights: it is equal to no adapter, and to none."""
+
 
 class KVLayout(StrictModel):
     """What two engines must have in common so that one can read the other's KV cache.
@@ -56,12 +59,15 @@ class Facts(StrictModel):
         num_output_tokens: tokens generated so far, the boundary included.
         max_tokens_left: tokens that the request may still generate.
         layout: of the engine that holds the KV cache.
+        adapter: digest of the weights of the request's LoRA adapter, None without one. A ticket
+            without this field may be of any adapter.
     """
 
     num_prompt_tokens: int = Field(ge=1)
     num_output_tokens: int = Field(ge=1)
     max_tokens_left: int = Field(ge=1)
     layout: KVLayout
+    adapter: str | None = NOT_KNOWN
 
 
 def facts_in(params: Mapping[str, Any] | None) -> Facts | None:

@@ -1,9 +1,12 @@
 """On vLLM's scheduler with its NIXL connector: what leaves an engine, and what it may take over."""
 
+import asyncio
 import functools
+import time
 
 import pytest
 from exit_driver import EAGER
+from handoff_runs import LOAD_FAILURE
 from scheduler_driver import (
     BLOCK_SIZE,
     THINK_END,
@@ -14,7 +17,9 @@ from scheduler_driver import (
     engine_config,
 )
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched import scheduler as upstream
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -31,6 +36,7 @@ from meridian_patch.engine.scheduler.scheduler import (
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, facts_in
 from meridian_patch.patching.candidate import MARK
+from meridian_patch.serve_roles import FABRICS
 
 PROMPT = tuple([WORD] * 49 + [256])
 OFFERED = {"kv_transfer_params": dict(OFFER)}
@@ -211,17 +217,14 @@ def test_without_a_connector_the_role_is_refused(demo_model, is_async, role):
         driver_of(demo_model, is_async, connector=None)
 
 
-@pytest.mark.parametrize("role", ("answer",), indirect=True)
-@pytest.mark.parametrize("is_fitting", (True, False), ids=("fits", "other block size"))
-def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
-    """Another layout is computed here: reading it would serve wrong tokens."""
-    layout = layout_of(driver.scheduler.vllm_config).model_dump()
-    layout |= {} if is_fitting else {"block_size": 16}
+def add_from_another_engine(driver, layout) -> None:
+    """Request r, whose KV cache another engine has."""
     facts = {
         "num_prompt_tokens": 20,
         "num_output_tokens": 30,
         "max_tokens_left": 9,
         "layout": layout,
+        "adapter": None,
     }
     params = {
         "do_remote_prefill": True,
@@ -237,11 +240,33 @@ def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
         Job("r", (*PROMPT[:-1], WORD), think_tokens=None, answer_tokens=5),
         {"kv_transfer_params": params},
     )
+
+
+@pytest.mark.parametrize("role", ("answer",), indirect=True)
+@pytest.mark.parametrize("is_fitting", (True, False), ids=("fits", "other block size"))
+def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
+    """Another layout is computed here: reading it would serve wrong tokens."""
+    layout = layout_of(driver.scheduler.vllm_config).model_dump()
+    layout |= {} if is_fitting else {"block_size": 16}
+    add_from_another_engine(driver, layout)
     driver.step()
     request = driver.scheduler.requests["r"]
     assert (request.kv_transfer_params is not None) == is_fitting
     is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert is_loading == is_fitting
+
+
+@pytest.mark.parametrize("role", ("answer",), indirect=True)
+def test_a_kv_cache_that_does_not_arrive_is_logged(driver, monkeypatch):
+    """Tests on engines look for it: such a request is computed again, and counts as a hit."""
+    add_from_another_engine(driver, layout_of(driver.scheduler.vllm_config).model_dump())
+    driver.step()
+    assert driver.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    told = []
+    monkeypatch.setattr(upstream.logger, "warning", lambda text, *_: told.append(text))
+    (blocks,) = driver.scheduler.kv_cache_manager.get_block_ids("r")
+    driver.scheduler._handle_invalid_blocks(set(blocks), {})
+    assert LOAD_FAILURE in told[0]
 
 
 def test_a_thought_that_is_closed_early_leaves_too(demo_model, is_async, role, monkeypatch):
@@ -300,6 +325,24 @@ def test_mooncake_is_told_what_it_needs(demo_model, is_async, role):
     side = driver.scheduler.connector.connector_scheduler
     (blocks,) = side._reqs_need_send["r"][1]
     assert len(blocks) == 3
+
+
+def test_mooncake_frees_what_nobody_fetches(monkeypatch):
+    """After the time that `meridian serve` sets: an answer engine may be lost."""
+    (variable,) = FABRICS["mooncake"].settings
+    monkeypatch.setenv(variable, "0")
+    worker = object.__new__(mooncake_connector.MooncakeConnectorWorker)
+    worker.reqs_need_send, worker.finished_sending_reqs = {}, set()
+    worker.xfer_stats = mooncake_connector.MooncakeKVConnectorStats()
+    # It was not built, so it cannot be torn down.
+    monkeypatch.setattr(mooncake_connector.MooncakeConnectorWorker, "shutdown", lambda _: None)
+    for blocks in ([], [[1, 2]]):
+        meta = mooncake_connector.MooncakeConnectorMetadata()
+        meta.reqs_to_send["r"] = ("name of the transfer", blocks)
+        asyncio.run(worker.record_send_reqs(meta))
+    time.sleep(0.001)
+    assert asyncio.run(worker.fetch_finished_sending_reqs()) == {"r"}
+    assert not worker.reqs_need_send
 
 
 @pytest.mark.parametrize("role", ("think", "answer"), indirect=True)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from meridian_patch.handoff.requests import can_be_handed_off, cleaned, ingest, resume
-from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
+from meridian_patch.errors import ConfigError
+from meridian_patch.handoff.requests import can_be_handed_off, cleaned, ingest, resume, ticket_in
+from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, PROMPT_IDS, facts_in
 
 LAYOUT = {"model": "m", "weights": "w", "block_size": 32, "cache_dtype": "auto", "dtype": "float32"}
 TICKET = {
@@ -76,3 +77,17 @@ def test_a_ticket_limits_what_follows() -> None:
     sent = resume(CHAT | {"max_completion_tokens": 50}, [1, 2, 10], 1, 7)
     assert sent["max_tokens"] == 7
     assert "max_completion_tokens" not in sent
+
+
+def test_a_ticket_that_does_not_say_its_adapter_is_one_all_the_same() -> None:
+    """Of an older think engine: proxies pass it on, and the answer engine computes again."""
+    ticket = ticket_in({"kv_transfer_params": TICKET})
+    assert ticket == TICKET
+    facts = facts_in(TICKET)
+    assert facts is not None
+    assert facts.adapter == NOT_KNOWN
+    sent = ingest(CHAT, ticket)["kv_transfer_params"]
+    assert sent[FACTS] == TICKET[FACTS]
+    wrong = {**TICKET, FACTS: {**TICKET[FACTS], "adapter": 5}}
+    with pytest.raises(ConfigError, match=r"meridian_handoff\.adapter is 5"):
+        facts_in(wrong)

@@ -1,20 +1,14 @@
 """Checks tickets on an answer engine: one that does not fit is computed here instead."""
 
-from typing import Any, Final
-
-from vllm.logger import init_logger
+from typing import Any
 
 from meridian_patch.config.request_options import RequestOptions
-from meridian_patch.engine.handoff.layout import is_mapping, layout_of
+from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
+from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.ticket import FACTS, facts_in
 from meridian_patch.telemetry import counters
-
-logger = init_logger("vllm.meridian_patch")
-
-# Reasons hold values of requests, so there may be any number of them.
-_MOST_LOGGED: Final = 16
 
 
 class AnswerPart(SchedulerPart):
@@ -28,9 +22,11 @@ class AnswerPart(SchedulerPart):
 
     def __init__(self, vllm_config: Any) -> None:
         self._layout = layout_of(vllm_config)
-        self._refused: set[str] = set()
+        self._adapters = AdapterWeights(vllm_config.lora_config)
+        self._reasons = Reasons("requests are not handed off to this engine")
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
+        loaded = self._adapters.begin(request.lora_request)
         params = request.kv_transfer_params
         if not is_mapping(request) or not params:
             return
@@ -38,18 +34,29 @@ class AnswerPart(SchedulerPart):
             # No other engine would read what this one keeps.
             request.kv_transfer_params = None
             return
-        why = self._reason_against(params) if FACTS in params else ""
-        if not why:
+        if FACTS not in params:
             return
-        # The prompt has all tokens: they are computed again.
-        request.kv_transfer_params = None
-        if why not in self._refused and len(self._refused) < _MOST_LOGGED:
-            self._refused.add(why)
-            logger.error("meridian_patch: requests are not handed off to this engine: %s", why)
+        try:
+            why = self._reason_against(params, request.lora_request, loaded)
+        except Exception:
+            # It was not checked, so it is not read.
+            request.kv_transfer_params = None
+            raise
+        if why:
+            # The prompt has all tokens: they are computed again.
+            request.kv_transfer_params = None
+            self._reasons.log(why)
 
-    def _reason_against(self, params: dict[str, Any]) -> str:
+    def stand_in(self) -> SchedulerPart:
+        # It goes on: without it, every KV cache would be read unchecked.
+        return self
+
+    def _reason_against(self, params: dict[str, Any], adapter: Any, loaded: Loaded | None) -> str:
         try:
             facts = facts_in(params)
         except ConfigError as error:
             return str(error)
-        return self._layout.difference(facts.layout) if facts else ""
+        if facts is None:
+            return ""
+        why = self._layout.difference(facts.layout)
+        return why or self._adapters.difference(adapter, loaded, facts.adapter)

@@ -4,11 +4,17 @@ import hashlib
 import json
 from typing import Any, Final
 
+from vllm.logger import init_logger
+
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.ticket import KVLayout
 
+logger = init_logger("vllm.meridian_patch")
+
 CONNECTORS: Final = ("NixlConnector", "NixlPullConnector", "MooncakeConnector")
 """Connectors of vLLM that let another engine read a finished request's KV cache."""
+
+_MOST_LOGGED: Final = 16
 
 
 def layout_of(vllm_config: Any) -> KVLayout:
@@ -24,6 +30,26 @@ def layout_of(vllm_config: Any) -> KVLayout:
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         dtype=str(vllm_config.model_config.dtype),
     )
+
+
+class Reasons:
+    """Logs each reason why KV caches are computed again once.
+
+    They may hold values of requests, so there may be any number of them: the first 16 are logged.
+
+    Args:
+        where: on which engine they are not used.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._logged: set[str] = set()
+
+    def log(self, why: str) -> None:
+        """Log a reason, unless it was logged before."""
+        if why not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(why)
+            logger.error("meridian_patch: %s: %s", self._where, why)
 
 
 def is_mapping(request: Any) -> bool:

@@ -15,9 +15,10 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.handoff.fabrics import fabric_of
-from meridian_patch.engine.handoff.layout import is_mapping, layout_of
+from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
+from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
-from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS, Facts
+from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, PROMPT_IDS, Facts
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 
@@ -31,6 +32,8 @@ class _Move:
     num_known: int
     # The request's own limit of new tokens.
     max_tokens: int
+    # Its LoRA adapter's files, as the request began with them.
+    adapter: Loaded | None
     # Those behind the boundary, which the client has not got.
     held_back: list[int] = field(default_factory=list)
 
@@ -77,8 +80,11 @@ class ThinkPart(SchedulerPart):
         self._least_tokens = least_blocks * scheduler.cache_config.block_size
         self._layout = layout_of(scheduler.vllm_config)
         self._fabric = fabric_of(scheduler.vllm_config)
-        # Requests that may be handed off, and those that end one token after their boundary.
-        self._offered: set[str] = set()
+        self._adapters = AdapterWeights(scheduler.vllm_config.lora_config)
+        self._reasons = Reasons("KV caches of this engine are computed again where they go")
+        # Requests that may be handed off with their LoRA adapters, and those that end one token
+        # after their boundary.
+        self._offered: dict[str, Loaded | None] = {}
         self._moves: dict[str, _Move] = {}
         # Requests that were handed off in the step being updated.
         self._moved: set[str] = set()
@@ -93,9 +99,10 @@ class ThinkPart(SchedulerPart):
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         self._held_back.on_added(request, options)
+        adapter = self._adapters.begin(request.lora_request)
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and can_move(request):
-            self._offered.add(request.request_id)
+            self._offered[request.request_id] = adapter
 
     def on_phase_changed(self, request: Any) -> None:
         name = request.request_id
@@ -104,7 +111,7 @@ class ThinkPart(SchedulerPart):
         state = self._tracker.get(name)
         if state is None or state.phase is not Phase.ANSWER or not state.is_handed_off:
             return
-        self._offered.discard(name)
+        adapter = self._offered.pop(name)
         ends_at = request.num_output_tokens + 1
         num_tokens, num_known = state.tokens_before, request.num_tokens
         if request.is_finished() or num_tokens < self._least_tokens:
@@ -114,13 +121,13 @@ class ThinkPart(SchedulerPart):
         if num_known > num_tokens and request.sampling_params.logprobs is not None:
             # Their log-probabilities would have to be taken back, too.
             return
-        self._moves[name] = _Move(request, num_tokens, num_known, request.max_tokens)
+        self._moves[name] = _Move(request, num_tokens, num_known, request.max_tokens, adapter)
         self._surplus[name] = num_known - num_tokens
         # Load-bearing: upstream compares the number of output tokens with it after each token.
         request.max_tokens = ends_at
 
     def on_freed(self, request: Any) -> None:
-        self._offered.discard(request.request_id)
+        self._offered.pop(request.request_id, None)
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         self._held_back.after_update(scheduler_output, results)
@@ -168,12 +175,17 @@ class ThinkPart(SchedulerPart):
             # other side reads the last blocks that it is told of.
             request.num_computed_tokens = move.num_tokens
             self._moved.add(request.request_id)
+            adapter = self._weights_of(move)
+            if adapter == NOT_KNOWN:
+                # No engine will read the blocks, as below.
+                request.status = RequestStatus.FINISHED_ABORTED
             num_output_tokens = move.num_tokens - request.num_prompt_tokens
             facts = Facts(
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=num_output_tokens,
                 max_tokens_left=move.max_tokens - num_output_tokens,
                 layout=self._layout,
+                adapter=adapter,
             )
         else:
             # Load-bearing: connectors free the blocks of an aborted request at once. Those of any
@@ -197,6 +209,16 @@ class ThinkPart(SchedulerPart):
         num_tokens = facts.num_prompt_tokens + facts.num_output_tokens
         token_ids = list(request.all_token_ids[:num_tokens])
         return {**address, PROMPT_IDS: token_ids, FACTS: facts.model_dump()}
+
+    def _weights_of(self, move: _Move) -> str | None:
+        if move.adapter is None:
+            return None
+        adapter = move.request.lora_request
+        weights = self._adapters.of(adapter, move.adapter)
+        if weights.why:
+            name = adapter.lora_name
+            self._reasons.log(f"the weights of LoRA adapter {name!r} are unknown: {weights.why}")
+        return weights.digest
 
     @staticmethod
     def _is_moving(request: Any, move: _Move) -> bool:
