@@ -5,6 +5,7 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
 
 import yaml
@@ -15,7 +16,8 @@ _TRANSFER: Final = "--kv-transfer-config"
 _PORT: Final = "--port"
 _CONFIG: Final = "--config"
 _DEFAULT_PORT: Final = 8000
-# Side channels begin at the first port; each server has as many as it may have data-parallel ranks.
+# Ports at which engines find each other begin at the first one; each server has as many as it may
+# have data-parallel ranks.
 _FIRST_CHANNEL: Final = 10_000
 _CHANNELS: Final = 8
 _ALL_CHANNELS: Final = 50_000
@@ -28,16 +30,30 @@ class Fabric(NamedTuple):
         connector: vLLM's connector.
         module: the Python package that it needs.
         install: how to install that package.
+        port: vLLM's variable for the port at which other engines find this one. Its default is the
+            same for all servers of a host.
+        settings: other variables of vLLM, unless they are set.
     """
 
     connector: str
     module: str
     install: str
+    port: str
+    settings: Mapping[str, str] = MappingProxyType({})
 
 
 FABRICS: Final[Mapping[str, Fabric]] = {
-    "nixl": Fabric("NixlConnector", "nixl", "pip install nixl"),
-    "mooncake": Fabric("MooncakeConnector", "mooncake", "pip install mooncake-transfer-engine"),
+    "nixl": Fabric("NixlConnector", "nixl", "'pip install nixl'", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    "mooncake": Fabric(
+        "MooncakeConnector",
+        "mooncake",
+        "'pip install mooncake-transfer-engine-cuda13', or mooncake-transfer-engine for CUDA 12",
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT",
+        # Load-bearing: for so many seconds a think engine keeps blocks that nobody fetched. vLLM's
+        # default is 480; an answer engine that is lost would block new requests for that long. 30
+        # is what NIXL's connector gives its readers.
+        {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30"},
+    ),
 }
 
 
@@ -92,10 +108,10 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     if importlib.util.find_spec(fabric.module) is None:
         raise ConfigError(
             f"meridian serve --role {ours.role}: the package {fabric.module} is missing, which "
-            f"moves the KV cache; '{fabric.install}'"
+            f"moves the KV cache; {fabric.install}"
         )
-    if fabric.connector == "NixlConnector" and "VLLM_NIXL_SIDE_CHANNEL_PORT" not in env:
-        settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_side_channel(given))
+    wanted = {fabric.port: str(_side_channel(given)), **fabric.settings}
+    settings |= {name: value for name, value in wanted.items() if name not in env}
     return Role([*rest, _TRANSFER, json.dumps(_transfer(fabric))], settings)
 
 

@@ -32,17 +32,32 @@ def test_a_role_configures_vllms_connector(fabric: str, connector: str) -> None:
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert role.environment["MERIDIAN_PATCH_SET_HANDOFF__ROLE"] == "think"
     assert role.environment["MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS"] == "3"
-    assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in role.environment) == (fabric == "nixl")
 
 
 @pytest.mark.parametrize(
+    ("fabric", "variable"),
+    (("nixl", "VLLM_NIXL_SIDE_CHANNEL_PORT"), ("mooncake", "VLLM_MOONCAKE_BOOTSTRAP_PORT")),
+)
+@pytest.mark.parametrize(
     ("port", "channel"), (("8001", "24008"), ("8002", "24016"), ("60000", "40000"))
 )
-def test_servers_of_one_host_get_side_channels_of_their_own(port: str, channel: str) -> None:
-    role = split_role(["m", "--role", "answer", "--port", port], {})
-    assert role.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == channel
-    given = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
-    assert given.keys().isdisjoint(split_role(["m", "--role", "answer"], given).environment)
+def test_servers_of_one_host_get_ports_of_their_own(
+    fabric: str, variable: str, port: str, channel: str
+) -> None:
+    """For the engines that read from them; a port of the user's own is kept."""
+    given = ["m", "--role", "answer", "--fabric", fabric, "--port", port]
+    environment = split_role(given, {}).environment
+    assert environment[variable] == channel
+    assert [name for name in environment if name.endswith("_PORT")] == [variable]
+    assert variable not in split_role(given, {variable: "5600"}).environment
+
+
+def test_mooncake_frees_what_nobody_fetches() -> None:
+    """After half a minute, as NIXL does; a time of the user's own is kept."""
+    given, variable = ["m", "--role", "think", "--fabric"], "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+    assert split_role([*given, "mooncake"], {}).environment[variable] == "30"
+    assert variable not in split_role([*given, "mooncake"], {variable: "5"}).environment
+    assert variable not in split_role([*given, "nixl"], {}).environment
 
 
 def test_the_port_may_stand_in_vllms_configuration_file(tmp_path) -> None:
@@ -105,7 +120,14 @@ def test_wrong_options_are_refused(arguments: list[str], says: str) -> None:
         split_role(["m", *arguments], {})
 
 
-def test_a_missing_package_is_named(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("fabric", "says"),
+    (
+        ("nixl", r"package nixl is missing.*; 'pip install nixl'$"),
+        ("mooncake", r"package mooncake is missing.*'pip install mooncake-transfer-engine-cuda13'"),
+    ),
+)
+def test_a_missing_package_is_named(monkeypatch, fabric: str, says: str) -> None:
     monkeypatch.setattr(serve_roles.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"package nixl is missing.*pip install nixl"):
-        split_role(["m", "--role", "think"], {})
+    with pytest.raises(ConfigError, match=says):
+        split_role(["m", "--role", "think", "--fabric", fabric], {})

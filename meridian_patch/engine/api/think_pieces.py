@@ -24,9 +24,11 @@ def with_think_pieces(original: type) -> type:
     if think_interval == 1:
         return original
 
-    class PiecedRequestState(original):  # type: ignore[misc]
+    class PiecedRequestState(original):
+        # Load-bearing: tokens in one piece, which vLLM reads at each output.
+        stream_interval: int
+
         def make_request_output(self, *args: Any, **kwargs: Any) -> Any:
-            # Load-bearing: tokens in one piece; vLLM reads it here alone.
             own = self.stream_interval
             self.stream_interval = self._interval(own)
             try:
