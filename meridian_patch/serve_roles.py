@@ -17,10 +17,11 @@ _PORT: Final = "--port"
 _CONFIG: Final = "--config"
 _DEFAULT_PORT: Final = 8000
 # Ports at which engines find each other begin at the first one; each server has as many as it may
-# have data-parallel ranks.
+# have data-parallel ranks. All are below 32768, where Linux begins to give ports to clients: one of
+# those would keep a server that starts again from its own.
 _FIRST_CHANNEL: Final = 10_000
 _CHANNELS: Final = 8
-_ALL_CHANNELS: Final = 50_000
+_ALL_CHANNELS: Final = 22_000
 
 
 class Fabric(NamedTuple):

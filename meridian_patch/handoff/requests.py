@@ -14,7 +14,7 @@ Bodies are those of ``/v1/chat/completions`` or ``/v1/completions``, as JSON obj
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, Facts, facts_in
+from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, RELEASE, Facts, facts_in
 
 Json = dict[str, Any]
 
@@ -132,6 +132,22 @@ def resume(
         if after.get(name) is not None:
             after[name] = max(int(after[name]) - num_output_tokens, 1)
     return after
+
+
+def releasing(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> Json:
+    """The request with the word that no engine reads the KV cache of a ticket.
+
+    Only for a ticket that was given to no engine: one that reads it would read what came after.
+
+    Args:
+        body: what ``resume`` returned.
+        ticket: of which the KV cache need not be kept.
+    """
+    # Load-bearing: NIXL's name for the request whose blocks it keeps; Mooncake has none.
+    kept = ticket.get("remote_request_id")
+    if kept is None:
+        return dict(body)
+    return {**body, _TRANSFER: {**body.get(_TRANSFER, {}), RELEASE: kept}}
 
 
 def _continued(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tokens: int) -> Json:

@@ -18,6 +18,9 @@ FACTS: Final = "meridian_handoff"
 PROMPT_IDS: Final = "prompt_token_ids"
 """vLLM's name for the prompt's token ids among the ``kv_transfer_params``."""
 
+RELEASE: Final = "meridian_release"
+"""Among the ``kv_transfer_params``: the request whose blocks no engine will read."""
+
 OFFER: Final[Mapping[str, Any]] = {"do_remote_decode": True}
 """``kv_transfer_params`` of a request that may be handed off."""
 

@@ -81,18 +81,22 @@ class Attempts:
         is_offered = is_offered and self._pool.choose("answer", self._failed) is not None
         return offload(self._body) if is_offered else self._body
 
-    async def choose(self, role: Role) -> Engine:
+    async def choose(self, role: Role, holder: Engine | None = None) -> Engine:
         """A healthy engine of this role that has not failed the request, or one of the other role.
 
         If all have failed it, one whose connection broke may have another try once it is healthy.
+
+        Args:
+            role: what the engine is to do.
+            holder: the engine that has the request's KV cache, which goes before all of its role.
 
         Raises:
             EngineRefused: there is none, and all that were tried sent errors: the last one's.
             NoEngine: there is none.
         """
-        engine = None if self._num_errors >= _MOST_FAILURES else self._choose(role)
+        engine = None if self._num_errors >= _MOST_FAILURES else self._choose(role, holder)
         if engine is None and self._lost and self._num_failures < _MOST_FAILURES:
-            engine = await self._choose_again(role)
+            engine = await self._choose_again(role, holder)
         if engine is None and self._refusal is not None:
             raise self._refusal
         if engine is None:
@@ -116,17 +120,25 @@ class Attempts:
         else:
             logger.warning("engine %s failed a request: %s", engine.url, error)
 
-    def _choose(self, role: Role) -> Engine | None:
+    def _choose(self, role: Role, holder: Engine | None) -> Engine | None:
         roles: tuple[Role, ...] = (role, "answer" if role == "think" else "think")
-        found = (self._pool.choose(each, self._failed) for each in roles)
-        return next((engine for engine in found if engine is not None), None)
+        for each in roles:
+            if holder is not None and holder.role == each and self._may_serve(holder):
+                return holder
+            engine = self._pool.choose(each, self._failed)
+            if engine is not None:
+                return engine
+        return None
 
-    async def _choose_again(self, role: Role) -> Engine | None:
+    def _may_serve(self, engine: Engine) -> bool:
+        return engine.is_healthy and engine not in self._failed
+
+    async def _choose_again(self, role: Role, holder: Engine | None) -> Engine | None:
         self._failed = [engine for engine in self._failed if engine not in self._lost]
         self._lost.clear()
         clock = asyncio.get_running_loop().time
         deadline = clock() + _WAIT_S
-        while (engine := self._choose(role)) is None and clock() < deadline:  # noqa: ASYNC110 - any
+        while (engine := self._choose(role, holder)) is None and clock() < deadline:  # noqa: ASYNC110 - any
             # of several engines may come back.
             await asyncio.sleep(_POLL_S)
         return engine

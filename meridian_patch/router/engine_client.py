@@ -45,14 +45,21 @@ class EngineFailed(Exception):  # noqa: N818 - the name is what happened
     Attributes:
         is_down: whether it would fail other requests, too.
         refusal: its error, for the client if all engines fail alike; None if it sent none.
+        is_reached: whether the engine may have got the request.
     """
 
     def __init__(
-        self, message: str, *, is_down: bool = True, refusal: EngineRefused | None = None
+        self,
+        message: str,
+        *,
+        is_down: bool = True,
+        refusal: EngineRefused | None = None,
+        is_reached: bool = True,
     ) -> None:
         super().__init__(message)
         self.is_down = is_down
         self.refusal = refusal
+        self.is_reached = is_reached
 
 
 async def within(
@@ -151,7 +158,8 @@ class EngineClient:
             try:
                 reply = await self._client.send(request, stream=True)
             except BROKEN as error:
-                raise EngineFailed(type(error).__name__) from error
+                is_reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+                raise EngineFailed(type(error).__name__, is_reached=is_reached) from error
             try:
                 if reply.status_code in _DOWN:
                     raise EngineFailed(f"HTTP {reply.status_code}")

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meridian_patch.errors import ConfigError
-from meridian_patch.handoff.requests import has_grammar, ingest, resume, ticket_in
+from meridian_patch.handoff.requests import (
+    has_grammar,
+    ingest,
+    releasing,
+    resume,
+    ticket_in,
+)
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
 from meridian_patch.router.engine import Engine, Role
 from meridian_patch.router.engine_client import EngineFailed, EngineRefused, within
@@ -31,6 +37,9 @@ class _Leg:
     body: Json | None = None
     # When its thought ended elsewhere; None for a request that was not handed off.
     ended_at: float | None = None
+    # Of such a request: its ticket, and the engine that has its KV cache.
+    ticket: Json | None = None
+    holder: Engine | None = None
 
 
 class StreamRelay:
@@ -94,32 +103,37 @@ class StreamRelay:
             return
         yield DONE
 
-    async def rest(self, ticket: Json) -> AsyncIterator[Json]:
+    async def rest(self, ticket: Json, holder: Engine) -> AsyncIterator[Json]:
         """The chunks of a request whose thought was served elsewhere.
+
+        Args:
+            ticket: of the request.
+            holder: the engine that served its thought.
 
         Raises:
             NoEngine: no engine is left.
         """
         self._state.begin_leg()
-        async for chunk in self._chunks(self._moved(ticket)):
+        async for chunk in self._chunks(self._moved(ticket, holder)):
             yield chunk
 
     async def _chunks(self, leg: _Leg) -> AsyncIterator[Json]:
         while not self._state.is_ended:
-            engine = await self._attempts.choose(leg.role)
-            if leg.ended_at is not None and engine.role != "answer":
-                leg = self._answered_in_place()
+            engine = await self._attempts.choose(leg.role, leg.holder)
+            if leg.ticket is not None and engine.role != "answer":
+                leg = self._answered_in_place(leg.ticket)
             self._state.begin_leg()
             try:
                 async for chunk in self._served(engine, leg):
                     yield chunk
-                leg = self._next_leg() or leg
+                leg = self._next_leg(engine) or leg
             except (EngineFailed, EngineRefused) as error:
                 # An engine that began the request did not refuse it.
                 if isinstance(error, EngineRefused) and not self._state.token_ids:
                     raise
                 self._attempts.failed(engine, error)
-                leg = self._resumed(leg)
+                is_reached = isinstance(error, EngineRefused) or error.is_reached
+                leg = self._resumed(leg, is_reached=is_reached)
         usage = self._state.usage_chunk()
         if usage is not None:
             yield usage
@@ -159,28 +173,33 @@ class StreamRelay:
                     limit = None
                 yield chunk
 
-    def _next_leg(self) -> _Leg | None:
+    def _next_leg(self, engine: Engine) -> _Leg | None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            return self._moved(ticket)
+            return self._moved(ticket, engine)
         if not self._state.is_ended:
             raise EngineFailed("its stream ended without a finish reason", is_down=False)
         return None
 
-    def _moved(self, ticket: Json) -> _Leg:
+    def _moved(self, ticket: Json, holder: Engine) -> _Leg:
         self._state.continue_from(ticket)
-        return _Leg("answer", ingest(self._body, ticket), time.monotonic())
+        return _Leg("answer", ingest(self._body, ticket), time.monotonic(), ticket, holder)
 
-    def _answered_in_place(self) -> _Leg:
+    def _answered_in_place(self, ticket: Json) -> _Leg:
         """The rest of a request that was handed off, when no answer engine is left.
 
-        A ticket is of no use to a think engine: the blocks may be its own.
+        A ticket is of no use to a think engine: the blocks may be its own. If they are, it need not
+        keep them for a reader: all thoughts that end now would fill its cache with such blocks.
         """
         self._services.metrics.moved("answered_again")
-        return _Leg("answer", self._rest())
+        return _Leg("answer", releasing(self._rest(), ticket))
 
-    def _resumed(self, leg: _Leg) -> _Leg:
+    def _resumed(self, leg: _Leg, *, is_reached: bool) -> _Leg:
         """The rest of the request, for another engine.
+
+        Args:
+            leg: in which an engine failed.
+            is_reached: whether that engine may have got the request, and with it a ticket.
 
         Raises:
             NoEngine: the client has a part that another engine cannot continue.
@@ -201,7 +220,10 @@ class StreamRelay:
         if is_handed or self._body.get("tools"):
             # A stop string or a tool call that has begun: the tokens came, and their text did not.
             state.forget_unshown()
-        return _Leg(role, self._rest())
+        rest = self._rest()
+        if leg.ticket is not None and not is_reached:
+            rest = releasing(rest, leg.ticket)
+        return _Leg(role, rest, holder=leg.holder)
 
     def _rest(self) -> Json:
         """The request for an engine that has none of its KV cache."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from meridian_patch.handoff.requests import ticket_in
 from meridian_patch.router.attempts import Attempts, Services
+from meridian_patch.router.engine import Engine
 from meridian_patch.router.engine_client import EngineFailed, within
 from meridian_patch.router.stream_relay import StreamRelay
 
@@ -38,14 +39,14 @@ class WholeRelay:
         """
         path, body, headers = self._where
         attempts = Attempts(self._services.pool, body)
-        first = await self._thought(attempts)
+        first, engine = await self._thought(attempts)
         ticket = ticket_in(first)
         if ticket is None:
             return first
         first.pop("kv_transfer_params", None)
         relay = StreamRelay(self._services, path, body, headers, attempts)
         choice = first["choices"][0]
-        async for chunk in relay.rest(ticket):
+        async for chunk in relay.rest(ticket, engine):
             for part in chunk["choices"]:
                 extend(choice, part)
         if relay.usage is not None:
@@ -53,17 +54,19 @@ class WholeRelay:
             first["usage"] |= {name: relay.usage[name] for name in counts}
         return first
 
-    async def _thought(self, attempts: Attempts) -> Json:
+    async def _thought(self, attempts: Attempts) -> tuple[Json, Engine]:
         path, _, headers = self._where
         while True:
             engine = await attempts.choose("think")
             body = attempts.first_body(engine)
             reply = self._services.client.whole(engine, path, body, headers)
             try:
-                return await within(engine, reply, may_leave=not attempts.is_last)
+                whole = await within(engine, reply, may_leave=not attempts.is_last)
             except EngineFailed as error:
                 attempts.failed(engine, error)
                 self._services.metrics.moved("resumed")
+            else:
+                return whole, engine
 
 
 def extend(choice: Json, part: Json) -> None:

@@ -34,7 +34,7 @@ from meridian_patch.engine.scheduler.scheduler import (
     build_phase_scheduler,
 )
 from meridian_patch.errors import ConfigError
-from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, facts_in
+from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, RELEASE, facts_in
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.serve_roles import FABRICS
 
@@ -131,6 +131,24 @@ def test_a_thought_leaves_with_all_of_its_tokens_and_blocks(driver):
     assert num_free(driver) < free_before
     driver.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_sending={"r"}))
     assert num_free(driver) == free_before
+
+
+def test_blocks_that_no_engine_will_read_are_free_at_once(driver):
+    """As upstream's worker frees them: when the newest end of their lease is past."""
+    driver.add(Job("r", PROMPT, think_tokens=45, answer_tokens=30), OFFERED)
+    driver.drain()
+    rest = (*driver.ended["r"].kv_transfer_params[PROMPT_IDS],)
+    for name, released in (("again", "r"), ("unknown", "x"), ("odd", 7)):
+        driver.add(Job(name, rest, None, 5), {"kv_transfer_params": {RELEASE: released}})
+    before_s = time.perf_counter()
+    ends = driver.step().kv_connector_metadata.reqs_to_send
+    assert set(ends) == {"r"}
+    assert ends["r"] <= before_s
+    driver.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_sending={"r"}))
+    driver.drain()
+    assert {driver.ended[name].finish_reason for name in ("again", "unknown", "odd")} == {
+        FinishReason.STOP
+    }
 
 
 @pytest.mark.parametrize(

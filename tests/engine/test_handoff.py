@@ -4,6 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,9 +17,11 @@ from handoff_runs import (
     check_a_lost_answer_engine,
     check_streams,
     check_whole_responses,
+    healthy_until_asked_to_leave,
     probed,
     questions,
     stream,
+    total,
 )
 from run_engine import clean_environment
 
@@ -159,6 +162,28 @@ def test_clients_of_others(demo_model, engines, router, tmp_path):
     subprocess.run(command, check=True, timeout=300, env=clean_environment(tmp_path))
     result = json.loads((tmp_path / "bench.json").read_text())
     assert result["completed"] == 40
+
+
+def test_blocks_for_a_lost_answer_engine_are_free_at_once(engines, tmp_path):
+    """Thoughts that were offered to it end where they are, and keep no blocks for half a minute."""
+    think, _ = engines
+    with healthy_until_asked_to_leave() as answer, ThreadPoolExecutor(6) as pool:
+        url = f"http://127.0.0.1:{answer.server_port}"
+        with Router([think.url], [url], tmp_path) as router:
+            asked = [pool.submit(stream, router.url, each) for each in questions(6, seed=31)]
+            while total(think, "vllm:num_requests_running") < len(asked):
+                time.sleep(0.02)
+            answer.shutdown()
+            answer.server_close()
+            replies = [each.result() for each in asked]
+            assert router.handoffs() == {"moved": 0, "answered_again": 6, "resumed": 0}
+    assert all(reply.content and reply.error is None for reply in replies)
+    ended_at = time.monotonic()
+    while total(think, "vllm:kv_cache_usage_perc") > 0:
+        # vLLM's lease is 30 s.
+        assert time.monotonic() - ended_at < 8
+        time.sleep(0.1)
+    assert "Releasing expired KV blocks" in think.log.read_text()
 
 
 def test_a_lost_answer_engine_loses_nothing(engines, router):

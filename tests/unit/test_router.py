@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import resume
-from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
+from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS, RELEASE
 from meridian_patch.router.app import Router
 from meridian_patch.router.command import engines_of
 from meridian_patch.router.load import load_from
@@ -90,6 +90,13 @@ class StubEngine:
                 return
             yield f"data: {json.dumps(each)}\n\n"
         yield "data: [DONE]\n\n"
+
+
+class Refuses(StubEngine):
+    """Was healthy, and takes no connection any more."""
+
+    async def _chat(self, request: Request) -> Response:
+        raise httpx.ConnectError("refused")
 
 
 class ByHost(httpx.AsyncBaseTransport):
@@ -247,6 +254,47 @@ def test_a_ticket_never_goes_to_a_think_engine() -> None:
     assert content(response) == ("hm", "6.")
     assert think.bodies[1]["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11]}
     assert moved(router) == {"moved": 0, "answered_again": 1, "resumed": 0}
+
+
+@pytest.mark.parametrize("is_known", (True, False), ids=("out", "refuses"))
+def test_blocks_for_a_lost_answer_engine_need_not_be_kept(is_known: bool) -> None:
+    """It got no ticket, so the engine that has the blocks is told, and goes on."""
+    ticket = {**TICKET, "remote_request_id": "r1"}
+    leaves = [{**chunk(finish_reason="length"), "kv_transfer_params": ticket}]
+
+    class Thinks(StubEngine):
+        async def _events(self, script: list[dict | None]) -> AsyncIterator[str]:
+            for engine in engines:
+                if engine.role == "answer":
+                    engine.is_healthy = not is_known
+                elif engine.url == "http://a":
+                    # The other think engine has less to do.
+                    engine.num_requests += 5
+            async for event in super()._events(script):
+                yield event
+
+    think, other = Thinks([*THOUGHT, *leaves], ANSWER), StubEngine(ANSWER)
+    stubs = {"a": think, "c": other, "b": Refuses()}
+    engines = []
+
+    async def run() -> httpx.Response:
+        async with routed(["a", "c"], ["b"], stubs) as (client, router):
+            engines.extend(router.pool.engines)
+            return await client.post(CHAT, json=BODY)
+
+    response = asyncio.run(run())
+    assert content(response) == ("hm", "6.")
+    assert think.bodies[1]["kv_transfer_params"] == {PROMPT_IDS: [1, 2, 10, 11], RELEASE: "r1"}
+    assert not other.bodies
+
+
+def test_blocks_for_an_answer_engine_that_got_the_ticket_are_kept() -> None:
+    """It may still read them."""
+    ticket = {**TICKET, "remote_request_id": "r1"}
+    leaves = [{**chunk(finish_reason="length"), "kv_transfer_params": ticket}]
+    think = StubEngine([*THOUGHT, *leaves], ANSWER)
+    post({"a": think, "b": StubEngine([None])})
+    assert RELEASE not in think.bodies[1]["kv_transfer_params"]
 
 
 def test_a_thought_goes_on_at_another_think_engine() -> None:

@@ -39,7 +39,7 @@ def test_a_role_configures_vllms_connector(fabric: str, connector: str) -> None:
     (("nixl", "VLLM_NIXL_SIDE_CHANNEL_PORT"), ("mooncake", "VLLM_MOONCAKE_BOOTSTRAP_PORT")),
 )
 @pytest.mark.parametrize(
-    ("port", "channel"), (("8001", "24008"), ("8002", "24016"), ("60000", "40000"))
+    ("port", "channel"), (("8001", "30008"), ("8002", "30016"), ("60000", "28000"))
 )
 def test_servers_of_one_host_get_ports_of_their_own(
     fabric: str, variable: str, port: str, channel: str
@@ -69,13 +69,13 @@ def test_the_port_may_stand_in_vllms_configuration_file(tmp_path) -> None:
     def channel(*more: str) -> str:
         return split_role([*given, *more], {}).environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]
 
-    assert channel() == "24016"
-    assert channel("--port", "8001") == "24008"
+    assert channel() == "30016"
+    assert channel("--port", "8001") == "30008"
     for wrong in ("[1, 2]", "a: ["):
         file.write_text(wrong)
-        assert channel() == "24000"
+        assert channel() == "30000"
     file.unlink()
-    assert channel() == "24000"
+    assert channel() == "30000"
 
 
 @pytest.mark.parametrize("name", ["kv-transfer-config", "kv_transfer_config"])

@@ -1,5 +1,6 @@
 """What the connectors of vLLM need besides blocks: names of transfers and addresses."""
 
+import time
 from typing import Any, Protocol
 
 from vllm.utils.network_utils import get_ip
@@ -19,9 +20,26 @@ class Fabric(Protocol):
             params: what the connector returned for it.
         """
 
+    def release(self, scheduler: Any, request_id: str) -> None:
+        """Free the blocks of a request that left, because no engine will read them.
+
+        Args:
+            scheduler: of this engine.
+            request_id: it may be unknown, or have been read already.
+        """
+
 
 class NixlFabric:
     """NIXL: the connector names transfers by itself."""
+
+    def release(self, scheduler: Any, request_id: str) -> None:
+        """Let the connector's lease end now instead of in half a minute."""
+        request = scheduler.requests.get(request_id)
+        if request is None or not request.is_finished():
+            return
+        # Load-bearing: workers take the newest end of a lease, and free what is past it.
+        side = scheduler.connector.connector_scheduler
+        side._reqs_need_send[request_id] = time.perf_counter()
 
     def offer(self, request: Any) -> None:
         """Nothing to prepare."""
@@ -56,6 +74,9 @@ class MooncakeFabric:
     def offer(self, request: Any) -> None:
         """Name the transfer."""
         request.kv_transfer_params.setdefault("transfer_id", request.request_id)
+
+    def release(self, scheduler: Any, request_id: str) -> None:
+        """Nothing: its tickets do not name the request, and its workers keep their own time."""
 
     def address(self, request: Any, _params: dict[str, Any] | None) -> dict[str, Any] | None:
         """Where the other engine finds the blocks of this transfer."""

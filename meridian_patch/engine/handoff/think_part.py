@@ -18,7 +18,7 @@ from meridian_patch.engine.handoff.fabrics import fabric_of
 from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
 from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
-from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, PROMPT_IDS, Facts
+from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, PROMPT_IDS, RELEASE, Facts
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 
@@ -76,6 +76,7 @@ class ThinkPart(SchedulerPart):
     name = counters.HANDOFF
 
     def __init__(self, scheduler: Any, tracker: PhaseTracker, least_blocks: int) -> None:
+        self._scheduler = scheduler
         self._tracker = tracker
         self._least_tokens = least_blocks * scheduler.cache_config.block_size
         self._layout = layout_of(scheduler.vllm_config)
@@ -94,8 +95,12 @@ class ThinkPart(SchedulerPart):
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
         params = request.kv_transfer_params
-        if is_mapping(request) and params and params.get("do_remote_decode"):
+        if not is_mapping(request) or not params:
+            return
+        if params.get("do_remote_decode"):
             self._fabric.offer(request)
+        if isinstance(params.get(RELEASE), str):
+            self._fabric.release(self._scheduler, params[RELEASE])
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         self._held_back.on_added(request, options)

@@ -1,8 +1,10 @@
 """Two engines and the router: their processes, what a client sees of a stream, and questions."""
 
+import http.server
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,8 +22,12 @@ from meridian_patch.demo.problems import make_problems
 
 MERIDIAN = str(Path(sys.executable).parent / "meridian")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Two engines share the machine's memory.
-SHARE = ("--gpu-memory-utilization", "0.2", "--reasoning-parser", "qwen3")
+# Two engines share the machine's memory. All requests that run have room: a wait for blocks would
+# count as a part of the hand-off.
+SHARE = (
+    *("--gpu-memory-utilization", "0.2", "--reasoning-parser", "qwen3"),
+    *("--num-gpu-blocks-override", "257"),
+)
 # Tokens that an engine did not compute, because its connector brought their blocks.
 LOADED = "vllm:external_prefix_cache_hits_total"
 # Load-bearing: what vLLM's scheduler logs if they do not arrive. They count as brought even so.
@@ -136,6 +142,30 @@ def engine(
     command = [MERIDIAN, "serve", str(demo_model), "--served-model-name", "m", "--role", role]
     command += ["--offload-threshold-blocks", "0", *SHARE, *options]
     return Server(command, PATCHED | (env or {}), folder / role)
+
+
+class _Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def healthy_until_asked_to_leave():
+    """An answer engine that is healthy and never gets a request; yields it, to be shut down."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
 
 
 @contextmanager

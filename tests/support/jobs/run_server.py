@@ -16,9 +16,14 @@ from run_engine import clean_environment, log_tail
 
 START_LIMIT_S = 240
 STOP_LIMIT_S = 30
+# Of a server whose command does not set them.
 SMALL_SERVER = (
-    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"),
-    *("--num-gpu-blocks-override", "65", "--max-num-seqs", "8", "--enforce-eager"),
+    ("--dtype", "float32"),
+    ("--block-size", "32"),
+    ("--max-model-len", "1024"),
+    ("--num-gpu-blocks-override", "65"),
+    ("--max-num-seqs", "8"),
+    ("--enforce-eager",),
 )
 
 
@@ -35,7 +40,8 @@ class Server:
         self.port = free_port()
         self.log = folder / "server.log"
         folder.mkdir(parents=True, exist_ok=True)
-        self._command = [*command, *SMALL_SERVER, "--port", str(self.port)]
+        small = [part for option in SMALL_SERVER if option[0] not in command for part in option]
+        self._command = [*command, *small, "--port", str(self.port)]
         self._env = clean_environment(folder) | {
             # The worker then shares the EngineCore process, which saves the import of a third.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
