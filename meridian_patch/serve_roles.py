@@ -16,6 +16,8 @@ _TRANSFER: Final = "--kv-transfer-config"
 _PORT: Final = "--port"
 _CONFIG: Final = "--config"
 _DEFAULT_PORT: Final = 8000
+# An engine over several hosts has one port on all of them, whatever port its API server has.
+_SEVERAL_HOSTS: Final = frozenset(("--headless", "--nnodes", "--data-parallel-address"))
 # Ports at which engines find each other begin at the first one; each server has as many as it may
 # have data-parallel ranks. All are below 32768, where Linux begins to give ports to clients: one of
 # those would keep a server that starts again from its own.
@@ -50,10 +52,10 @@ FABRICS: Final[Mapping[str, Fabric]] = {
         "mooncake",
         "'pip install mooncake-transfer-engine-cuda13', or mooncake-transfer-engine for CUDA 12",
         "VLLM_MOONCAKE_BOOTSTRAP_PORT",
-        # Load-bearing: for so many seconds a think engine keeps blocks that nobody fetched. vLLM's
-        # default is 480; an answer engine that is lost would block new requests for that long. 30
-        # is what NIXL's connector gives its readers.
-        {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30"},
+        # Load-bearing: seconds for which a think engine keeps blocks that no engine fetched. NIXL's
+        # connector extends its time while a request waits at its answer engine, and this one does
+        # not. vLLM's default is 480: so long would the blocks for a lost engine be missing.
+        {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "120"},
     ),
 }
 
@@ -111,7 +113,9 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
             f"meridian serve --role {ours.role}: the package {fabric.module} is missing, which "
             f"moves the KV cache; {fabric.install}"
         )
-    wanted = {fabric.port: str(_side_channel(given)), **fabric.settings}
+    wanted = dict(fabric.settings)
+    if not any(_name_of(each) in _SEVERAL_HOSTS for each in given):
+        wanted[fabric.port] = str(_side_channel(given))
     settings |= {name: value for name, value in wanted.items() if name not in env}
     return Role([*rest, _TRANSFER, json.dumps(_transfer(fabric))], settings)
 
@@ -150,8 +154,12 @@ def _side_channel(arguments: Sequence[str]) -> int:
 
 def _is_transfer(argument: str) -> bool:
     """Whether an argument configures the connector, in any of vLLM's spellings."""
-    name = argument.partition("=")[0].partition(".")[0]
-    return name.replace("_", "-") == _TRANSFER
+    return _name_of(argument) == _TRANSFER
+
+
+def _name_of(argument: str) -> str:
+    """The option that an argument sets, as vLLM spells it in its help."""
+    return argument.partition("=")[0].partition(".")[0].replace("_", "-")
 
 
 def _blocks(text: str) -> int:

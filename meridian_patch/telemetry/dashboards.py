@@ -231,7 +231,7 @@ def _curves(said: dict[str, Any]) -> dict[str, Any]:
         defaults["custom"]["axisSoftMax"] = said.get("reach", reach)
     legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
     options = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
-    overrides = [*_colours(said["lines"]), *_left_out(is_stacked)]
+    overrides = [*_colours(said["lines"]), *_left_out(said)]
     return {"fieldConfig": {"defaults": defaults, "overrides": overrides}, "options": options}
 
 
@@ -252,9 +252,14 @@ def _colours(lines: dict[str, str]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _left_out(is_stacked: bool) -> Iterator[dict[str, Any]]:
-    """Curves that have nothing to show are grey and not in the legend; layers are not drawn."""
-    hidden = {"legend": True, "tooltip": True, "viz": is_stacked}
+def _left_out(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Curves that have nothing to show are grey and not in the legend; layers are not drawn.
+
+    Where 0 is what to look for, each curve has its name: a limit from below, or lines named here.
+    """
+    is_stacked = said.get("stack", False)
+    is_told = not is_stacked and ("red_below" in said or "{{" not in "".join(said["lines"]))
+    hidden = {"legend": not is_told, "tooltip": not is_told, "viz": is_stacked}
     grey = {"mode": "fixed", "fixedColor": _GREY}
     for reducer in ("allIsZero", "allIsNull"):
         yield {

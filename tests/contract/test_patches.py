@@ -16,6 +16,7 @@ from meridian_patch.engine.api import (
     request_state,
     responses,
     stat_logger,
+    think_pieces,
     tracing,
 )
 from meridian_patch.engine.early_exit import binding as exit_binding
@@ -275,32 +276,34 @@ HANDS = (
 
 
 @pytest.mark.parametrize(
-    ("patch", "module", "hands"),
+    ("patch", "modules", "hands"),
     [
-        (SCHEDULER, scheduler, HANDS),
-        (ASYNC_SCHEDULER, scheduler, HANDS),
-        (KV_CACHE_MANAGER, kv_cache, ()),
-        (SCHEDULER_STATS, stat_logger, ()),
-        (WORKER, worker, ()),
-        (INPUT_PROCESSOR, input_check, ()),
-        (REQUEST_STATE, request_state, ()),
-        (OUTPUT_PROCESSOR, tracing, ()),
-        (BALANCING_CLIENT, rank_choice, ()),
-        (SERVING[0], chat, ()),
-        (SERVING[1], completion, ()),
-        (SERVING[2], responses, ()),
+        (SCHEDULER, (scheduler,), HANDS),
+        (ASYNC_SCHEDULER, (scheduler,), HANDS),
+        (KV_CACHE_MANAGER, (kv_cache,), ()),
+        (SCHEDULER_STATS, (stat_logger,), ()),
+        (WORKER, (worker,), ()),
+        (INPUT_PROCESSOR, (input_check,), ()),
+        (REQUEST_STATE, (request_state, think_pieces), ()),
+        (OUTPUT_PROCESSOR, (tracing,), ()),
+        (BALANCING_CLIENT, (rank_choice,), ()),
+        (SERVING[0], (chat,), ()),
+        (SERVING[1], (completion,), ()),
+        (SERVING[2], (responses,), ()),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_contract_lists_all_that_our_class_touches(patch: Patch, module, hands) -> None:
+def test_contract_lists_all_that_our_class_touches(patch: Patch, modules, hands) -> None:
     """Calls are the methods passed on to super() or called on self, reads the rest of self.
 
     ``hands`` are modules that the class gives itself to.
     """
     touched_calls: set[str] = set()
     touched_reads: set[str] = set()
-    for cls in classes_in(module):
-        own = methods_of(cls) | (self_names(cls, ast.Store) - set(patch.contract.reads))
+    classes = [cls for module in modules for cls in classes_in(module)]
+    stored = {name for cls in classes for name in self_names(cls, ast.Store)}
+    for cls in classes:
+        own = methods_of(cls) | (stored - set(patch.contract.reads))
         called = {
             node.func.attr
             for node in ast.walk(cls)
@@ -316,7 +319,7 @@ def test_contract_lists_all_that_our_class_touches(patch: Patch, module, hands) 
         touched_calls |= calls
         touched_reads |= reads
     if hands:
-        touched_reads -= {name for cls in classes_in(module) for name in self_names(cls, ast.Store)}
+        touched_reads -= stored
     assert touched_calls == set(patch.contract.calls)
     # A method whose source is locked as a whole may be handed on as a value.
     touched_reads -= set(patch.contract.behaviour)

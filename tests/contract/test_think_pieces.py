@@ -4,8 +4,15 @@ import random
 from itertools import chain
 
 import pytest
+import torch
 from scheduler_driver import THINK_END, THINK_START, WORD, Job
-from served_driver import PLAIN, THINKS, Served, patch_output_processor
+from served_driver import PLAIN, THINKS, Served, core_request, patch_output_processor
+from vllm import PoolingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import output_processor as upstream
+
+from meridian_patch.engine.api import think_pieces
 
 INTERVAL = 8
 
@@ -39,6 +46,64 @@ def test_a_thought_comes_in_pieces_and_an_answer_by_token(demo_model, is_async):
     assert list(map(len, pieces(served, "thinks"))) == [1, 8, 8, 8, 8, 4] + [1] * 8
     assert list(map(len, pieces(served, "plain"))) == [1] * 10
     assert list(map(len, pieces(served, "cut"))) == [1, 8, 8, 3]
+
+
+def test_a_thought_that_the_model_opens_begins_at_once(demo_model):
+    """Parsers look for the marker in a piece of its own."""
+    served = Served(demo_model)
+    again = (WORD, THINK_START, *[WORD] * 11, THINK_END, WORD, WORD)
+    served.add(Job("own", PLAIN, None, 20, opening=again))
+    served.driver.drain()
+    assert pieces(served, "own")[:4] == [
+        [WORD],
+        [THINK_START],
+        [WORD] * 8,
+        [*[WORD] * 3, THINK_END],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parser", "takes"),
+    (
+        (None, True),
+        ("", True),
+        ("qwen3", True),
+        ("glm45", True),
+        ("deepseek_r1", False),
+        ("hunyuan_a13b", False),
+        ("granite", False),
+        ("not_there", False),
+    ),
+)
+def test_parsers_that_take_one_token_at_a_time_get_it(parser, takes):
+    assert think_pieces._takes_pieces(parser) is takes
+
+
+def test_a_request_without_tokens_is_upstreams(demo_model):
+    """As one for an embedding, whose state has no detokenizer."""
+    served = Served(demo_model)
+    made = core_request("pooled", PLAIN, None, "pooled")
+    made.pooling_params = PoolingParams(task="embed")
+    queue = upstream.RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "pooled")
+    served.processor.add_request(made, None, None, 0, queue)
+    vector = torch.zeros(4)
+    output = EngineCoreOutput("pooled", [], pooling_output=vector, finish_reason=FinishReason.STOP)
+    served.processor.process_outputs([output], 1.0, None)
+    assert queue.get_nowait().outputs.data is vector
+
+
+def test_a_token_that_waits_is_sent_when_the_phase_is_lost(demo_model):
+    """With an output that has no new one, as of a request that is aborted."""
+    served = Served(demo_model)
+    served.add(Job("r", THINKS, 40, 7))
+    for _ in range(3):
+        served.driver.step()
+    assert len(pieces(served, "r")) < 3
+    served.processor.request_states["r"].progress.lose()
+    served.processor.abort_requests(["r"], internal=True)
+    served.take(EngineCoreOutputs())
+    told = list(chain.from_iterable(pieces(served, "r")))
+    assert len(told) == len(served.driver.deliveries["r"])
 
 
 @pytest.mark.parametrize("own", [1, 3, 20])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
+import psutil
 import pytest
 from handoff_runs import (
     CHAT,
@@ -24,6 +25,8 @@ from handoff_runs import (
     total,
 )
 from run_engine import clean_environment
+
+from meridian_patch.envs import environment
 
 pytestmark = [
     pytest.mark.engine,
@@ -41,6 +44,9 @@ pytestmark = [
 def engines(demo_model, tmp_path_factory):
     """A think engine and an answer engine."""
     env = {"UCX_TLS": "tcp,self,sm"}
+    # For a comparison: 1 sends each token of a thought at once.
+    if size := environment().get("HANDOFF_THINK_STREAM_INTERVAL"):
+        env["MERIDIAN_PATCH_SET_RESPONSES__THINK_STREAM_INTERVAL"] = size
     with both_engines(demo_model, tmp_path_factory.mktemp("handoff"), env=env) as started:
         yield started
 
@@ -90,37 +96,38 @@ def test_wrong_requests_are_refused_as_by_one_engine(engines, router):
 
 
 @pytest.mark.nightly
-def test_two_hundred_streams(engines, router, tmp_path):
+@pytest.mark.parametrize(("width", "number"), ((1, 60), (8, 140)), ids=("alone", "eight"))
+def test_two_hundred_streams(engines, router, width, number):
     """One at a time and eight at a time, beside the same requests on one engine.
 
     Prints the gap between the last piece of the thought and the first one of the answer.
     """
     think, _ = engines
-    asked = questions(200, seed=77)
-    before = router.handoffs()
-    rows = []
-    for width, part in ((1, asked[:60]), (8, asked[60:])):
-        gaps = {"one engine": [], "handed off": []}
-        # Alternating pieces: the machine's speed drifts.
-        for first in range(0, len(part), 20):
-            piece = part[first : first + 20]
-            with ThreadPoolExecutor(width) as pool:
-                alone = list(pool.map(lambda question: stream(think.url, question), piece))
-                routed = list(pool.map(lambda question: stream(router.url, question), piece))
-            for one, two in zip(alone, routed, strict=True):
-                assert (two.reasoning, two.content) == (one.reasoning, one.content)
-                gaps["one engine"].append(one.gap_s)
-                gaps["handed off"].append(two.gap_s)
-        for name, seen in gaps.items():
-            cuts = statistics.quantiles(seen, n=100, method="inclusive")
-            shown = (cuts[49], cuts[19], cuts[79], cuts[98], max(seen))
-            rows.append((width, name, len(seen), *(1e3 * each for each in shown)))
+    asked = questions(number, seed=77 + width)
+    process = psutil.Process(router.process.pid)
+    before, gaps = router.handoffs(), {"one engine": [], "handed off": []}
+    tokens, began_s = 0, sum(process.cpu_times()[:2])
+    # Alternating pieces: the machine's speed drifts.
+    for first in range(0, number, 20):
+        piece = asked[first : first + 20]
+        with ThreadPoolExecutor(width) as pool:
+            alone = list(pool.map(lambda question: stream(think.url, question), piece))
+            routed = list(pool.map(lambda question: stream(router.url, question), piece))
+        for one, two in zip(alone, routed, strict=True):
+            assert (two.reasoning, two.content) == (one.reasoning, one.content)
+            gaps["one engine"].append(one.gap_s)
+            gaps["handed off"].append(two.gap_s)
+            tokens += two.usage["completion_tokens"]
+    took_s = sum(process.cpu_times()[:2]) - began_s
     after = router.handoffs()
     print("\n| at a time | way | requests | P50 gap, ms (p20..p80) | P99 | worst |")
-    for row in rows:
-        print("| {} | {} | {} | {:.0f} ({:.0f}..{:.0f}) | {:.0f} | {:.0f} |".format(*row))
-    print(after)
-    assert after["moved"] - before["moved"] == len(asked)
+    for name, seen in gaps.items():
+        cuts = statistics.quantiles(seen, n=100, method="inclusive")
+        shown = [1e3 * each for each in (cuts[49], cuts[19], cuts[79], cuts[98], max(seen))]
+        row = "| {} | {} | {} | {:.0f} ({:.0f}..{:.0f}) | {:.0f} | {:.0f} |"
+        print(row.format(width, name, len(seen), *shown))
+    print(f"router: {1e6 * took_s / tokens:.0f} us of processor time for each of {tokens} tokens")
+    assert after["moved"] - before["moved"] == number
 
 
 @pytest.mark.nightly

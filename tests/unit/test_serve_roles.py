@@ -55,9 +55,16 @@ def test_servers_of_one_host_get_ports_of_their_own(
 def test_mooncake_frees_what_nobody_fetches() -> None:
     """After half a minute, as NIXL does; a time of the user's own is kept."""
     given, variable = ["m", "--role", "think", "--fabric"], "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
-    assert split_role([*given, "mooncake"], {}).environment[variable] == "30"
+    assert split_role([*given, "mooncake"], {}).environment[variable] == "120"
     assert variable not in split_role([*given, "mooncake"], {variable: "5"}).environment
     assert variable not in split_role([*given, "nixl"], {}).environment
+
+
+@pytest.mark.parametrize("option", ("--headless", "--nnodes=2", "--data_parallel_address=h"))
+def test_an_engine_over_several_hosts_keeps_vllms_own_port(option: str) -> None:
+    """It is the same on all of them, and only one has an API server's port."""
+    given = ["m", "--role", "answer", "--fabric", "mooncake", option]
+    assert "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in split_role(given, {}).environment
 
 
 def test_the_port_may_stand_in_vllms_configuration_file(tmp_path) -> None:

@@ -39,6 +39,11 @@ class ServedModel:
         self._vllm_config = vllm_config
         self._loaded = loaded
 
+    @property
+    def reasoning_parser(self) -> str:
+        """Name of the server's reasoning parser; empty without one."""
+        return str(self._vllm_config.structured_outputs_config.reasoning_parser or "")
+
     def scope_of(self, params: Any) -> str:
         """Where a request's stop strings match: ``all`` or ``answer``.
 

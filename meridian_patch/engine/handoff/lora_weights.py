@@ -220,6 +220,9 @@ class AdapterWeights:
             files = _files_in(loaded.folder)
         except (OSError, ValueError) as error:
             return Weights(NOT_KNOWN, str(error))
+        if newest.result is _PENDING:
+            # One reading at a time: files that keep changing must not fill EngineCore with threads.
+            return _PENDING
         if newest.files != files or newest.has_failed:
             loaded.newest = newest = _Reading(loaded.folder, files, self._turn)
             if files == first.files:
