@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine import output_processor as upstream
 
 from meridian_patch.engine.api import think_pieces
+from meridian_patch.engine.api.request_state import build_request_state
 
 INTERVAL = 8
 
@@ -21,6 +22,10 @@ INTERVAL = 8
 def patched(monkeypatch, demo_model):
     monkeypatch.setenv("MERIDIAN_PATCH_SET_RESPONSES__THINK_STREAM_INTERVAL", str(INTERVAL))
     patch_output_processor(monkeypatch, demo_model)
+    # Another test's process may have been patched before, without pieces.
+    classes = upstream.RequestState.__mro__
+    stock = next(each for each in classes if each.__module__ == upstream.__name__)
+    monkeypatch.setattr(upstream, "RequestState", build_request_state(stock))
 
 
 def pieces(served, name):
