@@ -158,7 +158,8 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
 def healthy_until_asked_to_leave():
     """An answer engine that is healthy and never gets a request; yields it, to be shut down."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)
-    serving = threading.Thread(target=server.serve_forever)
+    # It leaves within this many seconds, so that no thought that ends meanwhile is sent to it.
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
     serving.start()
     try:
         yield server
