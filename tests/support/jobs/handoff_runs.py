@@ -150,14 +150,19 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def do_POST(self) -> None:
+        self.server.num_requests += 1
+        self.send_error(503)
+
     def log_message(self, *_) -> None:
         """Says nothing."""
 
 
 @contextmanager
 def healthy_until_asked_to_leave():
-    """An answer engine that is healthy and never gets a request; yields it, to be shut down."""
+    """An answer engine that is healthy and serves no request; yields it, to be shut down."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)
+    server.num_requests = 0
     # It leaves within this many seconds, so that no thought that ends meanwhile is sent to it.
     serving = threading.Thread(target=server.serve_forever, args=(0.01,))
     serving.start()
