@@ -14,6 +14,9 @@ Bodies are those of ``/v1/chat/completions`` or ``/v1/completions``, as JSON obj
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
+from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, RELEASE, Facts, facts_in
 
 Json = dict[str, Any]
@@ -30,6 +33,8 @@ _TEXT_KEYS: Final = frozenset(("type", "text", "cache_control"))
 _COMPLETION_TOKENS: Final = 16
 _BUDGET: Final = "thinking_token_budget"
 _OUR_BUDGET: Final = "meridian_max_think_tokens"
+_BOOL: Final = TypeAdapter(bool)
+_INT: Final = TypeAdapter(int)
 
 
 def cleaned(body: Mapping[str, Any]) -> Json:
@@ -48,7 +53,10 @@ def cleaned(body: Mapping[str, Any]) -> Json:
 
 def can_be_handed_off(body: Mapping[str, Any]) -> bool:
     """Whether another engine can generate the rest of this request from token ids."""
-    if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
+    if any(as_whole(body.get(name), default=1) != 1 for name in ("n", "best_of")):
+        return False
+    if "messages" in body and "prompt" in body:
+        # Each endpoint reads one of them.
         return False
     if any(body.get(name) for name in ("use_beam_search", "echo", "suffix", "prompt_embeds")):
         return False
@@ -72,6 +80,24 @@ def has_grammar(body: Mapping[str, Any]) -> bool:
     return not is_free or is_forced or body.get("structured_outputs") is not None
 
 
+def is_true(value: Any, *, default: bool = False) -> bool:
+    """A field as vLLM reads it, "off" and "0" included; what it refuses counts as it stands."""
+    if value is None:
+        return default
+    try:
+        return _BOOL.validate_python(value)
+    except ValidationError:
+        return bool(value)
+
+
+def as_whole(value: Any, *, default: int) -> int:
+    """A number as vLLM reads it, strings included; what it refuses counts as the default."""
+    try:
+        return default if value is None else _INT.validate_python(value)
+    except ValidationError:
+        return default
+
+
 def offload(body: Mapping[str, Any]) -> Json:
     """The request for the think engine: it may end after its thought, and leave a ticket."""
     return {**body, _TRANSFER: dict(OFFER)}
@@ -84,7 +110,14 @@ def ticket_in(payload: Mapping[str, Any]) -> Json | None:
         ConfigError: there is one, and it is not what a think engine writes.
     """
     params = payload.get(_TRANSFER)
-    return dict(params) if params and facts_in(params) else None
+    if not params or not facts_in(params):
+        return None
+    if not isinstance(params.get(PROMPT_IDS), list):
+        raise ConfigError(
+            f"kv_transfer_params field {PROMPT_IDS} is {params.get(PROMPT_IDS)!r}, expected the "
+            "token ids that a think engine wrote"
+        )
+    return dict(params)
 
 
 def ingest(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> Json:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -17,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from meridian_patch.errors import ConfigError
-from meridian_patch.handoff.requests import cleaned
+from meridian_patch.handoff.requests import cleaned, is_true
 from meridian_patch.router.attempts import NoEngine, Services
 from meridian_patch.router.engine import BROKEN, Engine
 from meridian_patch.router.engine_client import (
@@ -25,6 +26,7 @@ from meridian_patch.router.engine_client import (
     EngineClient,
     EngineFailed,
     EngineRefused,
+    Headers,
     within,
 )
 from meridian_patch.router.hung import HUNG_AFTER_S
@@ -47,8 +49,10 @@ _CLIENT_GONE: Final = 499
 
 # Headers that belong to one connection, or that the router writes itself.
 _OWN_HEADERS: Final = frozenset(
-    ("host", "content-length", "content-encoding", "transfer-encoding", "connection", "keep-alive")
+    b"host content-length content-encoding transfer-encoding connection keep-alive".split()
 )
+# Around a value they have no meaning; the server leaves them, and the HTTP client refuses them.
+_BLANKS: Final = b" \t"
 
 
 class _BodyError(Exception):
@@ -73,8 +77,12 @@ class Router:
         hung_after_s: float = HUNG_AFTER_S,
     ) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
+        # One client's cookies are not another's.
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         # Engines are addressed directly, whatever proxy the environment names.
-        self._http = httpx.AsyncClient(limits=limits, trust_env=False, transport=transport)
+        self._http = httpx.AsyncClient(
+            limits=limits, trust_env=False, transport=transport, cookies=no_cookies
+        )
         self.metrics = Metrics()
         self.pool = Pool(engines, self._http, hung_after_s)
         client = EngineClient(self._http)
@@ -124,8 +132,8 @@ class Router:
             return _error(HTTPStatus.BAD_GATEWAY, str(error))
 
     async def _relayed(self, request: Request, body: dict[str, Any]) -> Response:
-        where = request.url.path.rstrip("/"), body, _headers(request)
-        if not body.get("stream"):
+        where = request.url.path.rstrip("/"), body, _headers(request.headers.raw)
+        if not is_true(body.get("stream")):
             return JSONResponse(await WholeRelay(self._services, *where).response())
         events = StreamRelay(self._services, *where).events()
         # The status is sent with the first event, so an error before it has its own.
@@ -141,11 +149,15 @@ class Router:
             url = _url_at(engine, request)
         except (httpx.InvalidURL, ValueError) as error:
             return _error(HTTPStatus.BAD_REQUEST, f"the request's address is invalid: {error}")
+        try:
+            content = _passed_on(await request.body())
+        except _BodyError as error:
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
         outgoing = self._http.build_request(
             request.method,
             url,
-            content=_passed_on(await request.body()),
-            headers=_headers(request),
+            content=content,
+            headers=_headers(request.headers.raw),
             timeout=TIMEOUT,
         )
         return await _unless_gone(request, self._passed(engine, outgoing))
@@ -156,6 +168,8 @@ class Router:
             reply = await within(engine, self._http.send(outgoing, stream=True), may_leave=False)
         except BaseException as error:
             engine.num_requests -= 1
+            if isinstance(error, httpx.LocalProtocolError):
+                return _error(HTTPStatus.BAD_REQUEST, f"the request cannot be sent: {error}")
             if not isinstance(error, (*BROKEN, EngineFailed)):
                 raise
             self.pool.suspect(engine, type(error).__name__)
@@ -165,8 +179,9 @@ class Router:
             engine.num_requests -= 1
             await reply.aclose()
 
-        headers = {k: v for k, v in reply.headers.items() if k.lower() not in _OWN_HEADERS}
-        return _Held(self._body_of(engine, reply), release, reply.status_code, headers)
+        held = _Held(self._body_of(engine, reply), release, reply.status_code)
+        held.raw_headers = _headers(reply.headers.raw)
+        return held
 
     async def _body_of(self, engine: Engine, reply: httpx.Response) -> AsyncIterator[bytes]:
         """Its parts; an error breaks the client's connection, so that half is not taken for all."""
@@ -212,10 +227,9 @@ class _Held(StreamingResponse):
         body: AsyncIterator[bytes],
         release: Callable[[], Awaitable[None]],
         status: int = HTTPStatus.OK,
-        headers: Mapping[str, str] | None = None,
         media_type: str | None = None,
     ) -> None:
-        super().__init__(body, status, headers, media_type)
+        super().__init__(body, status, media_type=media_type)
         self._release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,12 +253,18 @@ def _json_object(content: bytes) -> dict[str, Any]:
 
 
 def _passed_on(content: bytes) -> bytes:
-    """A body without what only engines may tell each other; anything but JSON is left as it is."""
+    """A body without what only engines may tell each other; anything but JSON is left as it is.
+
+    Raises:
+        _BodyError: it is nested too deeply to be read.
+    """
     try:
         body = json.loads(content)
-    except (ValueError, RecursionError):
+        return json.dumps(cleaned(body)).encode() if isinstance(body, dict) else content
+    except RecursionError as error:
+        raise _BodyError("the request's body is nested too deeply") from error
+    except ValueError:
         return content
-    return json.dumps(cleaned(body)).encode() if isinstance(body, dict) else content
 
 
 async def _unless_gone(request: Request, reply: Coroutine[Any, Any, Response]) -> Response:
@@ -278,8 +298,10 @@ def _url_at(engine: Engine, request: Request) -> httpx.URL:
     return httpx.URL(engine.url).copy_with(raw_path=target)
 
 
-def _headers(request: Request) -> dict[str, str]:
-    return {k: v for k, v in request.headers.items() if k.lower() not in _OWN_HEADERS}
+def _headers(given: Headers) -> Headers:
+    """Headers to pass on, in bytes: a value need not be text, and a name may come twice."""
+    kept = [(name, value) for name, value in given if name.lower() not in _OWN_HEADERS]
+    return [(name, value.strip(_BLANKS)) for name, value in kept]
 
 
 def _error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:

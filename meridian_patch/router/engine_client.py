@@ -12,6 +12,7 @@ import httpx
 from meridian_patch.router.engine import BROKEN, Engine
 
 Json = dict[str, Any]
+Headers = list[tuple[bytes, bytes]]
 Reply = TypeVar("Reply")
 
 _DONE: Final = b"[DONE]"
@@ -103,7 +104,7 @@ class EngineClient:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def whole(self, engine: Engine, path: str, body: Json, headers: dict[str, str]) -> Json:
+    async def whole(self, engine: Engine, path: str, body: Json, headers: Headers) -> Json:
         """Send a request and return the whole response.
 
         Raises:
@@ -119,7 +120,7 @@ class EngineClient:
                 raise EngineFailed(f"{type(error).__name__} in its response") from error
 
     async def events(
-        self, engine: Engine, path: str, body: Json, headers: dict[str, str]
+        self, engine: Engine, path: str, body: Json, headers: Headers
     ) -> AsyncGenerator[Json]:
         """Send a request and yield the chunks of its stream.
 
@@ -144,19 +145,27 @@ class EngineClient:
 
     @asynccontextmanager
     async def _open(
-        self, engine: Engine, path: str, body: Json, headers: dict[str, str]
+        self, engine: Engine, path: str, body: Json, headers: Headers
     ) -> AsyncIterator[httpx.Response]:
+        kept = [(name, value) for name, value in headers if name.lower() != b"content-type"]
         request = self._client.build_request(
             "POST",
             f"{engine.url}{path}",
             content=json.dumps(body, separators=(",", ":")).encode(),
-            headers={**headers, "content-type": "application/json"},
+            headers=[*kept, (b"content-type", b"application/json")],
             timeout=TIMEOUT,
         )
         engine.num_requests += 1
         try:
             try:
                 reply = await self._client.send(request, stream=True)
+            except httpx.LocalProtocolError as error:
+                # What the client sent cannot be sent on, which is no engine's fault.
+                told = {"error": {"message": f"the request cannot be sent: {error}", "code": 400}}
+                refusal = EngineRefused(HTTPStatus.BAD_REQUEST, json.dumps(told).encode())
+                raise EngineFailed(
+                    "LocalProtocolError", is_down=False, refusal=refusal, is_reached=False
+                ) from error
             except BROKEN as error:
                 is_reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
                 raise EngineFailed(type(error).__name__, is_reached=is_reached) from error

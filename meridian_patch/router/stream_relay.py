@@ -18,7 +18,7 @@ from meridian_patch.handoff.requests import (
 )
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
 from meridian_patch.router.engine import Engine, Role
-from meridian_patch.router.engine_client import EngineFailed, EngineRefused, within
+from meridian_patch.router.engine_client import EngineFailed, EngineRefused, Headers, within
 from meridian_patch.router.stream_state import StreamState
 
 logger = logging.getLogger("meridian.route")
@@ -58,7 +58,7 @@ class StreamRelay:
         services: Services,
         path: str,
         body: Json,
-        headers: dict[str, str],
+        headers: Headers,
         attempts: Attempts | None = None,
     ) -> None:
         self._services = services
@@ -132,6 +132,8 @@ class StreamRelay:
                 if isinstance(error, EngineRefused) and not self._state.token_ids:
                     raise
                 self._attempts.failed(engine, error)
+                if self._is_complete():
+                    break
                 is_reached = isinstance(error, EngineRefused) or error.is_reached
                 leg = self._resumed(leg, is_reached=is_reached)
         usage = self._state.usage_chunk()
@@ -150,9 +152,12 @@ class StreamRelay:
                     if shown is not None:
                         yield shown
                     raise EngineFailed(str(error), is_down=False) from error
+                is_aborted = take_abort(chunk)
                 shown = self._state.take(chunk, is_last_of_leg=self._ticket is not None)
                 if shown is not None:
                     yield shown
+                if is_aborted:
+                    raise EngineFailed("it aborted the request", is_down=False)
 
     async def _sent(self, engine: Engine, leg: _Leg) -> AsyncGenerator[Json]:
         """The chunks of one engine; one that took a request over must send its first token soon."""
@@ -172,6 +177,10 @@ class StreamRelay:
                     self._services.metrics.gap(time.monotonic() - leg.ended_at)
                     limit = None
                 yield chunk
+
+    def _is_complete(self) -> bool:
+        """Whether a lost engine had sent all but the end of its stream."""
+        return self._state.is_ended
 
     def _next_leg(self, engine: Engine) -> _Leg | None:
         ticket, self._ticket = self._ticket, None
@@ -232,7 +241,7 @@ class StreamRelay:
 
     def _is_unseen(self, leg: _Leg) -> bool:
         """Whether the client has nothing of the request yet: it can be sent from its beginning."""
-        return leg.body is None and not self._state.has_text
+        return leg.body is None and not self._state.has_text and not self._state.has_told
 
     def _can_go_on(self, leg: _Leg) -> bool:
         """Whether another engine can serve the rest of the request."""
@@ -243,6 +252,9 @@ class StreamRelay:
         is_bound = body.get("stop") or (state.is_answering and has_grammar(body))
         is_handed = leg.ended_at is not None and not state.is_answering
         is_bound = is_bound and not is_handed
+        # Tokens without text have to be sampled again there, but the client has them.
+        begins_again = body.get("tools") or (is_handed and (body.get("stop") or has_grammar(body)))
+        is_bound = is_bound or (begins_again and state.has_told_unshown)
         return not state.has_tool_calls and not is_bound and self._attempts.may_move
 
 
@@ -257,6 +269,14 @@ def _asked(body: Json) -> Json:
     asked = {**body, "stream": True, "stream_options": options, "return_token_ids": True}
     asked.pop("include_reasoning", None)
     return asked
+
+
+def take_abort(reply: Json) -> bool:
+    """Whether an engine aborted the request: it drains, pauses or ends. Takes the reason out."""
+    aborted = [each for each in reply.get("choices", ()) if each.get("finish_reason") == "abort"]
+    for choice in aborted:
+        choice["finish_reason"] = None
+    return bool(aborted)
 
 
 def _event(payload: Json) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meridian_patch.handoff.requests import as_whole, is_true
 from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
 
 Json = dict[str, Any]
@@ -23,7 +24,7 @@ class StreamState:
         token_ids: the prompt and all tokens whose text was sent; empty before the first chunk.
         num_output_tokens: how many of them were generated.
         has_text: whether any text was sent.
-        is_answering: whether any text of the answer was sent.
+        is_answering: whether any text of the answer was sent, by the engine that goes on with it.
         has_tool_calls: whether a part of a tool call was sent.
         is_ended: whether every choice has ended.
     """
@@ -32,10 +33,10 @@ class StreamState:
         options = body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         # As vLLM: without the reasoning there are no ids and no log-probabilities either.
-        self._shows_thought = body.get("include_reasoning", True) not in (False, "0", "false")
+        self._shows_thought = is_true(body.get("include_reasoning"), default=True)
         self._shows_ids = bool(body.get("return_token_ids")) and self._shows_thought
         # The engine refuses a number below 1.
-        self._left = max(body["n"], 1) if type(body.get("n")) is int else 1
+        self._left = max(as_whole(body.get("n"), default=1), 1)
         # Values that must not change within one stream: id, object, created, model.
         self._constant: Json = {}
         self._usage: Json | None = None
@@ -45,6 +46,8 @@ class StreamState:
         self._has_role = False
         # Tokens at the last chunk that had text: a parser may hold back what the later ones say.
         self._num_shown = 0
+        # Tokens at the last chunk that told the client ids or log-probabilities.
+        self._num_told = 0
         # Generated tokens that a ticket allows in all.
         self._most_output_tokens: int | None = None
         self.token_ids: list[int] = []
@@ -59,13 +62,24 @@ class StreamState:
         return self._left <= 0
 
     @property
+    def has_told(self) -> bool:
+        """Whether the client has any token's id or log-probability."""
+        return self._num_told > len(self.token_ids) - self.num_output_tokens
+
+    @property
+    def has_told_unshown(self) -> bool:
+        """Whether it has those of tokens whose text it has not."""
+        return self._num_told > self._num_shown
+
+    @property
     def usage(self) -> Json | None:
         """What the client is charged for: the prompt once, and every generated token."""
-        if self._usage is None or self._num_legs_counted == 1:
+        is_lost = self._usage is None and self.is_ended and bool(self.token_ids)
+        if not is_lost and (self._usage is None or self._num_legs_counted == 1):
             return self._usage
         prompt = len(self.token_ids) - self.num_output_tokens
         counts = {"prompt_tokens": prompt, "completion_tokens": self.num_output_tokens}
-        return {**self._usage, **counts, "total_tokens": len(self.token_ids)}
+        return {**(self._usage or {}), **counts, "total_tokens": len(self.token_ids)}
 
     @property
     def num_tokens_left(self) -> int | None:
@@ -80,19 +94,22 @@ class StreamState:
 
     def begin_again(self) -> None:
         """Forget tokens of which the client has no text: the request is sent from its beginning."""
-        self.token_ids, self.num_output_tokens, self._num_shown = [], 0, 0
+        self.token_ids, self.num_output_tokens = [], 0
+        self._num_shown = self._num_told = 0
         self._num_legs_counted = 0
 
     def continue_from(self, ticket: Mapping[str, Any]) -> None:
         """Take over the tokens of a ticket."""
         self.token_ids = list(ticket[PROMPT_IDS])
         self._num_shown = len(self.token_ids)
+        # Without a reasoning parser, the thought came as content.
+        self.is_answering = False
         self.num_output_tokens = ticket[FACTS]["num_output_tokens"]
         self._most_output_tokens = self.num_output_tokens + ticket[FACTS]["max_tokens_left"]
 
     def forget_unshown(self) -> None:
-        """Forget the last tokens as far as the client has neither their text nor their ids."""
-        if not self._shows_ids:
+        """Forget the last tokens as far as the client has nothing of them."""
+        if not self.has_told_unshown:
             self.num_output_tokens -= len(self.token_ids) - self._num_shown
             del self.token_ids[self._num_shown :]
 
@@ -138,6 +155,12 @@ class StreamState:
             if self._shows_ids:
                 holder["prompt_token_ids"] = ids
 
+    def _note_shown(self, choice: Json, delta: Json, *, has_ids: bool) -> None:
+        if choice.get("text") or any(delta.get(name) for name in (*_THOUGHT, *_ANSWER)):
+            self._num_shown = len(self.token_ids)
+        if has_ids and self._shows_thought and (self._shows_ids or choice.get("logprobs")):
+            self._num_told = len(self.token_ids)
+
     def _choice(self, choice: Json, is_last_of_leg: bool) -> Json | None:
         self._take_prompt(choice)
         ids = choice.get("token_ids") or []
@@ -146,8 +169,7 @@ class StreamState:
         if not self._shows_ids:
             choice["token_ids"] = None
         delta = choice.get("delta", {})
-        if choice.get("text") or any(delta.get(name) for name in (*_THOUGHT, *_ANSWER)):
-            self._num_shown = len(self.token_ids)
+        self._note_shown(choice, delta, has_ids=bool(ids))
         if not self._shows_thought:
             choice["logprobs"] = None
             for name in _THOUGHT:

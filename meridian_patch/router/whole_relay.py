@@ -6,11 +6,12 @@ would take an answer whose thought is in the prompt for a thought.
 
 from typing import Any
 
+from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import ticket_in
 from meridian_patch.router.attempts import Attempts, Services
 from meridian_patch.router.engine import Engine
-from meridian_patch.router.engine_client import EngineFailed, within
-from meridian_patch.router.stream_relay import StreamRelay
+from meridian_patch.router.engine_client import EngineFailed, Headers, within
+from meridian_patch.router.stream_relay import StreamRelay, take_abort
 
 Json = dict[str, Any]
 
@@ -25,7 +26,7 @@ class WholeRelay:
         headers: to pass on.
     """
 
-    def __init__(self, services: Services, path: str, body: Json, headers: dict[str, str]) -> None:
+    def __init__(self, services: Services, path: str, body: Json, headers: Headers) -> None:
         self._services = services
         self._where = path, body, headers
 
@@ -35,7 +36,6 @@ class WholeRelay:
         Raises:
             NoEngine: no engine is left.
             EngineRefused: the request is wrong.
-            ConfigError: a think engine's ticket is wrong.
         """
         path, body, headers = self._where
         attempts = Attempts(self._services.pool, body)
@@ -62,11 +62,26 @@ class WholeRelay:
             reply = self._services.client.whole(engine, path, body, headers)
             try:
                 whole = await within(engine, reply, may_leave=not attempts.is_last)
+                _check(whole)
             except EngineFailed as error:
                 attempts.failed(engine, error)
                 self._services.metrics.moved("resumed")
             else:
                 return whole, engine
+
+
+def _check(whole: Json) -> None:
+    """Refuse what another engine should serve from its beginning.
+
+    Raises:
+        EngineFailed: the engine aborted the request, or its ticket is wrong.
+    """
+    if take_abort(whole):
+        raise EngineFailed("it aborted the request", is_down=False)
+    try:
+        ticket_in(whole)
+    except ConfigError as error:
+        raise EngineFailed(str(error), is_down=False) from error
 
 
 def extend(choice: Json, part: Json) -> None:

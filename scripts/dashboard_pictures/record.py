@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 from alerting import ALERTS, ROOT, RULES, program
+from clients import in_threads
 from core_reports import THINK_END_ID
 from run_engine import PATCHED
 from run_server import Server
@@ -106,15 +107,9 @@ def clients(server: Server, number: int, body: dict | None = None):
                     break
             done.wait(random.uniform(0.0, 0.5))
 
-    threads = [threading.Thread(target=ask, args=(random.randrange(2**31),)) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    try:
+    seeds = [random.randrange(2**31) for _ in range(number)]
+    with in_threads(ask, seeds, done):
         yield
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
 
 
 @contextmanager

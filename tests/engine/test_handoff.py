@@ -19,6 +19,7 @@ from handoff_runs import (
     check_streams,
     check_whole_responses,
     healthy_until_asked_to_leave,
+    needs_nixl,
     probed,
     questions,
     stream,
@@ -30,13 +31,7 @@ from meridian_patch.envs import environment
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(
-        subprocess.run(
-            [sys.executable, "-P", "-c", "import nixl"], check=False, capture_output=True
-        ).returncode
-        != 0,
-        reason="the package nixl, which moves KV blocks, does not load here",
-    ),
+    needs_nixl,
 ]
 
 

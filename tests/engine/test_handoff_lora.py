@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from handoff_runs import needs_nixl
 from probe_reference import make_adapter
 from run_engine import PATCHED
 from run_server import Server
@@ -22,13 +22,7 @@ from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.nightly,
-    pytest.mark.skipif(
-        subprocess.run(
-            [sys.executable, "-P", "-c", "import nixl"], check=False, capture_output=True
-        ).returncode
-        != 0,
-        reason="the package nixl, which moves KV blocks, does not load here",
-    ),
+    needs_nixl,
 ]
 
 MERIDIAN = str(Path(sys.executable).parent / "meridian")

@@ -81,10 +81,12 @@ def test_a_ticket_that_does_not_fit_is_answered_from_the_tokens() -> None:
 
 
 def test_a_stream_that_has_begun_is_never_cut_in_silence() -> None:
-    """Here by a ticket without its token ids."""
-    last = events(Engines({FACTS: FACTS_SENT}))[-1]
+    """Here by a choice that is no object."""
+    engines = Engines({})
+    engines.thought[1] = {"choices": [7]}
+    last = events(engines)[-1]
     assert last["error"]["code"] == 500
-    assert "KeyError" in last["error"]["message"]
+    assert "AttributeError" in last["error"]["message"]
 
 
 def taken(body: dict, *chunks: dict) -> StreamState:

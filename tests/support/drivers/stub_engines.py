@@ -27,7 +27,7 @@ TICKET = {
         "layout": LAYOUT,
     },
 }
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY = {"messages": [{"role": "user", "content": "q"}], "stream": True}
 
 
@@ -66,6 +66,7 @@ class StubEngine:
             routes=[
                 Route("/health", lambda _: Response(status_code=200 if self.is_healthy else 500)),
                 Route(CHAT, self._chat, methods=["POST"]),
+                Route(COMPLETIONS, self._chat, methods=["POST"]),
             ]
         )
 

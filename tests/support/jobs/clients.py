@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from itertools import count
 
@@ -36,7 +37,15 @@ def clients(server, number: int, *, aborts: bool = False, padding: int = 0, **bo
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=ask, args=(who,)) for who in range(number)]
+    with in_threads(ask, range(number), done):
+        yield
+    assert not errors, errors[0]
+
+
+@contextmanager
+def in_threads(ask: Callable[[int], None], numbers: Iterable[int], done: threading.Event):
+    """Call ``ask`` with each number in a thread of its own; ``done`` is set when the block ends."""
+    threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
     try:
@@ -45,7 +54,6 @@ def clients(server, number: int, *, aborts: bool = False, padding: int = 0, **bo
         done.set()
         for thread in threads:
             thread.join(60)
-    assert not errors, errors[0]
 
 
 def _stream(port: int, body: dict, goes_away: threading.Event) -> None:

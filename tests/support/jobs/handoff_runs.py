@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import pytest
 from run_engine import PATCHED, clean_environment, log_tail
 from run_server import Server, free_port
 
@@ -32,6 +33,15 @@ SHARE = (
 LOADED = "vllm:external_prefix_cache_hits_total"
 # Load-bearing: what vLLM's scheduler logs if they do not arrive. They count as brought even so.
 LOAD_FAILURE = "KV load failure"
+
+
+needs_nixl = pytest.mark.skipif(
+    subprocess.run(
+        [sys.executable, "-P", "-c", "import nixl"], check=False, capture_output=True
+    ).returncode
+    != 0,
+    reason="the package nixl, which moves KV blocks, does not load here",
+)
 
 
 @dataclass
