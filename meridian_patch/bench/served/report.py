@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from math import isinf
 from pathlib import Path
@@ -153,6 +153,7 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     source = files("meridian_patch.bench.served").joinpath("report.html.j2").read_text()
     rows = build_rows(arms)
+    short_titles, headlines = build_headlines(arms)
     worst = {name: ratio_to_stock(arms, name, WORST_GAP) for name in compared_arms(arms)}
     return environment.from_string(source).render(
         how=origin.machine.how,
@@ -161,6 +162,8 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
         title=table_title(arms),
         titles=column_titles(arms),
         rows=rows,
+        short_titles=short_titles,
+        headlines=headlines,
         silence=silence_in_words(arms),
         chance_note=CHANCE_NOTE if is_played_twice(arms) else "",
         note=BORROWED_NOTE if has_borrowed(rows) else "",
@@ -353,17 +356,27 @@ def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
     return table
 
 
-def headline_table(arms: Sequence[ArmSummary], title: str) -> Table:
-    """The figures that a first look is for, without their spreads and without the second stock."""
-    table = _empty_table(title, CHANCE_NOTE if is_played_twice(arms) else None)
+def build_headlines(arms: Sequence[ArmSummary]) -> tuple[list[str], list[FigureRow]]:
+    """Column titles and rows of what a first look is for, without the second stock."""
     shown = [number for number, arm in enumerate(arms) if arm.name != STOCK_AGAIN]
     titles = column_titles(arms)
-    for name in [*(titles[number] for number in shown), *titles[len(arms) :]]:
-        table.add_column(name, justify="right")
     rows = {row.name: row for row in build_rows(arms)}
-    for row in (rows[name] for name in HEADLINES if name in rows):
-        cells = [row.cells[number] for number in shown]
-        table.add_row(row.label, *(cell.short for cell in (*cells, *row.ratios)))
+    headlines = [
+        replace(rows[name], cells=tuple(rows[name].cells[number] for number in shown))
+        for name in HEADLINES
+        if name in rows
+    ]
+    return [*(titles[number] for number in shown), *titles[len(arms) :]], headlines
+
+
+def headline_table(arms: Sequence[ArmSummary], title: str) -> Table:
+    """The headlines for a terminal, without their spreads."""
+    table = _empty_table(title, CHANCE_NOTE if is_played_twice(arms) else None)
+    titles, rows = build_headlines(arms)
+    for name in titles:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.label, *(cell.short for cell in (*row.cells, *row.ratios)))
     return table
 
 
