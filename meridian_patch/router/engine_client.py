@@ -94,6 +94,14 @@ async def within(
         raise EngineFailed("it sent nothing for too long", is_down=limit_s is None) from error
 
 
+def take_abort(reply: Json) -> bool:
+    """Whether an engine aborted the request: it drains, pauses or ends. Takes the reason out."""
+    aborted = [each for each in reply.get("choices", ()) if each.get("finish_reason") == "abort"]
+    for choice in aborted:
+        choice["finish_reason"] = None
+    return bool(aborted)
+
+
 class EngineClient:
     """Requests to engines.
 

@@ -18,7 +18,13 @@ from meridian_patch.handoff.requests import (
 )
 from meridian_patch.router.attempts import Attempts, NoEngine, Services
 from meridian_patch.router.engine import Engine, Role
-from meridian_patch.router.engine_client import EngineFailed, EngineRefused, Headers, within
+from meridian_patch.router.engine_client import (
+    EngineFailed,
+    EngineRefused,
+    Headers,
+    take_abort,
+    within,
+)
 from meridian_patch.router.stream_state import StreamState
 
 logger = logging.getLogger("meridian.route")
@@ -269,14 +275,6 @@ def _asked(body: Json) -> Json:
     asked = {**body, "stream": True, "stream_options": options, "return_token_ids": True}
     asked.pop("include_reasoning", None)
     return asked
-
-
-def take_abort(reply: Json) -> bool:
-    """Whether an engine aborted the request: it drains, pauses or ends. Takes the reason out."""
-    aborted = [each for each in reply.get("choices", ()) if each.get("finish_reason") == "abort"]
-    for choice in aborted:
-        choice["finish_reason"] = None
-    return bool(aborted)
 
 
 def _event(payload: Json) -> bytes:

@@ -10,8 +10,8 @@ from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import ticket_in
 from meridian_patch.router.attempts import Attempts, Services
 from meridian_patch.router.engine import Engine
-from meridian_patch.router.engine_client import EngineFailed, Headers, within
-from meridian_patch.router.stream_relay import StreamRelay, take_abort
+from meridian_patch.router.engine_client import EngineFailed, Headers, take_abort, within
+from meridian_patch.router.stream_relay import StreamRelay
 
 Json = dict[str, Any]
 
