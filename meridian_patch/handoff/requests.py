@@ -65,9 +65,7 @@ def can_be_handed_off(body: Mapping[str, Any]) -> bool:
     if _is_chat(body):
         return not _has_media(body["messages"])
     prompt = body.get("prompt")
-    is_one = isinstance(prompt, str) or (
-        isinstance(prompt, list) and all(type(each) is int for each in prompt)
-    )
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and _is_ids(prompt))
     # Lists of log-probabilities are numbered from the start of the text.
     return is_one and body.get("logprobs") is None
 
@@ -96,6 +94,15 @@ def as_whole(value: Any, *, default: int) -> int:
         return default if value is None else _INT.validate_python(value)
     except ValidationError:
         return default
+
+
+def num_prompts(body: Mapping[str, Any]) -> int:
+    """How many prompts a request has, each with choices of its own."""
+    if "messages" in body:
+        return 1
+    several = [body.get(name) for name in ("prompt", "prompt_embeds")]
+    lists = [each for each in several if isinstance(each, list)]
+    return max(sum(len(each) for each in lists if not _is_ids(each)), 1)
 
 
 def offload(body: Mapping[str, Any]) -> Json:
@@ -189,8 +196,7 @@ def _continued(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tok
     if _is_chat(body):
         # Load-bearing: vLLM takes them for the prompt, and does not render the messages.
         after[_TRANSFER] = {PROMPT_IDS: list(token_ids)}
-    # Of a request with both, each endpoint ignores the other's.
-    if not _is_chat(body) or "prompt" in body:
+    else:
         after["prompt"] = list(token_ids)
     if after.get("min_tokens"):
         after["min_tokens"] = max(int(after["min_tokens"]) - num_output_tokens, 0)
@@ -208,6 +214,11 @@ def _without_tickets(values: Mapping[str, Any]) -> Json:
 
 def _is_chat(body: Mapping[str, Any]) -> bool:
     return "messages" in body
+
+
+def _is_ids(prompt: Sequence[Any]) -> bool:
+    """Whether a list is one prompt, of token ids."""
+    return all(type(each) is int for each in prompt)
 
 
 def _is_number(value: Any) -> bool:

@@ -16,8 +16,12 @@ Headers = list[tuple[bytes, bytes]]
 Reply = TypeVar("Reply")
 
 _DONE: Final = b"[DONE]"
-TIMEOUT: Final = httpx.Timeout(None, connect=5.0)
-"""Of requests to engines: one that is connected is given up by its health checks alone."""
+TIMEOUT: Final = httpx.Timeout(None, connect=2.0)
+"""Of requests to engines: one that is connected is given up by its health checks alone.
+
+A connection is given up before an answer engine's time is over, so that it is known that the engine
+got no ticket.
+"""
 
 # What a proxy says whose server cannot serve any request now.
 _DOWN: Final = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT))

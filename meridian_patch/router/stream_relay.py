@@ -46,6 +46,8 @@ class _Leg:
     # Of such a request: its ticket, and the engine that has its KV cache.
     ticket: Json | None = None
     holder: Engine | None = None
+    # Whether another engine served its thought: nothing of its answer was held back there.
+    is_handed: bool = False
 
 
 class StreamRelay:
@@ -198,7 +200,9 @@ class StreamRelay:
 
     def _moved(self, ticket: Json, holder: Engine) -> _Leg:
         self._state.continue_from(ticket)
-        return _Leg("answer", ingest(self._body, ticket), time.monotonic(), ticket, holder)
+        return _Leg(
+            "answer", ingest(self._body, ticket), time.monotonic(), ticket, holder, is_handed=True
+        )
 
     def _answered_in_place(self, ticket: Json) -> _Leg:
         """The rest of a request that was handed off, when no answer engine is left.
@@ -207,7 +211,7 @@ class StreamRelay:
         keep them for a reader: all thoughts that end now would fill its cache with such blocks.
         """
         self._services.metrics.moved("answered_again")
-        return _Leg("answer", releasing(self._rest(), ticket))
+        return _Leg("answer", releasing(self._rest(), ticket), is_handed=True)
 
     def _resumed(self, leg: _Leg, *, is_reached: bool) -> _Leg:
         """The rest of the request, for another engine.
@@ -231,14 +235,14 @@ class StreamRelay:
                 "the engine was lost, and no other one can continue this request: a tool call, a "
                 "grammar, a stop string, several choices or media"
             )
-        is_handed = leg.ended_at is not None and not state.is_answering
+        is_handed = leg.is_handed and not state.is_answering
         if is_handed or self._body.get("tools"):
             # A stop string or a tool call that has begun: the tokens came, and their text did not.
             state.forget_unshown()
         rest = self._rest()
         if leg.ticket is not None and not is_reached:
             rest = releasing(rest, leg.ticket)
-        return _Leg(role, rest, holder=leg.holder)
+        return _Leg(role, rest, holder=leg.holder, is_handed=leg.is_handed)
 
     def _rest(self) -> Json:
         """The request for an engine that has none of its KV cache."""
@@ -256,7 +260,7 @@ class StreamRelay:
             return True
         # A stop string may hold text back.
         is_bound = body.get("stop") or (state.is_answering and has_grammar(body))
-        is_handed = leg.ended_at is not None and not state.is_answering
+        is_handed = leg.is_handed and not state.is_answering
         is_bound = is_bound and not is_handed
         # Tokens without text have to be sampled again there, but the client has them.
         begins_again = body.get("tools") or (is_handed and (body.get("stop") or has_grammar(body)))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meridian_patch.handoff.requests import as_whole, is_true
+from meridian_patch.handoff.requests import as_whole, is_true, num_prompts
 from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
 
 Json = dict[str, Any]
@@ -31,12 +31,14 @@ class StreamState:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         options = body.get("stream_options")
-        self._shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._shows_usage = isinstance(options, dict) and is_true(options.get("include_usage"))
         # As vLLM: without the reasoning there are no ids and no log-probabilities either.
         self._shows_thought = is_true(body.get("include_reasoning"), default=True)
-        self._shows_ids = bool(body.get("return_token_ids")) and self._shows_thought
+        self._shows_ids = is_true(body.get("return_token_ids")) and self._shows_thought
         # The engine refuses a number below 1.
-        self._left = max(as_whole(body.get("n"), default=1), 1)
+        self._left = max(as_whole(body.get("n"), default=1), 1) * num_prompts(body)
+        # Only the first prompt's ids are known.
+        self._is_counted = num_prompts(body) == 1
         # Values that must not change within one stream: id, object, created, model.
         self._constant: Json = {}
         self._usage: Json | None = None
@@ -75,6 +77,7 @@ class StreamState:
     def usage(self) -> Json | None:
         """What the client is charged for: the prompt once, and every generated token."""
         is_lost = self._usage is None and self.is_ended and bool(self.token_ids)
+        is_lost = is_lost and self._is_counted
         if not is_lost and (self._usage is None or self._num_legs_counted == 1):
             return self._usage
         prompt = len(self.token_ids) - self.num_output_tokens

@@ -4,9 +4,12 @@ import asyncio
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 from stub_engines import (
     ANSWER,
     BODY,
+    CHAT,
     COMPLETIONS,
     LEAVES,
     THOUGHT,
@@ -169,3 +172,50 @@ def test_what_each_endpoint_reads_alone_is_not_offered() -> None:
     think = StubEngine(ANSWER)
     post({"a": think, "b": StubEngine()}, {**BODY, "prompt": ["q", "r"]})
     assert "kv_transfer_params" not in think.bodies[0]
+
+
+@pytest.mark.parametrize("prompts", (["p", "q"], [[1, 2], [3]]), ids=("texts", "ids"))
+def test_a_prompt_without_its_end_is_an_error(prompts) -> None:
+    """Each prompt of a completion has a choice of its own."""
+
+    def text(index: int, said: str, **choice) -> dict:
+        return {"id": "x", "choices": [{"index": index, "text": said, "token_ids": [5]} | choice]}
+
+    begun = [text(0, "A"), text(1, "B"), text(0, "a", finish_reason="stop")]
+
+    async def run(script: list) -> str:
+        async with routed(["a"], [], {"a": StubEngine(script)}) as (client, _):
+            body = {"prompt": prompts, "stream": True}
+            return (await client.post(COMPLETIONS, json=body)).text
+
+    assert '"error"' in asyncio.run(run([*begun, LOST]))
+    said = asyncio.run(run([*begun, text(1, "b", finish_reason="stop")]))
+    assert '"error"' not in said
+    assert said.endswith("data: [DONE]\n\n")
+
+
+def test_stop_strings_bind_only_an_engine_that_has_begun_the_answer() -> None:
+    """The answer engine is down, the one that thought is full, and a third one is healthy."""
+
+    class FullLater(StubEngine):
+        async def _chat(self, request: Request) -> Response:
+            self.status = 503 if self.bodies else 200
+            return await super()._chat(request)
+
+    full, third = FullLater([*THOUGHT, *LEAVES]), StubEngine(ANSWER)
+
+    async def run() -> httpx.Response:
+        stubs = {"a": full, "c": third, "b": Refuses()}
+        async with routed(["a", "c"], ["b"], stubs) as (client, _):
+            return await client.post(CHAT, json=BODY | {"stop": ["zz"]})
+
+    assert content(asyncio.run(run())) == ("hm", "6.")
+    assert third.bodies[0]["kv_transfer_params"][PROMPT_IDS] == [1, 2, 10, 11]
+
+
+@pytest.mark.parametrize("value", ("false", "off", 0))
+def test_words_for_no_are_no(value) -> None:
+    body = BODY | {"return_token_ids": value, "stream_options": {"include_usage": value}}
+    response, _ = post({"a": StubEngine([*THOUGHT, *ANSWER[1:]])}, body, answer=())
+    assert "usage" not in response.text
+    assert not any(c["token_ids"] for each in events(response) for c in each["choices"])
