@@ -25,7 +25,7 @@ from meridian_patch.bench.marathon.proxy import Proxy
 from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
 from meridian_patch.bench.marathon.report import write_report
 from meridian_patch.bench.marathon.run import Result, Settings
-from meridian_patch.bench.marathon.verdict import growth_of, judge, router_us_per_token, window_of
+from meridian_patch.bench.marathon.verdict import growth_of, judge, router_us_per_token, windows_of
 from meridian_patch.errors import BenchError
 
 KINDS = tuple(SHAPES)
@@ -51,6 +51,10 @@ def verdicts(requests=None, injections=(KILLED,), samples=None, lines=()) -> dic
 
 def steady(length_s: int = 300) -> list[Asked]:
     return [asked(second, second + 1, is_canary=True, is_equal=True) for second in range(length_s)]
+
+
+def recovery_s(injected: Injected, requests: list[Asked]) -> float | None:
+    return windows_of([injected], requests)[0].recovery_s
 
 
 def failing(names: dict[str, bool]) -> list[str]:
@@ -108,20 +112,39 @@ def test_errors_count_where_they_happen():
 def test_the_service_recovers_with_the_last_error_or_wrong_token():
     """Not with the process that was killed: another one serves meanwhile. It must be back, too."""
     ended = steady()
-    assert window_of(KILLED, ended).recovery_s == pytest.approx(1)
+    assert recovery_s(KILLED, ended) == pytest.approx(1)
     slow = replace(KILLED, back_s=183.0)
-    assert window_of(slow, ended).recovery_s == pytest.approx(1)
+    assert recovery_s(slow, ended) == pytest.approx(1)
     assert failing(verdicts(injections=[slow])) == []
     wrong = [*ended, asked(111, 112.5, is_canary=True, is_equal=False)]
-    assert window_of(KILLED, wrong).recovery_s == pytest.approx(13)
+    assert recovery_s(KILLED, wrong) == pytest.approx(13)
     late = [*ended, asked(120, 131.5, "error")]
-    assert window_of(KILLED, late).recovery_s == pytest.approx(32)
+    assert recovery_s(KILLED, late) == pytest.approx(32)
     assert failing(verdicts(late)) == ["recovery of the service"]
     lost = [replace(KILLED, back_s=None)]
     assert failing(verdicts(injections=lost)) == ["killed processes are back"]
     # What was sent before the fault does not show that it is over.
     before = [asked(99, 110), asked(101, 140)]
-    assert window_of(KILLED, before).recovery_s == pytest.approx(40)
+    assert recovery_s(KILLED, before) == pytest.approx(40)
+
+
+def test_a_request_belongs_to_the_last_fault_that_began_before_its_end():
+    """Else an error of the next fault would be this one's, and it would never recover."""
+    frozen = Injected(Fault("frozen", "answer", 140), 140.0)
+    broken = asked(138, 141, "error")
+    first, second = windows_of([KILLED, frozen], [*steady(), broken])
+    assert (first.num_errors, second.num_errors) == (0, 1)
+    assert first.recovery_s == pytest.approx(1)
+    assert second.recovery_s == pytest.approx(1)
+    # It was in flight in the window of the first, and ended before the second began.
+    own = asked(130, 139, "error")
+    first, second = windows_of([KILLED, frozen], [*steady(), own])
+    assert (first.num_errors, second.num_errors) == (1, 0)
+    assert first.recovery_s == pytest.approx(39)
+    # The windows and the time outside of them share all requests out among them.
+    assert first.num_requests + second.num_requests < 301
+    outside = [each for each in steady() if each.end_s < 100 or each.begin_s > frozen.end_s]
+    assert first.num_requests + second.num_requests + len(outside) == 301
 
 
 def test_one_wrong_canary_fails():
@@ -169,6 +192,34 @@ def test_logs_are_searched(tmp_path):
         "ERROR broken",
         "Traceback (most recent call last)",
     ]
+
+
+def test_a_record_with_a_known_reason_is_known_as_a_whole(tmp_path):
+    """Its traceback ends with the reason; other processes write between its lines."""
+    head = "(EngineCore pid=7) ERROR 11-25 04:19:01 [pull_worker.py:562]"
+    other = "(APIServer pid=6) ERROR 11-25 04:19:01 [serving.py:12] broken"
+    record = [
+        f"{head} NIXL transfer failure: transfer_setup_failed",
+        f"{head} Traceback (most recent call last):",
+        other,
+        f"{head}   File 'pull_worker.py', line 547",
+        f"{head} nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT",
+    ]
+    # The next record of the same place and second has no known reason.
+    next_one = [
+        f"{head} NIXL transfer failure: transfer_setup_failed",
+        f"{head} Traceback (most recent call last):",
+        f"{head} AssertionError",
+    ]
+    log = tmp_path / "answer.log"
+    log.write_text("\n".join([*record, *next_one]))
+    lines = read_logs([log])
+    forbidden = [line.text for line in lines if not line.known]
+    assert forbidden == [other, *next_one]
+    assert len(lines) == len(forbidden) + 4
+    assert {line.known for line in lines} - {""} == {
+        "an engine was killed while its blocks were read: vLLM computes them again"
+    }
 
 
 def test_the_report_has_all_of_it(tmp_path):

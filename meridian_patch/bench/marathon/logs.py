@@ -1,7 +1,7 @@
 """Reads the logs of a marathon: which lines must not be there."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,19 +12,54 @@ _FORBIDDEN: Final = re.compile(
     r"|AssertionError|EngineDeadError|switched off|is off until|Task exception was never retrieved"
     r"|\bCRITICAL\b|\bERROR\b"
 )
-# Each of these follows from what the marathon does. Pattern of the line -> why it is harmless.
-_KNOWN: Final[tuple[tuple[re.Pattern[str], str], ...]] = ()
+# Each of these follows from what the marathon does. Pattern in a record -> why it is harmless.
+_KNOWN: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
+    (
+        re.compile(r"NIXL_ERR_REMOTE_DISCONNECT"),
+        "an engine was killed while its blocks were read: vLLM computes them again",
+    ),
+)
+# vLLM puts this before each line of a record: process, level, time, file and line.
+_HEAD: Final = re.compile(r"(?P<head>(?:\([^)]*\) )?[A-Z]+ \S+ \S+ \[[^\]]+\]) ?(?P<message>.*)")
+# Characters of a record's first line that begin the next record of the same place.
+_OPENING: Final = 24
 
 
 def read_logs(logs: Sequence[Path]) -> list[LogLine]:
-    """The lines of these logs that are forbidden, and the known ones that look so."""
+    """The lines of these logs that are forbidden, and the known ones that look so.
+
+    A line is known if any line of its record says why: a traceback ends with its reason.
+    """
     return [
-        LogLine(log.name, text[:300], _known(text))
+        LogLine(log.name, text[:300], known)
         for log in logs
-        for text in log.read_text(errors="replace").splitlines()
+        for record in _records(log.read_text(errors="replace").splitlines())
+        for known in (_known(record),)
+        for text in record
         if _FORBIDDEN.search(text)
     ]
 
 
-def _known(text: str) -> str:
-    return next((why for pattern, why in _KNOWN if pattern.search(text)), "")
+def _records(lines: Iterable[str]) -> list[list[str]]:
+    """Lines that one call of a logger wrote, although other processes write between them."""
+    records: list[list[str]] = []
+    open_records: dict[str, tuple[str, list[str]]] = {}
+    for line in lines:
+        match = _HEAD.match(line)
+        if match is None:
+            records.append([line])
+            continue
+        head, message = match["head"], match["message"]
+        opening, record = open_records.get(head, ("", None))
+        if record is None or message.startswith(opening):
+            record = []
+            records.append(record)
+            open_records[head] = message[:_OPENING], record
+        record.append(line)
+    return records
+
+
+def _known(record: Sequence[str]) -> str:
+    return next(
+        (why for pattern, why in _KNOWN if any(pattern.search(line) for line in record)), ""
+    )

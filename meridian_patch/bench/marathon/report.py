@@ -14,7 +14,7 @@ from meridian_patch.bench.marathon.verdict import (
     growth_of,
     judge,
     router_us_per_token,
-    window_of,
+    windows_of,
 )
 from meridian_patch.bench.report import write_json
 
@@ -42,7 +42,7 @@ def write_report(folder: Path, settings: Settings, result: Result, origin: str) 
         len(settings.faults),
         result.warmed,
     )
-    windows = [window_of(each, result.asked) for each in result.injected]
+    windows = windows_of(result.injected, result.asked)
     write_json(folder / "report.json", _data(settings, result, checks, windows))
     (folder / "timeline.png").write_bytes(plot_timeline(result, origin))
     (folder / "report.md").write_text(_page(settings, result, checks, windows, origin))

@@ -42,7 +42,7 @@ class Window:
 
     Attributes:
         injected: the fault.
-        num_requests: that ended and overlap the window, without cancelled ones.
+        num_requests: that ended and belong to the window, without cancelled ones.
         num_errors: of these.
         recovery_s: from the fault until the service answers again: requests succeed, and none fails
             or has wrong tokens any more; None: not within the window.
@@ -59,11 +59,17 @@ class Window:
         return self.num_errors / self.num_requests if self.num_requests else 0.0
 
 
-def window_of(injected: Injected, asked: Sequence[Asked]) -> Window:
-    """What happened within the window of this fault."""
-    ended = [each for each in asked if _counts(each) and _overlaps(each, injected)]
-    errors = [each for each in ended if each.outcome == "error"]
-    return Window(injected, len(ended), len(errors), _recovery_s(injected, ended))
+def windows_of(injections: Sequence[Injected], asked: Sequence[Asked]) -> list[Window]:
+    """What happened within the window of each fault.
+
+    A request belongs to one window at most: that of the last fault that began before its end, if it
+    was in flight at any time of it.
+    """
+    own: list[list[Asked]] = [[] for _ in injections]
+    for each in asked:
+        if _counts(each) and (place := _place_of(each, injections)) is not None:
+            own[place].append(each)
+    return [_window_of(injected, ended) for injected, ended in zip(injections, own, strict=True)]
 
 
 def judge(
@@ -84,7 +90,7 @@ def judge(
         num_planned: faults that should have happened.
         warmed: when each EngineCore was warm, as `WarmUp` has it.
     """
-    windows = [window_of(each, asked) for each in injections]
+    windows = windows_of(injections, asked)
     return [
         _all_injected(len(injections), num_planned),
         _canaries(asked),
@@ -140,9 +146,19 @@ def _counts(each: Asked) -> bool:
     return each.outcome in {"ok", "error"}
 
 
-def _overlaps(each: Asked, injected: Injected) -> bool:
+def _place_of(each: Asked, injections: Sequence[Injected]) -> int | None:
+    """Which fault's window a request belongs to; None: it was outside of all."""
     assert each.end_s is not None
-    return each.begin_s <= injected.end_s and each.end_s >= injected.begin_s
+    begun = [place for place, fault in enumerate(injections) if fault.begin_s <= each.end_s]
+    if not begun:
+        return None
+    last = max(begun, key=lambda place: injections[place].begin_s)
+    return last if each.begin_s <= injections[last].end_s else None
+
+
+def _window_of(injected: Injected, ended: Sequence[Asked]) -> Window:
+    errors = [each for each in ended if each.outcome == "error"]
+    return Window(injected, len(ended), len(errors), _recovery_s(injected, ended))
 
 
 def _recovery_s(injected: Injected, ended: Sequence[Asked]) -> float | None:
@@ -175,9 +191,7 @@ def _canaries(asked: Sequence[Asked]) -> Check:
 
 def _outside(asked: Sequence[Asked], injections: Sequence[Injected]) -> Check:
     outside = [
-        each
-        for each in asked
-        if _counts(each) and not any(_overlaps(each, injected) for injected in injections)
+        each for each in asked if _counts(each) and _place_of(each, injections) is None
     ]
     errors = sum(each.outcome == "error" for each in outside)
     share = errors / len(outside) if outside else 0.0

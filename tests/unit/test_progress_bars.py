@@ -1,0 +1,24 @@
+"""Progress of long commands, on a terminal and in a log."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from meridian_patch.bench.progress import progress_bars
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"is_terminal": False, "transient": False}, "seed 1, stock ...\n"),
+        ({"is_terminal": False, "transient": True}, ""),
+        ({"is_terminal": True, "transient": False}, ""),
+    ],
+)
+def test_a_log_says_what_begins_before_all_has_ended(options, said):
+    page = StringIO()
+    console = Console(file=page, force_terminal=options["is_terminal"], width=80)
+    bars = progress_bars(console, transient=options["transient"])
+    bars.add_task("seed 1, stock", total=2)
+    assert page.getvalue() == said
