@@ -240,7 +240,7 @@ def test_halts_within_answers_are_counted_over_the_picture(monkeypatch):
 def test_who_waited_stands_above_the_figures(drawn):
     """The picture that needs no explaining comes first, the table of all figures last."""
     page = drawn.read_text()
-    heads = ["Who waited, and when", "In short", "Answer gaps over the run", "Figures"]
+    heads = ["Who waited, and when", "In short", "What was run", "Answer gaps", "Figures"]
     places = [page.index(head, page.index("<h2")) for head in heads]
     assert places == sorted(places)
     assert page.count("<h2>Who waited, and when</h2>") == 1
