@@ -45,7 +45,7 @@ def flat(mib: float = 900.0, last_s: int = 300, name: str = "think-1") -> list[S
 def verdicts(requests=None, injections=(KILLED,), samples=None, lines=()) -> dict[str, bool]:
     requests = steady() if requests is None else requests
     samples = flat() if samples is None else samples
-    checks = judge(requests, list(injections), samples, list(lines), 1, WARM)
+    checks = judge(requests, list(injections), samples, list(lines), {"peer"}, WARM)
     return {check.name: check.is_met for check in checks}
 
 
@@ -179,7 +179,7 @@ def test_the_routers_time_is_shared_among_tokens():
 
 
 def test_missing_faults_and_log_lines_fail():
-    assert "faults injected" in failing(verdicts(injections=[]))
+    assert "kinds of fault injected" in failing(verdicts(injections=[]))
     lines = [LogLine("think.log", "Traceback (most recent call last)")]
     assert failing(verdicts(lines=lines)) == ["forbidden lines in logs"]
     assert failing(verdicts(lines=[replace(lines[0], known="the collector was slow")])) == []
@@ -234,6 +234,9 @@ def test_the_report_has_all_of_it(tmp_path):
     assert "| 1 | HTTP 503 |" in page
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["faults"][0]["errors"] == 1
+    noted = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert len(noted) == 301
+    assert noted[-1]["why"] == "HTTP 503"
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

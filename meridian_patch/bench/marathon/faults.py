@@ -10,7 +10,7 @@ Kind = Literal["peer", "router", "api-server", "frozen", "disk", "collector", "r
 Role = Literal["think", "answer"]
 
 REST_S: Final = 12.0
-"""Seconds between the window of one fault and the next fault."""
+"""Seconds between a fault, when its window and what it killed are over, and the next one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fault:
     Attributes:
         kind: of the fault.
         role: of the engine it strikes, where it strikes one.
-        at_s: when it begins, seconds from the start of the load.
+        at_s: when it begins at the earliest, seconds from the start of the load.
     """
 
     kind: Kind
@@ -68,7 +68,7 @@ class Fault:
 
     @property
     def window_end_s(self) -> float:
-        """When its window ends, seconds from the start of the load."""
+        """When its window ends at the earliest, seconds from the start of the load."""
         return self.at_s + self.shape.window_s
 
 

@@ -1,5 +1,6 @@
 """The report of a marathon: a page, its data, and a plot."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ _MOST_SHOWN = 20
 
 
 def write_report(folder: Path, settings: Settings, result: Result, origin: str) -> list[Check]:
-    """Write ``report.md``, ``report.json`` and ``timeline.png``.
+    """Write ``report.md``, ``report.json``, ``requests.jsonl`` and ``timeline.png``.
 
     Args:
         folder: of the report.
@@ -39,11 +40,13 @@ def write_report(folder: Path, settings: Settings, result: Result, origin: str) 
         result.injected,
         result.samples,
         result.lines,
-        len(settings.faults),
+        {fault.kind for fault in settings.faults},
         result.warmed,
     )
     windows = windows_of(result.injected, result.asked)
     write_json(folder / "report.json", _data(settings, result, checks, windows))
+    lines = [json.dumps(asdict(each)) + "\n" for each in result.asked]
+    (folder / "requests.jsonl").write_text("".join(lines))
     (folder / "timeline.png").write_bytes(plot_timeline(result, origin))
     (folder / "report.md").write_text(_page(settings, result, checks, windows, origin))
     return checks

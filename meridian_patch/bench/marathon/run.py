@@ -10,7 +10,7 @@ from typing import Final
 
 import aiohttp
 
-from meridian_patch.bench.marathon.faults import Fault
+from meridian_patch.bench.marathon.faults import REST_S, Fault
 from meridian_patch.bench.marathon.fleet import MODEL, SEATS, Fleet
 from meridian_patch.bench.marathon.inject import Injector
 from meridian_patch.bench.marathon.load import Canary, Load, know
@@ -171,17 +171,21 @@ async def _sample(
 async def _inject(
     settings: Settings, injector: Injector, load: Load, say: Callable[[str], None]
 ) -> None:
+    free_s = 0.0
     for fault in settings.faults:
-        await asyncio.sleep(max(fault.at_s - load.now_s, 0.0))
-        at_s = load.now_s
-        if at_s + fault.shape.window_s > settings.length_s:
-            say(f"{at_s:5.0f} s  no time is left for a fault: {fault.kind}")
+        # Later than planned, where processes take longer to be back than their windows last.
+        begin_s = max(fault.at_s, free_s)
+        if begin_s + fault.shape.window_s > settings.length_s:
+            say(f"{load.now_s:5.0f} s  no time is left for a fault: {fault.kind}")
             return
+        await asyncio.sleep(max(begin_s - load.now_s, 0.0))
+        at_s = load.now_s
         say(f"{at_s:5.0f} s  fault: {fault.shape.title} ({fault.kind}, {fault.strikes})")
         await injector.inject(fault)
         injected = injector.injected[-1]
         note = f"; {injected.note}" if injected.note else ""
         say(f"{load.now_s:5.0f} s  fault over after {load.now_s - at_s:.1f} s{note}")
+        free_s = max(injected.end_s, load.now_s) + REST_S
 
 
 async def _report(fleet: Fleet, load: Load, say: Callable[[str], None]) -> None:

@@ -1,11 +1,12 @@
 """Judges a marathon: pure arithmetic over what it noted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
+from meridian_patch.bench.marathon.faults import Kind
 from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
 
 MOST_ERRORS_OUTSIDE: Final = 0.01
@@ -77,7 +78,7 @@ def judge(
     injections: Sequence[Injected],
     samples: Sequence[Sample],
     lines: Sequence[LogLine],
-    num_planned: int,
+    planned: Collection[Kind],
     warmed: Mapping[str, float],
 ) -> list[Check]:
     """All demands on a marathon.
@@ -87,12 +88,12 @@ def judge(
         injections: all faults that happened.
         samples: of processes, in order of time.
         lines: of logs, forbidden ones and known ones.
-        num_planned: faults that should have happened.
+        planned: kinds of fault that should have happened.
         warmed: when each EngineCore was warm, as `WarmUp` has it.
     """
     windows = windows_of(injections, asked)
     return [
-        _all_injected(len(injections), num_planned),
+        _all_injected(injections, planned),
         _canaries(asked),
         _outside(asked, injections),
         _within(windows),
@@ -178,8 +179,10 @@ def _is_right(each: Asked) -> bool:
     return each.outcome == "ok" and each.is_equal is not False
 
 
-def _all_injected(num: int, num_planned: int) -> Check:
-    return Check("faults injected", f"{num_planned}", f"{num}", num == num_planned)
+def _all_injected(injections: Sequence[Injected], planned: Collection[Kind]) -> Check:
+    seen = {each.fault.kind for each in injections}
+    value = f"{len(seen)} kinds, {len(injections)} faults"
+    return Check("kinds of fault injected", f"all {len(planned)}", value, seen >= set(planned))
 
 
 def _canaries(asked: Sequence[Asked]) -> Check:
@@ -190,9 +193,7 @@ def _canaries(asked: Sequence[Asked]) -> Check:
 
 
 def _outside(asked: Sequence[Asked], injections: Sequence[Injected]) -> Check:
-    outside = [
-        each for each in asked if _counts(each) and _place_of(each, injections) is None
-    ]
+    outside = [each for each in asked if _counts(each) and _place_of(each, injections) is None]
     errors = sum(each.outcome == "error" for each in outside)
     share = errors / len(outside) if outside else 0.0
     return Check(
