@@ -218,6 +218,6 @@ class PolicyConfig(PolicyRules):
     time_budget_us: int = Field(
         default=3000,
         ge=50,
-        description="Time for one scheduling decision, in microseconds. A decision that takes "
-        "longer is dropped and the step runs as stock.",
+        description="Time for one scheduling decision, in microseconds. One that takes longer is "
+        "counted; limits that came late still apply, and an order that is not complete does not.",
     )

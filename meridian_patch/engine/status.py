@@ -30,6 +30,8 @@ _CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 _READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _report: dict[str, Any] = {}
+# Load-bearing: vLLM does not load plug-ins again in a forked child, which has its parent's patches.
+_INHERITED = ("vllm_version", "mode", "patches")
 
 
 class _UnsafeDirectoryError(OSError):
@@ -43,7 +45,9 @@ def publish(**facts: Any) -> None:
     is none, that is logged once, and the facts stay in memory.
     """
     if _report.get("pid") != os.getpid():  # first call, or a forked child
+        inherited = {name: _report[name] for name in _INHERITED if name in _report}
         _report.clear()
+        _report.update(inherited)
         _report.update(pid=os.getpid(), parent_pid=os.getppid(), started=_start_time(os.getpid()))
         _report.update(role="launcher", command=" ".join(sys.argv)[:200])
         atexit.register(_remove, os.getpid())

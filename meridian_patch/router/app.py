@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 import httpx
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -67,6 +69,7 @@ class Router:
         answer_wait_s: seconds after which an answer engine that has sent nothing is given up.
         transport: takes the place of connections to engines.
         hung_after_s: seconds without a sign of life after which an engine hangs; 0: never.
+        allowed_origins: of pages whose browsers may send requests; ``*``: of all.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Router:
         answer_wait_s: float,
         transport: httpx.AsyncBaseTransport | None = None,
         hung_after_s: float = HUNG_AFTER_S,
+        allowed_origins: Sequence[str] = ("*",),
     ) -> None:
+        self._allowed_origins = allowed_origins
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
         # One client's cookies are not another's.
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
@@ -97,7 +102,13 @@ class Router:
             Route("/metrics", self._metrics_page),
             Route("/{path:path}", self._pass_on, methods=["GET", "POST"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+        for_browsers = Middleware(
+            CORSMiddleware,
+            allow_origins=self._allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+        return Starlette(routes=routes, middleware=[for_browsers], lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -180,7 +191,12 @@ class Router:
             await reply.aclose()
 
         held = _Held(self._body_of(engine, reply), release, reply.status_code)
-        held.raw_headers = _headers(reply.headers.raw)
+        held.raw_headers = [
+            (name, value)
+            for name, value in _headers(reply.headers.raw)
+            # The router says itself which pages may read it.
+            if not name.lower().startswith(b"access-control-")
+        ]
         return held
 
     async def _body_of(self, engine: Engine, reply: httpx.Response) -> AsyncIterator[bytes]:

@@ -1,7 +1,9 @@
 """``meridian route``: starts the router."""
 
 import argparse
+import json
 import logging
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,6 +42,13 @@ def add_route(commands: Any) -> None:
         help="without a byte or a step, after which an engine that owes requests a token is out "
         "(%(default)s; 0: never); must be longer than the longest step",
     )
+    parser.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=["*"],
+        metavar="JSON",
+        help='pages whose browsers may send requests, as vLLM\'s option (["*"])',
+    )
     parser.set_defaults(run=_route)
 
 
@@ -77,10 +86,24 @@ def _route(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    router = Router(engines, arguments.answer_wait_s, hung_after_s=arguments.hung_after_s)
+    router = Router(
+        engines,
+        arguments.answer_wait_s,
+        hung_after_s=arguments.hung_after_s,
+        allowed_origins=arguments.allowed_origins,
+    )
     print(f"routing on http://{arguments.host}:{arguments.port}", flush=True)
     uvicorn.run(router.app(), host=arguments.host, port=arguments.port, log_level="warning")
     return 0
+
+
+def _origins(text: str) -> list[str]:
+    with suppress(ValueError):
+        origins = json.loads(text)
+        if isinstance(origins, list) and all(isinstance(origin, str) for origin in origins):
+            return origins
+    expected = 'a JSON list of origins, such as ["https://chat.example.com"]'
+    raise argparse.ArgumentTypeError(f"is {text!r}, expected {expected}")
 
 
 def _seconds(text: str) -> float:

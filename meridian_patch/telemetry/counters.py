@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Fallback(StrEnum):
-    """Why a step ran as stock."""
+    """What went wrong in a step."""
 
     EXCEPTION = "exception"
     SLOW = "slow"
@@ -94,6 +94,7 @@ STEP_SECONDS = "step_seconds"
 LIMITED = "limited_step"
 POLICY_SECONDS = "policy_seconds"
 RECOMPUTED = "recomputed_tokens"
+TICKET = "ticket"
 SAVED = "estimated_saved"
 # A gauge: how many requests are in each phase now.
 REQUESTS = "requests"

@@ -103,11 +103,12 @@ METRICS: Final = (
         label="reason",
         values=_texts(Fallback),
         unit="steps",
-        help="Scheduler steps that ran as stock, by reason.",
+        help="Scheduler steps in which the plug-in failed or was too slow, by reason.",
         operator=(
-            "`exception`: the plug-in's code failed; the log has the first traceback, please "
-            "report it. "
-            "`slow`: a decision exceeded `policy.time_budget_us`; raise it, or use a faster core. "
+            "`exception`: the plug-in's code failed, and its part of the step ran as stock; the "
+            "log has the first traceback, please report it. "
+            "`slow`: decisions exceeded `policy.time_budget_us`: limits still apply, an order that "
+            "is not complete does not; raise it, or use a faster core. "
             "`kv_integrity`: the free KV blocks were found out of order, and the KV tiers are off "
             "until the next start; please report it"
         ),
@@ -291,6 +292,19 @@ METRICS: Final = (
         ),
     ),
     Metric(
+        event=counters.TICKET,
+        name="meridian_handoff_tickets",
+        label="outcome",
+        values=("accepted", "refused"),
+        unit="tickets",
+        help="Tickets of think engines that reached this answer engine, by outcome.",
+        operator=(
+            "`refused`: the KV cache of the think engine does not fit, and all tokens were "
+            "computed again; the log has each reason once. Start both engines with the same "
+            "model, settings and LoRA adapters"
+        ),
+    ),
+    Metric(
         event=counters.STEP,
         name="meridian_steps",
         label="kind",
@@ -299,8 +313,8 @@ METRICS: Final = (
         help="Steps that ran, and steps that the step-time model learnt from.",
         operator=(
             "If `learnt` stays below nine tenths of `ran`, predictions of step times are poor and "
-            "steps may take too long; please report it. Updated every 64 steps, not under policy "
-            "`noop`"
+            "steps may take too long; please report it. Under policy `noop`, or where every step "
+            "has a prompt to compute, nothing is learnt. Updated every 64 steps"
         ),
     ),
     Metric(

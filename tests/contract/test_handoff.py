@@ -272,6 +272,9 @@ def test_an_answer_engine_takes_only_what_fits(driver, is_fitting):
     assert (request.kv_transfer_params is not None) == is_fitting
     is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert is_loading == is_fitting
+    totals = driver.scheduler.phase_counters.totals
+    tickets = {name: number for name, number in totals.items() if name.startswith("ticket:")}
+    assert tickets == {"ticket:accepted" if is_fitting else "ticket:refused": 1}
 
 
 @pytest.mark.parametrize("role", ("answer",), indirect=True)

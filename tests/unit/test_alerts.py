@@ -59,7 +59,8 @@ HEALTHY = {
     series("meridian_parts_off_total", part="the policy"): gauge(0),
     series("meridian_policy_fallbacks_total", reason="exception"): counter(0),
     series("meridian_policy_fallbacks_total", reason="slow"): counter(2),
-    series("meridian_policy_fallbacks_total", reason="kv_integrity"): counter(0),
+    series("meridian_probing_stopped_total", reason="lost"): counter(0),
+    series("meridian_probing_stopped_total", reason="refused"): counter(0),
     series("meridian_steps_total", kind="ran"): counter(3000),
     series("meridian_steps_total", kind="learnt"): counter(2900),
     series("meridian_step_seconds_total", kind="measured"): counter(55),
@@ -107,10 +108,6 @@ FAULTS = {
         "MeridianPartOff",
         {series("meridian_parts_off_total", part="the policy"): once(1)},
     ),
-    "blocks out of order": (
-        "MeridianPartOff",
-        {series("meridian_policy_fallbacks_total", reason="kv_integrity"): once(1)},
-    ),
     "decisions are slow": (
         "MeridianStepsFallBack",
         {series("meridian_policy_fallbacks_total", reason="slow"): counter(2, 60)},
@@ -133,9 +130,14 @@ FAULTS = {
     ),
     "probing has stopped": (
         "MeridianSignalsLost",
+        {series("meridian_probing_stopped_total", reason="lost"): once(1)},
+    ),
+    "workers refuse to measure": (
+        "MeridianSignalsLost",
         {
-            series("meridian_probes_total", result="lost"): gauge(0, 32),
-            series("meridian_probes_total", result="measured"): gauge(0),
+            series("meridian_probing_stopped_total", reason="refused"): once(1),
+            series("meridian_probes_total", result="measured"): counter(600, 0),
+            series("meridian_probes_total", result="lost"): counter(1, 0),
         },
     ),
     "logits hold NaN": (
@@ -185,6 +187,30 @@ def test_every_alert_has_a_fault():
 
 def test_a_healthy_server_is_silent(tmp_path):
     check(tmp_path, HEALTHY, dict.fromkeys(range(0, MINUTES, 10), ()))
+
+
+QUIET = {
+    "policy noop, or prompts in every step: no time is predicted": {
+        series("meridian_steps_total", kind="learnt"): counter(0),
+        series("meridian_step_seconds_total", kind="measured"): counter(0),
+        series("meridian_step_seconds_total", kind="error"): counter(0),
+    },
+    "the policy is off: no step is counted, and another part fails once": {
+        series("meridian_steps_total", kind="ran"): counter(0),
+        series("meridian_steps_total", kind="learnt"): counter(0),
+        series("meridian_policy_fallbacks_total", reason="exception"): counter(0, 1),
+        series("meridian_policy_fallbacks_total", reason="slow"): counter(0),
+    },
+    "probes lost now and then in a long life, and then thoughts without probes": {
+        series("meridian_probes_total", result="lost"): gauge(33),
+        series("meridian_probes_total", result="measured"): gauge(118_000),
+    },
+}
+
+
+@pytest.mark.parametrize("state", QUIET)
+def test_what_is_no_fault_is_silent(tmp_path, state):
+    check(tmp_path, HEALTHY | QUIET[state], dict.fromkeys(range(0, MINUTES, 10), ()))
 
 
 def test_a_server_without_requests_is_silent(tmp_path):

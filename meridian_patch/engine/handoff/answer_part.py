@@ -9,6 +9,7 @@ from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.ticket import FACTS, facts_in
 from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import PhaseCounters
 
 
 class AnswerPart(SchedulerPart):
@@ -16,11 +17,13 @@ class AnswerPart(SchedulerPart):
 
     Args:
         vllm_config: of this engine.
+        phase_counters: count tickets.
     """
 
     name = counters.HANDOFF
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, phase_counters: PhaseCounters) -> None:
+        self._counters = phase_counters
         self._layout = layout_of(vllm_config)
         self._adapters = AdapterWeights(vllm_config.lora_config)
         self._reasons = Reasons("requests are not handed off to this engine")
@@ -41,7 +44,9 @@ class AnswerPart(SchedulerPart):
         except Exception:
             # It was not checked, so it is not read.
             request.kv_transfer_params = None
+            self._counters.count(counters.TICKET, "refused")
             raise
+        self._counters.count(counters.TICKET, "refused" if why else "accepted")
         if why:
             # The prompt has all tokens: they are computed again.
             request.kv_transfer_params = None

@@ -22,7 +22,7 @@ def build_handoff(
         return None
     check_connector(scheduler, config.role)
     if config.role == "answer":
-        return AnswerPart(scheduler.vllm_config)
+        return AnswerPart(scheduler.vllm_config, scheduler.phase_counters)
     if not tracker.has_boundaries:
         raise ConfigError(
             "handoff.role is 'think', and the model's think boundaries are unknown, expected a "

@@ -174,6 +174,7 @@ class KVTiers(SchedulerPart):
         faults = [fault for pool in self._manager.pools for fault in find_faults(pool)]
         if faults:
             self._counters.count(counters.FALLBACK, Fallback.KV_INTEGRITY)
+            self._counters.count(counters.PART_OFF, counters.KV_TIERS)
             self.history = "keep"
             # Reported once, because a fault does not go away.
             self._check_interval_s = math.inf

@@ -115,11 +115,14 @@ class PolicyPart(SchedulerPart):
 
     def before_schedule(self, plan: StepPlan) -> None:
         self._planned = _UNLIMITED
+        self._is_slow = False
         try:
             if not self.rules.are_all_off:
                 self._arrange(plan)
         finally:
             plan.may_probe = not self.waiting_answers and not self.limiter.makes_room
+            if self._is_slow:
+                self._counters.count(counters.FALLBACK, Fallback.SLOW)
 
     def after_schedule(self, output: Any) -> None:
         for request_id in started_requests(output):
@@ -186,8 +189,7 @@ class PolicyPart(SchedulerPart):
         limits = self.limiter.plan(self._scheduler, answers)
         spent_s = time.perf_counter() - started_s
         self._spent_s["limits"] += spent_s
-        if spent_s > self.time_budget_s:
-            self._counters.count(counters.FALLBACK, Fallback.SLOW)
+        self._is_slow |= spent_s > self.time_budget_s
         return limits
 
     def order_running(self) -> ArrivalOrder | None:
@@ -198,8 +200,7 @@ class PolicyPart(SchedulerPart):
         started_s = time.perf_counter()
         scheduler.running, is_in_time = self.order.arrange(scheduler.running)
         self._spent_s["order"] += time.perf_counter() - started_s
-        if not is_in_time:
-            self._counters.count(counters.FALLBACK, Fallback.SLOW)
+        self._is_slow |= not is_in_time
         if scheduler.policy == SchedulingPolicy.PRIORITY:
             return ArrivalOrder(scheduler.running)
         return None

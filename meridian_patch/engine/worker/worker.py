@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from meridian_patch.engine import status
 from meridian_patch.engine.worker.logits_tap import Tap
 
 logger = init_logger("vllm.meridian_patch")
@@ -32,6 +33,9 @@ def build_tapped_worker(original: type) -> type:
         @model_runner.setter
         def model_runner(self, runner: Any) -> None:
             self._runner = runner
+            if runner is not None:
+                # In EngineCore's own process its scheduler, built later, says what it is.
+                status.publish(role="worker", rank=self.rank)
             samples = runner is not None and self.model_config.runner_type == "generate"
             if samples and answers_scheduler(self.rank, self.parallel_config):
                 put_tap(runner, self.model_config)

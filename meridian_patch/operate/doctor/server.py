@@ -140,14 +140,14 @@ def check_counters(scrape: Scrape) -> Iterator[Finding]:
     if failed:
         yield AREA.fail(
             "steps",
-            f"steps that ran as stock: {failed}",
+            f"steps in which the plug-in failed: {failed}",
             expected="0",
             fix="read the first traceback in the server's log and report it",
         )
     elif slow > _MANY_SLOW * ran and slow > 1:
         yield AREA.warn(
             "steps",
-            f"{slow:.0f} of about {ran:.0f} steps ran as stock: their decision was too slow",
+            f"{slow:.0f} of about {ran:.0f} steps had decisions that were too slow",
             expected=f"less than {_MANY_SLOW:.0%}",
             fix="raise MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US, or give EngineCore a core",
         )
@@ -158,6 +158,7 @@ def check_counters(scrape: Scrape) -> Iterator[Finding]:
             "lost probes": scrape.total("meridian_probes_total", result="lost") or 0.0,
             "invalid probes": scrape.total("meridian_probes_total", result="invalid") or 0.0,
             "invalid signals": scrape.total("meridian_invalid_signals_total") or 0.0,
+            "ends of all probing": scrape.total("meridian_probing_stopped_total") or 0.0,
         }
     )
     if lost:

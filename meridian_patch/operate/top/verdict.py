@@ -25,7 +25,7 @@ class Load:
         preemptions: by the phase the request was in.
         preempted: all of them; without phases as vLLM counts them.
         prompt_share: share of the window's computed tokens that are of prompts, 0 to 1.
-        fallbacks: steps that ran as stock, by reason.
+        fallbacks: steps in which the plug-in failed or was too slow, by reason.
         parts_off: parts that are switched off, by name.
     """
 

@@ -107,10 +107,10 @@ class ByHost(httpx.AsyncBaseTransport):
 
 
 @asynccontextmanager
-async def routed(think: list[str], answer: list[str], stubs: dict[str, StubEngine]):
+async def routed(think: list[str], answer: list[str], stubs: dict[str, StubEngine], **options):
     """A client of a router whose engines are these stubs."""
     engines = engines_of([f"http://{n}" for n in think], [f"http://{n}" for n in answer])
-    router = Router(engines, answer_wait_s=5, transport=ByHost(stubs))
+    router = Router(engines, answer_wait_s=5, transport=ByHost(stubs), **options)
     app = router.app()
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
