@@ -17,6 +17,8 @@ _ROUTER: Final = "#009E73"
 _BIN_S: Final = 5.0
 # Heights of the faults' names in turn, as a share of the axes: those of neighbours would overlap.
 _LABEL_ROWS: Final = (1.0, 0.87)
+# Names of more faults than this stand upright.
+_MOST_LEVEL: Final = 12
 
 
 def plot_timeline(result: Result, caption: str) -> bytes:
@@ -26,18 +28,8 @@ def plot_timeline(result: Result, caption: str) -> bytes:
     for axes in (ends, flight, memory):
         for injected in result.injected:
             axes.axvspan(injected.begin_s, injected.end_s, color=_WINDOW, zorder=0)
-    for number, injected in enumerate(result.injected):
-        ends.text(
-            injected.begin_s,
-            _LABEL_ROWS[number % len(_LABEL_ROWS)],
-            f"{injected.fault.kind}\n{injected.fault.strikes}",
-            transform=ends.get_xaxis_transform(),
-            size=7,
-            va="top",
-        )
     _draw_ends(ends, result)
-    # Room for the names.
-    ends.set_ylim(top=1.35 * ends.get_ylim()[1])
+    _draw_names(ends, result)
     flight.plot(
         [sample.at_s for sample in result.samples],
         [sample.in_flight for sample in result.samples],
@@ -51,6 +43,23 @@ def plot_timeline(result: Result, caption: str) -> bytes:
     finish_axes(figure, memory, "Resident memory: each EngineCore, and the routers")
     finish_axes(figure, ends, "Requests that ended; shaded: windows of faults")
     return to_png(figure, caption.replace("`", ""))
+
+
+def _draw_names(axes: Axes, result: Result) -> None:
+    """What each fault was, above the curves."""
+    are_level = len(result.injected) <= _MOST_LEVEL
+    for number, injected in enumerate(result.injected):
+        kind, strikes = injected.fault.kind, injected.fault.strikes
+        axes.text(
+            injected.begin_s,
+            _LABEL_ROWS[number % len(_LABEL_ROWS)] if are_level else 0.99,
+            f"{kind}\n{strikes}" if are_level else f"{kind}, {strikes}",
+            transform=axes.get_xaxis_transform(),
+            size=7 if are_level else 6,
+            rotation=0 if are_level else 90,
+            va="top",
+        )
+    axes.set_ylim(top=(1.35 if are_level else 1.9) * axes.get_ylim()[1])
 
 
 def _draw_ends(axes: Axes, result: Result) -> None:

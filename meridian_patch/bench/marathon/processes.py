@@ -155,7 +155,8 @@ class Supervised:
         """Resident memory of one of its processes; None: of the leader. None if it is gone."""
         with suppress(OSError, ValueError, IndexError):
             text = Path(f"/proc/{process or self.pid}/statm").read_text()
-            return int(text.split()[1]) * resource.getpagesize() / _MIB
+            # A process that is about to end has given its memory back.
+            return int(text.split()[1]) * resource.getpagesize() / _MIB or None
         return None
 
     def cpu_s(self) -> float | None:
