@@ -180,8 +180,8 @@ METRICS: Final = (
         unit="thoughts",
         help="Thoughts that ended, by reason.",
         operator=(
-            "nothing; it shows what ended thinking. Thoughts that ran into `max_tokens` are not "
-            "counted"
+            "nothing; it shows what ended thinking. Thoughts that ran into `max_tokens`, and those "
+            "of requests in mode `off`, are not counted"
         ),
     ),
     Metric(

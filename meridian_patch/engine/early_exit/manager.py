@@ -137,9 +137,8 @@ class EarlyExit:
             return
         config = options.exit_config(self._config)
         if config.mode == "off":
-            # Its thoughts are told as all others, and nothing judges them.
-            self._unsampled.add(name, state, budget_tokens(request))
-        elif config.mode == "observe" and not options.has_exit_options:
+            return
+        if config.mode == "observe" and not options.has_exit_options:
             self._undecided[name] = request, state
         else:
             self._measure(request, state, config, has_options=options.has_exit_options)
