@@ -25,7 +25,7 @@ from meridian_patch.exit.text_breaks import Breaks, find_breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.phase.wrap_up import settle_wrap_up
-from meridian_patch.telemetry.counters import PROBING_STOPPED, PhaseCounters
+from meridian_patch.telemetry.counters import PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -67,7 +67,6 @@ def build_early_exit(
         if blind is not None:
             status.publish(exit_signals=f"none: {blind.why}")
         if unprobed is not None and is_probing(config):
-            phase_counters.count(PROBING_STOPPED, "refused")
             report_not_probed(unprobed.why)
     closings = ForcedCloses(
         boundaries,
