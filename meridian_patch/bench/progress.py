@@ -1,7 +1,5 @@
 """Progress bars: what is under way, how much of it is done, and for how long."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -35,6 +33,8 @@ def progress_bars(console: Console, *, transient: bool = False) -> Progress:
 class _Lines(Progress):
     """Says what begins, beside what `Progress` prints when all has ended."""
 
-    def add_task(self, description: str, *args: Any, **options: Any) -> TaskID:
-        self.console.print(f"{description} ...", markup=False, highlight=False)
-        return super().add_task(description, *args, **options)
+    def start_task(self, task_id: TaskID) -> None:
+        task = self._tasks[task_id]
+        if not task.started:
+            self.console.print(f"{task.description} ...", markup=False, highlight=False)
+        super().start_task(task_id)

@@ -119,11 +119,11 @@ METRICS: Final = (
         label="part",
         values=counters.PARTS,
         unit="parts",
-        help="Parts that the circuit breaker switched off until the next start, by name.",
+        help="Parts that are off until the next start after failures, by name.",
         operator=(
-            "Should stay 0. A part that failed in 10 of 100 steps is off, and requests go on as in "
-            "stock. `meridian status` lists it as `parts_off`; the log has the traceback of "
-            "its first failure, please report it"
+            "Should stay 0. A part that failed in 10 of 100 steps is off, and so are the KV tiers "
+            "once free KV blocks were out of order; requests go on as in stock. `meridian status` "
+            "lists it; the log has its first failure, please report it"
         ),
     ),
     Metric(

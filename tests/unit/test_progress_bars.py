@@ -8,6 +8,16 @@ from rich.console import Console
 from meridian_patch.bench.progress import progress_bars
 
 
+def test_a_task_that_begins_later_is_said_then():
+    page = StringIO()
+    bars = progress_bars(Console(file=page, width=80))
+    later = bars.add_task("probes", start=False, total=None)
+    assert page.getvalue() == ""
+    bars.start_task(later)
+    bars.start_task(later)
+    assert page.getvalue() == "probes ...\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

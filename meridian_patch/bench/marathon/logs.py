@@ -19,6 +19,8 @@ _KNOWN: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
         "an engine was killed while its blocks were read: vLLM computes them again",
     ),
 )
+# Failures of the plug-in and ends of engines, whatever they come from.
+_NEVER_KNOWN: Final = re.compile(r"meridian_patch: |EngineDeadError|fatal error")
 # vLLM puts this before each line of a record: process, level, time, file and line.
 _HEAD: Final = re.compile(r"(?P<head>(?:\([^)]*\) )?[A-Z]+ \S+ \S+ \[[^\]]+\]) ?(?P<message>.*)")
 # Characters of a record's first line that begin the next record of the same place.
@@ -60,6 +62,8 @@ def _records(lines: Iterable[str]) -> list[list[str]]:
 
 
 def _known(record: Sequence[str]) -> str:
+    if any(_NEVER_KNOWN.search(line) for line in record):
+        return ""
     return next(
         (why for pattern, why in _KNOWN if any(pattern.search(line) for line in record)), ""
     )

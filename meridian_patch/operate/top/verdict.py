@@ -76,8 +76,8 @@ def _broken(load: Load) -> Verdict | None:
     if off:
         return Verdict(
             "plug-in",
-            f"{', '.join(off)} failed in 10 of 100 steps and is off",
-            "read the first traceback in the server's log, report it, restart",
+            f"off after failures: {', '.join(off)}",
+            "read its first error in the server's log, report it, restart",
         )
     failed = load.fallbacks.get("exception", 0) + load.fallbacks.get("kv_integrity", 0)
     if failed:
