@@ -109,6 +109,7 @@ def test_damage_is_found_when_no_request_runs_and_turns_tiers_off(
         driver.scheduler.schedule()
     assert caplog.text.count("KV tiers are off from now on") == 1
     assert counted(driver, "fallback") == {"kv_integrity": 1}
+    assert counted(driver, "part_off") == {"the KV tiers": 1}
     assert driver.scheduler.kv_tiers.history == "keep"
     assert status._report["kv_tiers"] == "off"
     # Another engine in this process has tiers again.

@@ -52,6 +52,15 @@ def test_what_the_policy_does_is_counted(demo_model, is_async):
     assert seen["step_seconds:measured"] <= driver.now_s
 
 
+def test_a_slow_step_counts_once(demo_model):
+    """Although its limits and its order are two decisions, and both take too long."""
+    driver = driver_for(demo_model, blocks=200, max_num_seqs=8)
+    driver.scheduler.policy_part.time_budget_s = 0.0
+    driver.scheduler.policy_part.order._time_budget_s = 0.0
+    serve(driver)
+    assert 0 < driver.scheduler.phase_counters.totals["fallback:slow"] <= driver.steps
+
+
 def test_noop_counts_nothing_of_the_policy(demo_model, monkeypatch):
     """It decides nothing, and predicts nothing that it would use."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")

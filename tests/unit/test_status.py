@@ -29,6 +29,18 @@ def test_facts_are_merged_into_one_report():
     assert report["scheduler"] == "PhaseScheduler"
 
 
+def test_a_forked_child_has_its_parents_patches():
+    """vLLM loads no plug-in in it again, and so publishes them no second time."""
+    patches = [{"patch": "one", "outcome": "applied"}]
+    status.publish(role="launcher", vllm_version="0.32.0", mode="strict", patches=patches)
+    child = os.fork()
+    if child == 0:
+        status.publish(role="engine_core")
+        os._exit(0 if status._report["patches"] == patches else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert status._report["role"] == "launcher"
+
+
 def test_reports_of_ended_processes_are_removed(directory):
     """A reused process id does not pass for the process that wrote the report."""
     ended = directory / "1.json"

@@ -276,7 +276,12 @@ def loaded(**changes):
             "--max-num-batched-tokens",
         ),
         ({"waiting": 4.0}, "seats", "4 wait though the KV cache is 40% full", "--max-num-seqs"),
-        ({"parts_off": {"early exit": 1.0}}, "plug-in", "off after failures: early exit", "report it"),
+        (
+            {"parts_off": {"early exit": 1.0}},
+            "plug-in",
+            "off after failures: early exit",
+            "report it",
+        ),
         ({"fallbacks": {"exception": 9.0}}, "plug-in", "9 steps failed", "report it"),
         ({"running": None}, "unknown", "does not say", "--disable-log-stats"),
         (

@@ -32,14 +32,13 @@ def read_logs(logs: Sequence[Path]) -> list[LogLine]:
 
     A line is known if any line of its record says why: a traceback ends with its reason.
     """
-    return [
-        LogLine(log.name, text[:300], known)
-        for log in logs
-        for record in _records(log.read_text(errors="replace").splitlines())
-        for known in (_known(record),)
-        for text in record
-        if _FORBIDDEN.search(text)
-    ]
+    lines = []
+    for log in logs:
+        for record in _records(log.read_text(errors="replace").splitlines()):
+            known = _known(record)
+            found = filter(_FORBIDDEN.search, record)
+            lines += [LogLine(log.name, text[:300], known) for text in found]
+    return lines
 
 
 def _records(lines: Iterable[str]) -> list[list[str]]:

@@ -58,6 +58,8 @@ class PolicyPart(SchedulerPart):
         self._counters = phase_counters
         # What the policy planned for the next step.
         self._planned = _UNLIMITED
+        # Whether a decision of this step took too long.
+        self._is_slow = False
         # Tokens that were computed when a request was preempted, by id, until it resumes.
         self._lost_tokens: dict[str, int] = {}
         # Time of the policy since the last report, by stage.
