@@ -23,7 +23,7 @@ _MODULE = "meridian_patch.demo.run"
 # Its load was chosen on seeds below.
 _FIRST_SEED = 61
 # One client, so that requests come in the same order to each server.
-_DEFAULTS = "--workload mixed --pause 0.5 --clients 1 --headlines --out out/demo"
+_DEFAULTS = "--workload mixed --pause-tokens 180 --clients 1 --headlines --out out/demo"
 _ARMS = "stock,stock-again,patched"
 # With what `meridian calibrate` chose for the tiny reasoner.
 _EXIT_ARM = "exit"

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from meridian_patch.bench.served import plan, run
 from meridian_patch.bench.served.command import add_serve
+from meridian_patch.bench.served.pace import paced
 from meridian_patch.bench.served.plan import plan_comparison
+from meridian_patch.bench.served.workload import Pause, Turns, make_conversations, read_trace
 from meridian_patch.errors import BenchError
 
 pytestmark = pytest.mark.slow
@@ -128,7 +130,7 @@ def serve(tmp_path):
 
 
 # One client process is quick to start.
-TURNS = (
+CONVERSATIONS = (
     "--clients",
     "1",
     "--workload",
@@ -145,7 +147,7 @@ ARMS = ("--arms", "stock,ample,patched", "--blocks", "129")
 
 def test_turns_end_in_a_table_of_prefix_hits(serve):
     """Arms take turns, another one first for each seed; hits and misses are those counted."""
-    code, printed, data = serve(*TURNS, *ARMS, "--seeds", "1,2")
+    code, printed, data = serve(*CONVERSATIONS, *ARMS, "--seeds", "1,2")
     assert code == 0, printed
     arms = ["stock", "ample", "patched"]
     assert StandIn.resets == [*arms, "ample", "patched", "stock"]
@@ -182,3 +184,17 @@ def test_servers_start_beside_each_other_without_an_accelerator(serve, monkeypat
     wait = ["wait for stock", "wait for patched"]
     one_by_one = [launch[0], wait[0], launch[1], wait[1]]
     assert StandIn.starts == (one_by_one if accelerator else launch + wait)
+
+
+def test_pauses_in_tokens_are_alike_on_slow_and_fast_machines(serve, monkeypatch, tmp_path):
+    """They last as long as a request alone takes for these tokens, and the page says how long."""
+    monkeypatch.setattr(run, "token_time_s", lambda clients: len(list(clients)) * 0.001)
+    pause = ("--pause-tokens", "2.5")
+    code, printed, data = serve(*CONVERSATIONS, *ARMS, "--seeds", "1", *pause)
+    assert code == 0, printed
+    trace = read_trace(tmp_path / "trace-1.jsonl")
+    drawn = make_conversations(Turns(20, 100.0, Pause(2.5, "tokens")), 1)
+    assert trace == paced(drawn, 0.003)
+    assert "A request alone gets a token every 3.0 ms here." in " ".join(printed.split())
+    assert "pauses of 2.5 tokens" in data["workload"]
+    assert "every 3.0 ms here" in data["workload"]

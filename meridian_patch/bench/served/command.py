@@ -57,6 +57,12 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         "--pause", default="4", help="mean seconds from an answer to the next turn (default: 4)"
     )
     serve.add_argument(
+        "--pause-tokens",
+        metavar="N",
+        help="mean pause as the time that a request alone takes for N tokens here, in place of "
+        "--pause: alike on slow and fast machines",
+    )
+    serve.add_argument(
         "--history",
         default="stripped",
         choices=HISTORIES,

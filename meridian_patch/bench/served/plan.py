@@ -23,6 +23,7 @@ from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.workload import (
     TURNS,
     Mix,
+    Pause,
     ServedRequest,
     Turns,
     make_conversations,
@@ -89,9 +90,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
                 rate = round(rate / fmean(TURNS), 3)
         else:
             rate = read_positive("--rate", parsed.rate or _RATES[parsed.workload])
-        draw, words = _workload(
-            parsed.workload, requests, rate, read_positive("--pause", parsed.pause)
-        )
+        draw, words = _workload(parsed.workload, requests, rate, _pause(parsed))
         traces = {seed: draw(seed) for seed in seeds}
         words = f"{words} {why}".strip()
     return Comparison(
@@ -106,11 +105,19 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         restarts=parsed.restart,
         starts_together=settings.model == packaged_model() and accelerator_name() is None,
         headlines_only=parsed.headlines,
+        pauses_in_tokens=parsed.pause_tokens is not None and parsed.trace is None,
     )
 
 
+def _pause(parsed: argparse.Namespace) -> Pause:
+    """How long it takes from an answer to the next turn."""
+    if parsed.pause_tokens is None:
+        return Pause(read_positive("--pause", parsed.pause))
+    return Pause(read_positive("--pause-tokens", parsed.pause_tokens), "tokens")
+
+
 def _workload(
-    name: str, requests: int, rate: float, pause_s: float
+    name: str, requests: int, rate: float, pause: Pause
 ) -> tuple[Callable[[int], list[ServedRequest]], str]:
     """How a trace is drawn from a seed, and the workload in words.
 
@@ -118,10 +125,10 @@ def _workload(
         name: one of ``command.WORKLOADS``.
         requests: per trace.
         rate: requests per second; of ``turns``, conversations per second.
-        pause_s: mean seconds from an answer to the next turn.
+        pause: from an answer to the next turn.
     """
     if name == "turns":
-        turns = Turns(requests, rate, pause_s)
+        turns = Turns(requests, rate, pause)
         return partial(make_conversations, turns), str(turns)
     if name == "problems":
         mix = Mix(requests, rate)
@@ -132,7 +139,7 @@ def _workload(
     turns = Turns(
         half,
         round(of_conversations, 3),
-        pause_s,
+        pause,
         turns=_MIXED_TURNS,
         hard_share=_MIXED_HARD_SHARE,
     )

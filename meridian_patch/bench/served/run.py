@@ -8,7 +8,7 @@ same settings differ for as long as they live: they can be started anew for each
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from meridian_patch.bench.served.arms import ServedArm, arm_environment
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.load import Load, play_in_processes
 from meridian_patch.bench.served.metrics import difference, read_counters
+from meridian_patch.bench.served.pace import paced, token_time_s
 from meridian_patch.bench.served.report import (
     Origin,
     headline_table,
@@ -60,6 +61,7 @@ class Comparison:
         restarts: each seed has servers of its own, and logs.
         starts_together: the servers start beside each other; not where they profile one GPU.
         headlines_only: the table printed has the most important figures; the page has all.
+        pauses_in_tokens: pauses before later turns are in tokens of a request alone.
     """
 
     arms: Sequence[ServedArm]
@@ -73,6 +75,7 @@ class Comparison:
     restarts: bool = False
     starts_together: bool = False
     headlines_only: bool = False
+    pauses_in_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,6 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     _check_lengths(comparison)
     folder = comparison.folder
     folder.mkdir(parents=True, exist_ok=True)
-    for seed, trace in comparison.traces.items():
-        write_trace(folder / f"trace-{seed}.jsonl", trace)
     # Before vLLM is imported, which leaves variables of its own behind.
     base_env = dict(envs.environment())
     machine = replace(describe_machine(), accelerator=accelerator_name())
@@ -118,8 +119,9 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     runs = [ArmRun(arm.name) for arm in comparison.arms]
     code = 0
     with progress_bars(console) as progress:
+        player = _Player(comparison, runs, ports, base_env, progress)
         try:
-            _Player(comparison, runs, ports, base_env, progress).play()
+            player.play()
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     if _print_failed_requests(runs, console) or any(run.error for run in runs):
@@ -131,6 +133,10 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     title = f"{machine.how}{table_title(arms)}"
     table = headline_table if comparison.headlines_only else terminal_table
     console.print(table(arms, title))
+    if player.token_s is not None:
+        pace = f"A request alone gets a token every {player.token_s * 1000:.1f} ms here."
+        console.print(pace, highlight=False)
+        origin = replace(origin, workload=f"{origin.workload} {pace}")
     words = silence_in_words(arms)
     if words:
         _print_red(words, console)
@@ -279,7 +285,7 @@ def _check_is_patched(arm: str, should_be: bool | None, page: str) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Player:
     """Starts the servers of a comparison and plays its traces on them.
 
@@ -289,6 +295,7 @@ class _Player:
         ports: of the arms' servers.
         base_env: environment that the servers inherit.
         progress: shows what is under way.
+        token_s: seconds per token of a request alone, where pauses are in tokens.
     """
 
     comparison: Comparison
@@ -296,15 +303,21 @@ class _Player:
     ports: Sequence[int]
     base_env: Mapping[str, str]
     progress: Progress
+    token_s: float | None = field(default=None, init=False)
 
     def play(self) -> None:
-        """Play all pairs; an arm that fails is left out from then on."""
+        """Play all pairs; an arm that fails is left out from then on.
+
+        Raises:
+            BenchError: pauses are in tokens and no server gave any.
+        """
         pairs = list(enumerate(self.comparison.traces))
         # Pairs that are played on the same servers.
         rounds = [[pair] for pair in pairs] if self.comparison.restarts else [pairs]
         for pairs_of_round in rounds:
             with ExitStack() as up:
                 running = self._start(up, *pairs_of_round[0])
+                self._measure_pace(running)
                 for pair, seed in pairs_of_round:
                     self._play_pair(rotated(running, pair), seed)
                     running = [served for served in running if served.run.error is None]
@@ -339,8 +352,17 @@ class _Player:
             port=self.ports[number],
         )
 
+    def _measure_pace(self, running: Sequence[RunningArm]) -> None:
+        if self.comparison.pauses_in_tokens and self.token_s is None and running:
+            task = self.progress.add_task("how long a request alone takes", total=None)
+            self.token_s = token_time_s([served.client for served in running])
+            self.progress.remove_task(task)
+
     def _play_pair(self, running: Sequence[RunningArm], seed: int) -> None:
         trace = self.comparison.traces[seed]
+        if self.token_s is not None:
+            trace = paced(trace, self.token_s)
+        write_trace(self.comparison.folder / f"trace-{seed}.jsonl", trace)
         for served in running:
             with self._work(served.run, f"seed {seed}, {served.run.name}", len(trace)) as task:
                 advance = partial(self.progress.advance, task)

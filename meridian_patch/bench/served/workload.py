@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meridian_patch.demo.problems import MAX_STEPS, make_problem
 from meridian_patch.errors import BenchError
@@ -88,6 +88,22 @@ class Mix:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """How long a reader takes from an answer to the next question.
+
+    Attributes:
+        mean: in the unit.
+        unit: seconds, or the time that a request alone takes for so many tokens.
+    """
+
+    mean: float
+    unit: Literal["s", "tokens"] = "s"
+
+    def __str__(self) -> str:
+        return f"{self.mean:g} {self.unit}"
+
+
+@dataclass(frozen=True)
 class Turns:
     """What a drawn trace of conversations is made of.
 
@@ -96,7 +112,7 @@ class Turns:
     Attributes:
         requests: how many, over all conversations.
         rate_per_s: conversations that start per second, Poisson.
-        pause_mean_s: from the end of an answer to the next question, exponential.
+        pause: from the end of an answer to the next question, exponential.
         turns: fewest and most of one conversation; the last conversation may have fewer.
         system_prompts: how many there are.
         system_tokens: length of each, in characters, which are tokens of the tiny reasoner.
@@ -106,7 +122,7 @@ class Turns:
 
     requests: int
     rate_per_s: float
-    pause_mean_s: float = 4.0
+    pause: Pause = Pause(4.0)
     turns: tuple[int, int] = TURNS
     system_prompts: int = 6
     system_tokens: int = 400
@@ -117,8 +133,9 @@ class Turns:
         return (
             f"{self.requests} requests per seed in conversations of {self.turns[0]} to "
             f"{self.turns[1]} turns, {self.rate_per_s:g} conversations per second (Poisson), "
-            f"pauses of {self.pause_mean_s:g} s on average, {self.system_prompts} system prompts "
-            f"of {self.system_tokens} characters, {self.hard_share:.0%} of the problems hard."
+            f"pauses of {self.pause} on average, {self.system_prompts} "
+            f"system prompts of {self.system_tokens} characters, {self.hard_share:.0%} of the "
+            "problems hard."
         )
 
 
@@ -162,10 +179,10 @@ def make_conversations(turns: Turns, seed: int) -> list[ServedRequest]:
         follows = ""
         for turn in range(rng.randint(*turns.turns)):
             problem = make_problem(rng, MAX_STEPS if rng.random() < turns.hard_share else None)
-            pause_s = rng.expovariate(1 / turns.pause_mean_s)
+            pause = rng.expovariate(1 / turns.pause.mean)
             request = ServedRequest(
                 id=f"{seed}-{conversation}-{turn}",
-                arrival_s=round(pause_s if turn else start_s, 6),
+                arrival_s=round(pause if turn else start_s, 6),
                 messages=(*opening, {"role": "user", "content": problem.question}),
                 expected=problem.answer,
                 max_tokens=turns.max_tokens,
