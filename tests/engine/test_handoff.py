@@ -91,9 +91,13 @@ def test_wrong_requests_are_refused_as_by_one_engine(engines, router):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("width", "number"), ((1, 60), (8, 140)), ids=("alone", "eight"))
+@pytest.mark.parametrize(
+    ("width", "number"),
+    ((1, 60), (2, 60), (4, 60), (8, 140)),
+    ids=("alone", "two", "four", "eight"),
+)
 def test_two_hundred_streams(engines, router, width, number):
-    """One at a time and eight at a time, beside the same requests on one engine.
+    """So many at a time, beside the same requests on one engine.
 
     Prints the gap between the last piece of the thought and the first one of the answer.
     """
