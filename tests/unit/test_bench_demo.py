@@ -80,3 +80,11 @@ def test_another_model_or_other_arms_leave_the_calibrated_exit_out(tmp_path):
     """The thresholds are those of the tiny reasoner."""
     assert parse(["--model", str(tmp_path)]).arm == []
     assert parse(["--arms", "stock,patched"]).arm == []
+
+
+def test_the_demo_pauses_in_tokens_unless_told_otherwise(tmp_path):
+    """In seconds where they are given, and a trace file has its own."""
+    assert (parse([]).pause, parse([]).pause_tokens) == (None, "180")
+    assert (parse(["--pause", "2"]).pause, parse(["--pause", "2"]).pause_tokens) == ("2", None)
+    assert parse(["--pause-tokens", "9"]).pause_tokens == "9"
+    assert parse(["--trace", str(tmp_path)]).pause_tokens is None

@@ -90,6 +90,9 @@ def refused(capsys, *arguments: str) -> str:
         (["--trace", "t.jsonl", "--seeds", "1"], "leave one of them out"),
         (["--workload", "turns", "--blocks", "128"], "--blocks is 128, expected at least 129"),
         (["--workload", "turns", "--pause", "0"], "--pause is '0'"),
+        (["--workload", "turns", "--pause-tokens", "nan"], "--pause-tokens is 'nan'"),
+        (["--pause", "9", "--pause-tokens", "5"], "give one of them"),
+        (["--trace", "t.jsonl", "--pause-tokens", "5"], "leave out one"),
         (["--arms", "stock,ample", "--model", "a/b"], "ample has 20 times the KV pool"),
     ],
 )

@@ -15,23 +15,45 @@ class Timed:
     """A client whose request gets its tokens at these times."""
 
     token_s: list[float]
+    error: str | None = None
 
-    def play(self, trace, records):
+    def play(self, trace, records, check_server):
+        check_server()
         [request] = trace
-        records.append(RequestRecord(request, 0.0, token_s=self.token_s))
+        records.append(RequestRecord(request, 0.0, token_s=self.token_s, error=self.error))
 
 
-def test_the_fastest_server_says_what_a_token_takes():
-    """A moment in which the machine is slow lengthens some gaps, or all of one server's."""
-    slow, hit = Timed([1.0, 1.5, 2.0, 2.5]), Timed([1.0, 1.25, 9.0, 9.25, 9.5])
-    assert token_time_s([slow, hit]) == 0.25
-    assert token_time_s([Timed([]), slow]) == 0.5
+def test_a_token_takes_what_all_take_on_average():
+    """Also where a server streams several tokens in one piece."""
+    one_by_one = Timed([1.0, 1.25, 1.5, 1.75, 2.0])
+    pieces = Timed([1.0, 1.0, 2.0, 2.0, 2.0])
+    for client in (one_by_one, pieces):
+        assert token_time_s(client, lambda: None) == 0.25
 
 
-def test_without_tokens_there_is_no_pace():
-    """The error says which option needs none."""
-    with pytest.raises(BenchError, match="--pause"):
-        token_time_s([Timed([]), Timed([1.0])])
+@pytest.mark.parametrize(
+    ("client", "reason"),
+    [
+        (Timed([]), "it gave 0 tokens"),
+        (Timed([1.0]), "it gave 1 tokens"),
+        (Timed([1.0, 1.0]), "it gave 2 tokens at one time"),
+        (Timed([1.0, 2.0], "HTTP 400: no such model"), "no such model"),
+    ],
+)
+def test_without_two_times_there_is_no_pace(client, reason):
+    """The error says why, and which option needs none."""
+    with pytest.raises(BenchError, match=f"{reason}.*--pause"):
+        token_time_s(client, lambda: None)
+
+
+def test_a_server_that_ended_is_noticed():
+    """What the check raises ends the measurement."""
+
+    def check():
+        raise BenchError("the vLLM server ended")
+
+    with pytest.raises(BenchError, match="the vLLM server ended"):
+        token_time_s(Timed([1.0, 2.0]), check)
 
 
 def test_only_pauses_are_in_tokens():

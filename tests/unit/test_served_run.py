@@ -130,18 +130,17 @@ def serve(tmp_path):
 
 
 # One client process is quick to start.
-CONVERSATIONS = (
+OWN_PAUSES = (
     "--clients",
     "1",
     "--workload",
     "turns",
     "--rate",
     "100",
-    "--pause",
-    "0.01",
     "--requests",
     "20",
 )
+CONVERSATIONS = (*OWN_PAUSES, "--pause", "0.01")
 ARMS = ("--arms", "stock,ample,patched", "--blocks", "129")
 
 
@@ -186,15 +185,62 @@ def test_servers_start_beside_each_other_without_an_accelerator(serve, monkeypat
     assert StandIn.starts == (one_by_one if accelerator else launch + wait)
 
 
+TWO_ARMS = ("--arms", "stock,ample", "--blocks", "129", "--seeds", "1")
+
+
+def give_pace(monkeypatch, paces_s):
+    """Let servers show a time per token, in the order of the arms; errors are raised."""
+    shown = iter(paces_s)
+
+    def token_time_s(client, check_server):
+        pace = next(shown)
+        if isinstance(pace, BaseException):
+            raise pace
+        return pace
+
+    monkeypatch.setattr(run, "token_time_s", token_time_s)
+
+
 def test_pauses_in_tokens_are_alike_on_slow_and_fast_machines(serve, monkeypatch, tmp_path):
-    """They last as long as a request alone takes for these tokens, and the page says how long."""
-    monkeypatch.setattr(run, "token_time_s", lambda clients: len(list(clients)) * 0.001)
-    pause = ("--pause-tokens", "2.5")
-    code, printed, data = serve(*CONVERSATIONS, *ARMS, "--seeds", "1", *pause)
+    """They last as long as the fastest server takes for these tokens, and the page says it."""
+    give_pace(monkeypatch, [0.004, 0.003])
+    code, printed, data = serve(*OWN_PAUSES, *TWO_ARMS, "--pause-tokens", "2.5")
     assert code == 0, printed
-    trace = read_trace(tmp_path / "trace-1.jsonl")
     drawn = make_conversations(Turns(20, 100.0, Pause(2.5, "tokens")), 1)
-    assert trace == paced(drawn, 0.003)
-    assert "A request alone gets a token every 3.0 ms here." in " ".join(printed.split())
+    assert read_trace(tmp_path / "trace-1.jsonl") == paced(drawn, 0.003)
+    assert "One request alone gets a token every 3.00 ms here." in " ".join(printed.split())
     assert "pauses of 2.5 tokens" in data["workload"]
-    assert "every 3.0 ms here" in data["workload"]
+    assert "every 3.00 ms here" in data["workload"]
+    assert data["token_s"] == 0.003
+
+
+def test_an_arm_without_a_pace_is_left_out(serve, monkeypatch):
+    """Its error is shown, as when its server does not start; the others are played."""
+    give_pace(monkeypatch, [0.004, BenchError("no token came")])
+    code, printed, data = serve(*OWN_PAUSES, *TWO_ARMS, "--pause-tokens", "2.5")
+    assert code == 1
+    assert "ample: no token came" in printed
+    assert StandIn.resets == ["stock"]
+    assert data["token_s"] == 0.004
+
+
+def test_ctrl_c_while_the_pace_is_measured_says_so(monkeypatch, tmp_path):
+    """As at any other time; no trace is left with pauses in tokens."""
+    give_pace(monkeypatch, [KeyboardInterrupt()])
+    parser = add_serve(argparse.ArgumentParser().add_subparsers())
+    options = [*OWN_PAUSES, *TWO_ARMS, "--pause-tokens", "2", "--out", str(tmp_path)]
+    console = Console(file=io.StringIO(), width=120)
+    parsed = parser.parse_args(options)
+    assert run.run_comparison(plan_comparison(parsed, "meridian", console), console) == 130
+    assert "stock: interrupted" in console.file.getvalue()
+    assert not list(tmp_path.glob("trace-*"))
+
+
+def test_no_pace_is_measured_without_later_turns(serve, monkeypatch, tmp_path):
+    """Single problems have no pauses."""
+    give_pace(monkeypatch, [])
+    problems = ("--requests", "5", "--clients", "1", "--arms", "stock", "--pairs", "1")
+    code, printed, data = serve(*problems, "--pause-tokens", "5")
+    assert code == 0, printed
+    assert data["token_s"] is None
+    assert (tmp_path / "trace-11.jsonl").exists()

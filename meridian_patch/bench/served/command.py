@@ -53,14 +53,12 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         help="mean arrivals per second (default: 8; turns: 0.7 conversations, mixed: 2000); auto: "
         "35 %% of what stock completes on this machine",
     )
-    serve.add_argument(
-        "--pause", default="4", help="mean seconds from an answer to the next turn (default: 4)"
-    )
+    serve.add_argument("--pause", help="mean seconds from an answer to the next turn (default: 4)")
     serve.add_argument(
         "--pause-tokens",
         metavar="N",
-        help="mean pause as the time that a request alone takes for N tokens here, in place of "
-        "--pause: alike on slow and fast machines",
+        help="mean pause as the time that one request alone takes for N tokens, measured when the "
+        "first servers are up; in place of --pause, and alike on slow and fast machines",
     )
     serve.add_argument(
         "--history",

@@ -1,9 +1,7 @@
 """Pauses of conversations in the time of tokens: they are alike for fast and slow machines."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from statistics import median
 
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
@@ -14,22 +12,27 @@ _ALONE = Mix(requests=1, rate_per_s=1.0, history_share=0.0, hard_share=1.0, max_
 _SEED = 1_000_007
 
 
-def token_time_s(clients: Iterable[Client]) -> float:
-    """Seconds from token to token of a request alone, on the fastest of these servers.
+def token_time_s(client: Client, check_server: Callable[[], None]) -> float:
+    """Seconds per token of one request alone, of up to 192 tokens.
 
-    The fastest, because the machine may be slowed down by others at any moment.
+    Args:
+        client: of the server.
+        check_server: called now and then; what it raises ends the measurement.
 
     Raises:
-        BenchError: no server gave two tokens.
+        BenchError: from ``check_server``, or no two tokens came at different times.
     """
-    times_s = [_median_gap_s(client) for client in clients]
-    known_s = [time_s for time_s in times_s if time_s is not None]
-    if not known_s:
-        raise BenchError(
-            "no server gave two tokens to a request alone, so that pauses in tokens have no "
-            "length; give them in seconds with --pause"
-        )
-    return min(known_s)
+    records: list[RequestRecord] = []
+    client.play(make_trace(_ALONE, _SEED), records, check_server)
+    [record] = records
+    # Several tokens may come at one time: a server can stream them in pieces.
+    if record.error is None and record.token_s and record.token_s[-1] > record.token_s[0]:
+        return (record.token_s[-1] - record.token_s[0]) / (len(record.token_s) - 1)
+    reason = record.error or f"it gave {len(record.token_s)} tokens at one time"
+    raise BenchError(
+        f"the server did not show how long a token takes, for pauses in tokens: {reason}; give "
+        "pauses in seconds with --pause"
+    )
 
 
 def paced(trace: Sequence[ServedRequest], token_s: float) -> list[ServedRequest]:
@@ -45,10 +48,3 @@ def paced(trace: Sequence[ServedRequest], token_s: float) -> list[ServedRequest]
         else request
         for request in trace
     ]
-
-
-def _median_gap_s(client: Client) -> float | None:
-    records: list[RequestRecord] = []
-    client.play(make_trace(_ALONE, _SEED), records)
-    gaps = [after - before for record in records for before, after in pairwise(record.token_s)]
-    return median(gaps) if gaps else None

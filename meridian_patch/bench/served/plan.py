@@ -3,7 +3,7 @@
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -41,6 +41,7 @@ SIZES = {"problems": (96, 2048), "turns": (224, 4096), "mixed": (72, 2048)}
 _REQUESTS = {"problems": "160", "turns": "96", "mixed": "20"}
 # Per second; of turns, conversations. Mixed ones come at once, later turns after the answer.
 _RATES = {"problems": "8", "turns": "0.7", "mixed": "2000"}
+_PAUSE_S = "4"
 # Of conversations beside single problems: their prompts stay within the context.
 _MIXED_TURNS = (2, 3)
 _MIXED_HARD_SHARE = 0.5
@@ -75,7 +76,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         end_marker="" if parsed.history == "plain" else parsed.end_marker,
         history=parsed.history,
     )
-    port, seeds = _port(parsed.port, len(arms)), _seeds(parsed)
+    port, seeds, pause = _port(parsed.port, len(arms)), _seeds(parsed), _pause(parsed)
     if parsed.trace is not None:
         trace = read_trace(parsed.trace)
         traces: dict[int, Sequence[ServedRequest]] = dict.fromkeys(seeds, trace)
@@ -90,7 +91,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
                 rate = round(rate / fmean(TURNS), 3)
         else:
             rate = read_positive("--rate", parsed.rate or _RATES[parsed.workload])
-        draw, words = _workload(parsed.workload, requests, rate, _pause(parsed))
+        draw, words = _workload(parsed.workload, requests, rate, pause)
         traces = {seed: draw(seed) for seed in seeds}
         words = f"{words} {why}".strip()
     return Comparison(
@@ -105,15 +106,26 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         restarts=parsed.restart,
         starts_together=settings.model == packaged_model() and accelerator_name() is None,
         headlines_only=parsed.headlines,
-        pauses_in_tokens=parsed.pause_tokens is not None and parsed.trace is None,
+        pauses_in_tokens=pause.unit == "tokens" and _has_later_turns(traces),
     )
 
 
 def _pause(parsed: argparse.Namespace) -> Pause:
     """How long it takes from an answer to the next turn."""
-    if parsed.pause_tokens is None:
-        return Pause(read_positive("--pause", parsed.pause))
-    return Pause(read_positive("--pause-tokens", parsed.pause_tokens), "tokens")
+    given = [name for name in ("pause", "pause_tokens") if getattr(parsed, name) is not None]
+    if given and parsed.trace is not None:
+        raise BenchError(
+            "--pause and --pause-tokens draw traces and --trace gives one; leave out one"
+        )
+    if len(given) > 1:
+        raise BenchError("--pause is in seconds and --pause-tokens in tokens; give one of them")
+    if parsed.pause_tokens is not None:
+        return Pause(read_positive("--pause-tokens", parsed.pause_tokens), "tokens")
+    return Pause(read_positive("--pause", _PAUSE_S if parsed.pause is None else parsed.pause))
+
+
+def _has_later_turns(traces: Mapping[int, Sequence[ServedRequest]]) -> bool:
+    return any(request.follows for trace in traces.values() for request in trace)
 
 
 def _workload(

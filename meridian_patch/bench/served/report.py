@@ -74,6 +74,7 @@ class Origin:
         settings: of every server.
         workload: in words.
         load: how the servers were driven.
+        token_s: seconds per token of one request alone, where pauses are in tokens.
     """
 
     date: str
@@ -82,6 +83,7 @@ class Origin:
     settings: ServerSettings
     workload: str
     load: Load = field(default_factory=Load)
+    token_s: float | None = None
 
     @property
     def caption(self) -> str:
@@ -122,6 +124,7 @@ def report_data(arms: Sequence[ArmSummary], origin: Origin) -> dict[str, Any]:
         "settings": asdict(origin.settings) | {"model": str(origin.settings.model)},
         "load": asdict(origin.load),
         "workload": origin.workload,
+        "token_s": origin.token_s,
         "arms": {arm.name: _arm_data(arm) for arm in arms},
         "over_stock": {arm.name: _ratio_data(arms, arm.name) for arm in arms if arm.name != STOCK},
     }

@@ -108,6 +108,8 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     _check_lengths(comparison)
     folder = comparison.folder
     folder.mkdir(parents=True, exist_ok=True)
+    if not comparison.pauses_in_tokens:
+        _write_traces(folder, comparison.traces)
     # Before vLLM is imported, which leaves variables of its own behind.
     base_env = dict(envs.environment())
     machine = replace(describe_machine(), accelerator=accelerator_name())
@@ -134,9 +136,9 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     table = headline_table if comparison.headlines_only else terminal_table
     console.print(table(arms, title))
     if player.token_s is not None:
-        pace = f"A request alone gets a token every {player.token_s * 1000:.1f} ms here."
+        pace = f"One request alone gets a token every {player.token_s * 1000:.2f} ms here."
         console.print(pace, highlight=False)
-        origin = replace(origin, workload=f"{origin.workload} {pace}")
+        origin = replace(origin, workload=f"{origin.workload} {pace}", token_s=player.token_s)
     words = silence_in_words(arms)
     if words:
         _print_red(words, console)
@@ -295,7 +297,8 @@ class _Player:
         ports: of the arms' servers.
         base_env: environment that the servers inherit.
         progress: shows what is under way.
-        token_s: seconds per token of a request alone, where pauses are in tokens.
+        token_s: seconds per token of one request alone on the fastest server, where pauses are in
+            tokens.
     """
 
     comparison: Comparison
@@ -305,19 +308,19 @@ class _Player:
     progress: Progress
     token_s: float | None = field(default=None, init=False)
 
-    def play(self) -> None:
-        """Play all pairs; an arm that fails is left out from then on.
+    def __post_init__(self) -> None:
+        self._traces = self.comparison.traces
 
-        Raises:
-            BenchError: pauses are in tokens and no server gave any.
-        """
+    def play(self) -> None:
+        """Play all pairs; an arm that fails is left out from then on."""
         pairs = list(enumerate(self.comparison.traces))
         # Pairs that are played on the same servers.
         rounds = [[pair] for pair in pairs] if self.comparison.restarts else [pairs]
         for pairs_of_round in rounds:
             with ExitStack() as up:
                 running = self._start(up, *pairs_of_round[0])
-                self._measure_pace(running)
+                if self.comparison.pauses_in_tokens and self.token_s is None:
+                    running = self._measure_pace(running)
                 for pair, seed in pairs_of_round:
                     self._play_pair(rotated(running, pair), seed)
                     running = [served for served in running if served.run.error is None]
@@ -352,17 +355,26 @@ class _Player:
             port=self.ports[number],
         )
 
-    def _measure_pace(self, running: Sequence[RunningArm]) -> None:
-        if self.comparison.pauses_in_tokens and self.token_s is None and running:
-            task = self.progress.add_task("how long a request alone takes", total=None)
-            self.token_s = token_time_s([served.client for served in running])
-            self.progress.remove_task(task)
+    def _measure_pace(self, running: Sequence[RunningArm]) -> list[RunningArm]:
+        """Turn pauses into seconds. The fastest server counts: others may slow a machine down.
+
+        Returns:
+            The arms that did not fail.
+        """
+        times_s = []
+        for served in running:
+            with self._work(served.run, f"{served.run.name}: one request alone") as task:
+                times_s.append(token_time_s(served.client, served.server.check_alive))
+                self.progress.remove_task(task)
+        if times_s:
+            self.token_s = min(times_s)
+            traces = self.comparison.traces.items()
+            self._traces = {seed: paced(trace, self.token_s) for seed, trace in traces}
+            _write_traces(self.comparison.folder, self._traces)
+        return [served for served in running if served.run.error is None]
 
     def _play_pair(self, running: Sequence[RunningArm], seed: int) -> None:
-        trace = self.comparison.traces[seed]
-        if self.token_s is not None:
-            trace = paced(trace, self.token_s)
-        write_trace(self.comparison.folder / f"trace-{seed}.jsonl", trace)
+        trace = self._traces[seed]
         for served in running:
             with self._work(served.run, f"seed {seed}, {served.run.name}", len(trace)) as task:
                 advance = partial(self.progress.advance, task)
@@ -387,6 +399,11 @@ class _Player:
         finally:
             if run.error is not None:
                 _print_red(f"{run.name}: {run.error}", self.progress.console)
+
+
+def _write_traces(folder: Path, traces: Mapping[int, Sequence[ServedRequest]]) -> None:
+    for seed, trace in traces.items():
+        write_trace(folder / f"trace-{seed}.jsonl", trace)
 
 
 def _print_red(text: str, console: Console) -> None:
