@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -68,40 +69,53 @@ def group_is_gone(group: int) -> bool:
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory, demo_model) -> tuple[str, Path]:
-    """One short demo of noop and patched; its output and folder."""
+    """The demo's load, one trace of it, on three servers; its output and folder."""
     folder = tmp_path_factory.mktemp("demo")
-    arms = ("--arms", "noop,patched", "--workload", "problems")
-    options = (*arms, "--requests", "80", "--seeds", "2", "--rate", "16")
-    demo = start_demo(folder, demo_model, *options)
+    demo = start_demo(folder, demo_model, "--arms", "stock,noop,patched", "--seeds", "1")
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
     return output, folder
 
 
+def results_of(demo_run) -> dict:
+    return json.loads((demo_run[1] / "results.json").read_text())
+
+
+def arm_of(demo_run, name: str) -> dict:
+    [figures] = results_of(demo_run)["arms"][name]["by_seed"].values()
+    return figures
+
+
 def test_answers_are_spared(demo_run):
-    """Under a pressure that preempts answers in stock order, the patched server spares them.
+    """Stock preempts answers under this pressure, and they stand still; patched spares them.
 
     Not always all of them: when answers alone fill the pool, one of them must make room.
     """
-    arms = json.loads((demo_run[1] / "results.json").read_text())["arms"]
-    preempted = {
-        name: sum(figures["answer_preemptions"] for figures in arm["by_seed"].values())
-        for name, arm in arms.items()
-    }
-    assert preempted["noop"] > 0
-    assert 4 * preempted["patched"] <= preempted["noop"]
+    stock, noop, patched = (arm_of(demo_run, name) for name in ("stock", "noop", "patched"))
+    assert noop["answer_preemptions"] > 0
+    assert 4 * patched["answer_preemptions"] <= noop["answer_preemptions"]
+    assert 2 * patched["answer_pauses_s"] < stock["answer_pauses_s"]
+
+
+def test_later_turns_come_as_long_after_the_answer_as_tokens_take(demo_run):
+    """The servers are asked first what a token takes, and the trace that was played has pauses."""
+    data = results_of(demo_run)
+    assert 0.0005 < data["token_s"] < 1
+    trace = [json.loads(line) for line in (demo_run[1] / "trace-61.jsonl").open()]
+    pauses = [request["arrival_s"] for request in trace if request["follows"]]
+    assert 20 < statistics.fmean(pauses) / data["token_s"] < 1000
+    assert "pauses of 180 tokens on average" in data["workload"]
 
 
 def test_every_request_is_answered_right(demo_run):
-    """All streams end, and the tiny reasoner is right far above chance in both arms."""
-    arms = json.loads((demo_run[1] / "results.json").read_text())["arms"]
-    for arm in arms.values():
-        assert arm["error"] is None
-        for figures in arm["by_seed"].values():
-            assert figures["failed_requests"] == 0
-            assert figures["accuracy"] > 0.9
-            assert 0 < figures["ttft_p50_s"] < figures["ttfat_p50_s"] < figures["e2e_p50_s"]
-            assert figures["policy_fallbacks"] == 0
+    """All streams end, and the tiny reasoner is right far above chance in all arms."""
+    for name in ("stock", "noop", "patched"):
+        assert results_of(demo_run)["arms"][name]["error"] is None
+        figures = arm_of(demo_run, name)
+        assert figures["failed_requests"] == 0
+        assert figures["accuracy"] > 0.9
+        assert 0 < figures["ttft_p50_s"] < figures["ttfat_p50_s"] < figures["e2e_p50_s"]
+        assert not figures["policy_fallbacks"]
 
 
 def test_table_and_report_are_shown(demo_run):

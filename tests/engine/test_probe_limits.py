@@ -51,7 +51,14 @@ def v2(demo_model, tmp_path_factory):
     return list(both(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True))
 
 
-@pytest.mark.parametrize(("job", "path"), [("v1", "sync"), ("v1", "async"), ("v2", "async")])
+@pytest.mark.parametrize(
+    ("job", "path"),
+    [
+        pytest.param("v1", "sync", marks=pytest.mark.nightly),
+        pytest.param("v1", "async", marks=pytest.mark.nightly),
+        ("v2", "async"),
+    ],
+)
 def test_runaways_into_the_limit_are_served_as_stock(job, path, request):
     """Probed at each token to the model's length, thoughts say what they say on a stock engine."""
     stock, patched = (runs[path] for runs in request.getfixturevalue(job))
