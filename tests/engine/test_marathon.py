@@ -24,6 +24,8 @@ def test_ten_minutes_of_faults(tmp_path):
         "8",
         "--pause-s",
         "4",
+        "--routers",
+        "2",
         "--out",
         str(tmp_path / "report"),
     ]

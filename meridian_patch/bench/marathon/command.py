@@ -63,9 +63,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--routers",
-        default="2",
+        default="4",
         help="that share nothing, as behind a service's address; a client that gets no response "
-        "from one asks the other (%(default)s)",
+        "from one asks another; one that is killed breaks the streams it carries (%(default)s)",
     )
     parser.add_argument("--seed", default="1", help="of all choices (%(default)s)")
     parser.add_argument(

@@ -149,6 +149,7 @@ def _data(
             "concurrency": settings.concurrency,
             "pause_s": settings.pause_s,
             "hands_off": settings.hands_off,
+            "num_routers": settings.num_routers,
             "seed": settings.seed,
         },
         "checks": [asdict(check) for check in checks],
