@@ -244,7 +244,7 @@ WORKER: Final = Patch(
     contract=Contract(
         calls=(),
         behaviour=("__init__",),
-        reads=("model_config", "model_runner", "parallel_config", "rank"),
+        reads=("model_config", "model_runner", "parallel_config", "rank", "vllm_config"),
         # It loads the plug-ins, then imports the worker's class, which derives from the site's.
         lookups=("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",),
         collaborators=(

@@ -344,6 +344,15 @@ class HandoffConfig(StrictModel):
     offload_threshold_blocks: int = Field(
         default=8, ge=0, description="Requests with fewer KV blocks then answer in place."
     )
+    nixl_wait_ms: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="How long the thread of NIXL's agent waits for an event before it looks by "
+        "itself. 0: it asks without a pause, as NIXL's Python package sets it, and takes what it "
+        "can get of a processor core. Unset: 1 on an engine with a role whose KV blocks are in the "
+        "host's memory (`kv_buffer_device` is `cpu`), else 0.",
+    )
 
 
 class Config(StrictModel):

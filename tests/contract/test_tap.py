@@ -293,6 +293,7 @@ class WorkerBase:
     def __init__(self, rank, model, **parallel):
         self.rank = rank
         self.model_config = model
+        self.vllm_config = SimpleNamespace(kv_transfer_config=None)
         self.parallel_config = SimpleNamespace(
             **{
                 "distributed_executor_backend": "mp",

@@ -19,6 +19,8 @@ from handoff_runs import (
     check_streams,
     check_whole_responses,
     healthy_until_asked_to_leave,
+    idle_cores,
+    let_run_on_all_cores,
     needs_nixl,
     probed,
     questions,
@@ -42,7 +44,13 @@ def engines(demo_model, tmp_path_factory):
     # For a comparison: 1 sends each token of a thought at once.
     if size := environment().get("HANDOFF_THINK_STREAM_INTERVAL"):
         env["MERIDIAN_PATCH_SET_RESPONSES__THINK_STREAM_INTERVAL"] = size
+    # For another: as without `handoff.nixl_wait_ms`, and as vLLM's NIXL connector binds engines.
+    as_before = environment().get("HANDOFF_AS_BEFORE")
+    if as_before:
+        env["MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS"] = "0"
     with both_engines(demo_model, tmp_path_factory.mktemp("handoff"), env=env) as started:
+        if not as_before:
+            let_run_on_all_cores(started)
         yield started
 
 
@@ -57,6 +65,13 @@ def test_streams_are_those_of_one_engine(engines, router, cell):
     """Thought, answer and usage, token for token, with eight requests at a time."""
     note = check_streams(engines, router)
     cell.works("engines of role think and role answer", note, probed(engines[0]))
+
+
+def test_idle_engines_take_no_core(engines, router):
+    """NIXL's thread waits: without `handoff.nixl_wait_ms` it takes a core of each engine."""
+    for engine in engines:
+        wait_until_empty(engine, 30)
+        assert idle_cores(engine) < 0.5
 
 
 def test_whole_responses_too(engines, router):

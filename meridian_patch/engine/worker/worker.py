@@ -8,6 +8,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from meridian_patch.engine import status
+from meridian_patch.engine.handoff.nixl_wait import let_nixl_wait
 from meridian_patch.engine.worker.logits_tap import Tap
 
 logger = init_logger("vllm.meridian_patch")
@@ -36,6 +37,8 @@ def build_tapped_worker(original: type) -> type:
             if runner is not None:
                 # In EngineCore's own process its scheduler, built later, says what it is.
                 status.publish(role="worker", rank=self.rank)
+                # Load-bearing: connectors are built later, with the KV cache.
+                let_nixl_wait(self.vllm_config)
             samples = runner is not None and self.model_config.runner_type == "generate"
             if samples and answers_scheduler(self.rank, self.parallel_config):
                 put_tap(runner, self.model_config)

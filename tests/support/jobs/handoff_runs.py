@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import psutil
 import pytest
 from run_engine import PATCHED, clean_environment, log_tail
 from run_server import Server, free_port
@@ -192,6 +194,33 @@ def both_engines(demo_model, folder: Path, *options: str, env: dict[str, str]):
             engine(demo_model, folder, role, *options, env=env) for role in ("think", "answer")
         ]
         yield tuple(pool.map(stack.enter_context, servers))
+
+
+def let_run_on_all_cores(engines: tuple[Server, ...]) -> None:
+    """Undo what vLLM's NIXL connector does on a CPU.
+
+    Load-bearing: its worker binds the EngineCore's own thread to the machine's last core. Both
+    engines of a machine then share it, and leave the other cores idle.
+    """
+    cores = range(psutil.cpu_count())
+    for engine in engines:
+        server = psutil.Process(engine.pid)
+        for process in [server, *server.children(recursive=True)]:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
+
+
+def idle_cores(server: Server, seconds: float = 2.0) -> float:
+    """Processor cores that a server without requests takes."""
+    process = psutil.Process(server.pid)
+    processes = [process, *process.children(recursive=True)]
+
+    def taken_s() -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+    began_s, began = taken_s(), time.monotonic()
+    time.sleep(seconds)
+    return (taken_s() - began_s) / (time.monotonic() - began)
 
 
 def probed(server: Server) -> str:
