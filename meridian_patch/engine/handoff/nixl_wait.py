@@ -93,13 +93,16 @@ def build_waiting_agent(original: type, bindings: Any, wait_ms: int) -> type:
 def _waiting(bindings: Any, wait_ms: int) -> Iterator[None]:
     """Replace the configuration's class by one that waits at least so long."""
     original = getattr(bindings, _CONFIGURATION)
-
-    class WaitingConfiguration(original):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, max(value, 1000 * wait_ms) if name == _WAIT else value)
-
-    setattr(bindings, _CONFIGURATION, WaitingConfiguration)
+    setattr(bindings, _CONFIGURATION, _waiting_configuration(original, wait_ms))
     try:
         yield
     finally:
         setattr(bindings, _CONFIGURATION, original)
+
+
+def _waiting_configuration(original: type, wait_ms: int) -> type:
+    class WaitingConfiguration(original):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, max(value, 1000 * wait_ms) if name == _WAIT else value)
+
+    return WaitingConfiguration
