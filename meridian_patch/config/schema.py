@@ -348,10 +348,11 @@ class HandoffConfig(StrictModel):
         default=None,
         ge=0,
         le=1000,
-        description="How long the thread of NIXL's agent waits for an event before it looks by "
-        "itself. 0: it asks without a pause, as NIXL's Python package sets it, and takes what it "
-        "can get of a processor core. Unset: 1 on an engine with a role whose KV blocks are in the "
-        "host's memory (`kv_buffer_device` is `cpu`), else 0.",
+        description="How long, at most 1000, the thread of NIXL's agent waits for an event before "
+        "it looks by itself. 0: it asks without a pause, as NIXL's Python package sets it, and "
+        "takes what it can get of a processor core. Unset: 1 on an engine with a role whose KV "
+        "blocks are in the host's memory (`kv_buffer_device` is `cpu`), else 0. Only with "
+        "`NixlConnector` itself, over UCX.",
     )
 
 

@@ -1,19 +1,31 @@
 """NIXL's own agent, and the one whose thread waits for events."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from handoff_runs import needs_nixl
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from meridian_patch.config.schema import HandoffConfig
 from meridian_patch.engine.handoff import nixl_wait
 
-TRANSFER = SimpleNamespace(kv_connector="NixlConnector", kv_buffer_device="cpu")
-NIXL_CONFIG = SimpleNamespace(kv_transfer_config=TRANSFER)
+
+def config_of(connector: str | None, **extra) -> SimpleNamespace:
+    """An engine's configuration with this connector, on a CPU."""
+    transfer = connector and KVTransferConfig(
+        kv_connector=connector,
+        kv_role="kv_both",
+        kv_buffer_device="cpu",
+        kv_connector_extra_config=extra,
+    )
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+NIXL_CONFIG = config_of("NixlConnector")
 
 # Builds an agent in a process of its own, and prints how its thread waits and what it costs idle.
 JOB = """
@@ -45,9 +57,7 @@ def agent_that_waits(wait_ms: int) -> dict:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="the package nixl is not installed"
-)
+@needs_nixl
 def test_a_thread_that_waits_leaves_the_core_to_others():
     """Stock's asks without a pause; ours is told to wait, and everything else is as it was."""
     stock, waiting = agent_that_waits(0), agent_that_waits(2)
@@ -73,13 +83,22 @@ def test_who_waits(options, buffer_device, wait_ms):
     assert nixl_wait.wait_for(HandoffConfig(**options), buffer_device) == wait_ms
 
 
-@pytest.mark.parametrize("connector", [None, "MooncakeConnector", "OffloadingConnector"])
-def test_other_connectors_are_left_alone(connector, monkeypatch):
-    """Nothing of NIXL is imported for them."""
+@pytest.mark.parametrize(
+    ("connector", "extra"),
+    [
+        (None, {}),
+        ("MooncakeConnector", {}),
+        ("OffloadingConnector", {}),
+        ("NixlConnector", {"backends": ["LIBFABRIC"]}),
+    ],
+)
+def test_others_are_left_alone(connector, extra, monkeypatch):
+    """Other connectors, and libraries whose thread no event wakes."""
+    agent = agent_of(monkeypatch, {"pthrDelay": 0})
     monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS", "1")
-    monkeypatch.setitem(sys.modules, base_worker.__name__, None)
-    transfer = connector and SimpleNamespace(kv_connector=connector, kv_buffer_device="cpu")
-    nixl_wait.let_nixl_wait(SimpleNamespace(kv_transfer_config=transfer))
+    monkeypatch.setattr(base_worker, "NixlWrapper", agent)
+    nixl_wait.let_nixl_wait(config_of(connector, **extra))
+    assert base_worker.NixlWrapper is agent
 
 
 def test_the_connector_looks_the_agent_up_when_it_is_built():

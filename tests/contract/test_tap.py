@@ -28,6 +28,7 @@ from meridian_patch.engine.early_exit.signals import (
     MeasurePlan,
 )
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
+from meridian_patch.engine.worker import worker as worker_part
 from meridian_patch.engine.worker.logits_measurement import Measured, RowSelection
 from meridian_patch.engine.worker.worker import answers_scheduler, build_tapped_worker, put_tap
 from meridian_patch.kernels.row_signals import row_signals_ref
@@ -327,6 +328,15 @@ def test_who_measures(rank, model, backend, is_tapped):
     worker.model_runner = runner
     assert worker.model_runner is runner
     assert ("sample_tokens" in vars(runner)) is is_tapped
+
+
+def test_nixl_is_told_to_wait_with_the_runner(monkeypatch):
+    """Connectors are built after it."""
+    told = []
+    monkeypatch.setattr(worker_part, "let_nixl_wait", told.append)
+    worker = build_tapped_worker(WorkerBase)(0, POOLING)
+    worker.model_runner = RunnerV1()
+    assert told == [worker.vllm_config]
 
 
 @pytest.mark.parametrize(

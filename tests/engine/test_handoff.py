@@ -69,9 +69,11 @@ def test_streams_are_those_of_one_engine(engines, router, cell):
 
 def test_idle_engines_take_no_core(engines, router):
     """NIXL's thread waits: without `handoff.nixl_wait_ms` it takes a core of each engine."""
+    if environment().get("HANDOFF_AS_BEFORE"):
+        pytest.skip("HANDOFF_AS_BEFORE is set: the threads do not wait")
     for engine in engines:
         wait_until_empty(engine, 30)
-        assert idle_cores(engine) < 0.5
+        assert idle_cores(engine) < 0.3
 
 
 def test_whole_responses_too(engines, router):

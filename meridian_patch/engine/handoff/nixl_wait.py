@@ -2,7 +2,7 @@
 
 NIXL's Python package sets the time that its progress thread waits for an event to 0, so the thread
 takes all the time of a processor core that it can get. On a machine with few cores it takes it from
-the engine. An event ends the wait at once, so waiting makes no transfer slower.
+the engine. With UCX an event ends the wait; one that UCX loses costs at most the wait.
 """
 
 import sys
@@ -20,8 +20,10 @@ logger = init_logger("vllm.meridian_patch")
 
 _CONNECTORS: Final = ("NixlConnector", "NixlPullConnector")
 _DEFAULT_WAIT_MS: Final = 1
+# Load-bearing: of NIXL's libraries, the only one whose thread an event wakes; others sleep so long.
+_BACKENDS: Final = ["UCX"]
 # Load-bearing: fields of NIXL's configuration of an agent. The thread's time is in microseconds,
-# and the agent rounds it up to whole milliseconds.
+# and UCX's thread rounds it up to whole milliseconds.
 _CONFIGURATION, _WAIT = "nixlAgentConfig", "pthrDelay"
 
 
@@ -35,6 +37,8 @@ def let_nixl_wait(vllm_config: Any) -> None:
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector not in _CONNECTORS:
+        return
+    if transfer.get_from_extra_config("backends", _BACKENDS) != _BACKENDS:
         return
     config = load_config(envs.environment()).config.handoff
     wait_ms = wait_for(config, transfer.kv_buffer_device)
@@ -51,7 +55,7 @@ def let_nixl_wait(vllm_config: Any) -> None:
     if not hasattr(getattr(bindings, _CONFIGURATION, None), _WAIT):
         logger.warning(
             "meridian_patch: NIXL's thread asks for events without a pause, and takes a processor "
-            "core: this release of the package nixl has no setting %s; expected 1.5",
+            "core: this release of the package nixl has no setting %s; expected 1.0 or newer",
             _WAIT,
         )
         return

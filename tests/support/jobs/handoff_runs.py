@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -199,15 +199,16 @@ def both_engines(demo_model, folder: Path, *options: str, env: dict[str, str]):
 def let_run_on_all_cores(engines: tuple[Server, ...]) -> None:
     """Undo what vLLM's NIXL connector does on a CPU.
 
-    Load-bearing: its worker binds the EngineCore's own thread to the machine's last core. Both
-    engines of a machine then share it, and leave the other cores idle.
+    Load-bearing: its worker binds the process's main thread, here EngineCore's, to the machine's
+    last core. Both engines of a machine then share it, and leave the other cores to the rest.
     """
     cores = range(psutil.cpu_count())
     for engine in engines:
         server = psutil.Process(engine.pid)
         for process in [server, *server.children(recursive=True)]:
             for thread in process.threads():
-                os.sched_setaffinity(thread.id, cores)
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def idle_cores(server: Server, seconds: float = 2.0) -> float:
