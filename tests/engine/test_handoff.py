@@ -44,12 +44,11 @@ def engines(demo_model, tmp_path_factory):
     # For a comparison: 1 sends each token of a thought at once.
     if size := environment().get("HANDOFF_THINK_STREAM_INTERVAL"):
         env["MERIDIAN_PATCH_SET_RESPONSES__THINK_STREAM_INTERVAL"] = size
-    # For another: as without `handoff.nixl_wait_ms`, and as vLLM's NIXL connector binds engines.
-    as_before = environment().get("HANDOFF_AS_BEFORE")
-    if as_before:
-        env["MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS"] = "0"
+    # For two others: how long NIXL's thread waits, and engines bound to cores as vLLM binds them.
+    if wait_ms := environment().get("HANDOFF_NIXL_WAIT_MS"):
+        env["MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS"] = wait_ms
     with both_engines(demo_model, tmp_path_factory.mktemp("handoff"), env=env) as started:
-        if not as_before:
+        if not environment().get("HANDOFF_BOUND"):
             let_run_on_all_cores(started)
         yield started
 
@@ -68,9 +67,7 @@ def test_streams_are_those_of_one_engine(engines, router, cell):
 
 
 def test_idle_engines_take_no_core(engines, router):
-    """NIXL's thread waits: without `handoff.nixl_wait_ms` it takes a core of each engine."""
-    if environment().get("HANDOFF_AS_BEFORE"):
-        pytest.skip("HANDOFF_AS_BEFORE is set: the threads do not wait")
+    """NIXL's thread waits: with `handoff.nixl_wait_ms` of 0 it takes a core of each engine."""
     for engine in engines:
         wait_until_empty(engine, 30)
         assert idle_cores(engine) < 0.3

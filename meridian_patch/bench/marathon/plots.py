@@ -15,21 +15,20 @@ _WINDOW: Final = "#F0E4C8"
 _ROUTER: Final = "#009E73"
 # Seconds whose ends are added up into one point.
 _BIN_S: Final = 5.0
-# Heights of the faults' names in turn, as a share of the axes: those of neighbours would overlap.
-_LABEL_ROWS: Final = (1.0, 0.87)
-# Names of more faults than this stand upright.
-_MOST_LEVEL: Final = 12
+_BOTH: Final = "#555555"
+_COLOUR_OF: Final = {"think engine": _GOOD, "answer engine": _BAD, "one router": _ROUTER}
 
 
 def plot_timeline(result: Result, caption: str) -> bytes:
-    """PNG with three rows: requests that end per second, those in flight, memory."""
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    ends, flight, memory = figure.subplots(3, 1, sharex=True)
+    """PNG with four rows: faults, requests that end per second, those in flight, memory."""
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    rows = figure.subplots(4, 1, sharex=True, height_ratios=(2, 3, 2, 3))
+    faults, ends, flight, memory = rows
     for axes in (ends, flight, memory):
         for injected in result.injected:
             axes.axvspan(injected.begin_s, injected.end_s, color=_WINDOW, zorder=0)
+    _draw_faults(faults, result)
     _draw_ends(ends, result)
-    _draw_names(ends, result)
     flight.plot(
         [sample.at_s for sample in result.samples],
         [sample.in_flight for sample in result.samples],
@@ -37,6 +36,7 @@ def plot_timeline(result: Result, caption: str) -> bytes:
         lw=1,
     )
     flight.set_ylabel("requests")
+    finish_axes(figure, faults, "Faults and their windows, by whom they strike")
     finish_axes(figure, flight, "In flight")
     _draw_memory(memory, result)
     memory.set_xlabel("seconds of load")
@@ -45,21 +45,24 @@ def plot_timeline(result: Result, caption: str) -> bytes:
     return to_png(figure, caption.replace("`", ""))
 
 
-def _draw_names(axes: Axes, result: Result) -> None:
-    """What each fault was, above the curves."""
-    are_level = len(result.injected) <= _MOST_LEVEL
-    for number, injected in enumerate(result.injected):
-        kind, strikes = injected.fault.kind, injected.fault.strikes
-        axes.text(
-            injected.begin_s,
-            _LABEL_ROWS[number % len(_LABEL_ROWS)] if are_level else 0.99,
-            f"{kind}\n{strikes}" if are_level else f"{kind}, {strikes}",
-            transform=axes.get_xaxis_transform(),
-            size=7 if are_level else 6,
-            rotation=0 if are_level else 90,
-            va="top",
+def _draw_faults(axes: Axes, result: Result) -> None:
+    """A line for each kind, with a bar for each window."""
+    kinds = list(dict.fromkeys(injected.fault.kind for injected in result.injected))
+    struck: set[str] = set()
+    for injected in result.injected:
+        strikes = injected.fault.strikes
+        axes.barh(
+            kinds.index(injected.fault.kind),
+            injected.end_s - injected.begin_s,
+            left=injected.begin_s,
+            color=_COLOUR_OF.get(strikes, _BOTH),
+            label=None if strikes in struck else strikes,
         )
-    axes.set_ylim(top=(1.35 if are_level else 1.9) * axes.get_ylim()[1])
+        struck.add(strikes)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    if struck:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, frameon=False)
 
 
 def _draw_ends(axes: Axes, result: Result) -> None:
@@ -83,12 +86,15 @@ def _draw_memory(axes: Axes, result: Result) -> None:
             lives.setdefault(name, []).append((sample.at_s, mib))
         if sample.router_mib is not None:
             lives.setdefault("routers", []).append((sample.at_s, sample.router_mib))
+    named: set[str] = set()
     for name, life in lives.items():
         colour = _ROUTER if name == "routers" else _GOOD if name.startswith("think") else _BAD
-        axes.plot(*zip(*life, strict=True), color=colour, lw=1)
-        below = name.startswith("answer")
-        axes.annotate(
-            name.partition("-")[0], life[-1], size=7, color=colour, va="top" if below else "bottom"
-        )
+        server = name.partition("-")[0]
+        # One name for all lives of a server.
+        label = None if server in named else server
+        named.add(server)
+        axes.plot(*zip(*life, strict=True), color=colour, lw=1, label=label)
+    if named:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("MiB")

@@ -204,8 +204,7 @@ def let_run_on_all_cores(engines: tuple[Server, ...]) -> None:
     """
     cores = range(psutil.cpu_count())
     for engine in engines:
-        server = psutil.Process(engine.pid)
-        for process in [server, *server.children(recursive=True)]:
+        for process in engine.processes():
             for thread in process.threads():
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(thread.id, cores)
@@ -213,8 +212,7 @@ def let_run_on_all_cores(engines: tuple[Server, ...]) -> None:
 
 def idle_cores(server: Server, seconds: float = 2.0) -> float:
     """Processor cores that a server without requests takes."""
-    process = psutil.Process(server.pid)
-    processes = [process, *process.children(recursive=True)]
+    processes = server.processes()
 
     def taken_s() -> float:
         return sum(sum(each.cpu_times()[:2]) for each in processes)

@@ -66,11 +66,15 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
+    def processes(self) -> list[psutil.Process]:
+        """The API server's first, then EngineCore's and all others."""
+        server = psutil.Process(self.pid)
+        return [server, *server.children(recursive=True)]
+
     def kill(self) -> None:
         """End all of its processes at once, as when its machine is lost."""
-        server = psutil.Process(self.pid)
         # An EngineCore whose API server was killed alone stays, and keeps a core busy.
-        for process in [server, *server.children(recursive=True)]:
+        for process in self.processes():
             process.kill()
         self._process.wait()
 
