@@ -3,6 +3,7 @@
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.engine import status
+from meridian_patch.engine.handoff.nixl_wait import let_nixl_poll
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.patches import PATCHES, load_lock
 from meridian_patch.patching.registry import Registry, Reports
@@ -30,4 +31,6 @@ def apply_patches() -> Reports:
 
 def undo_patches() -> Reports:
     """Restore vLLM's own names in this process; engines built before keep their classes."""
+    # It is bound for one engine, and is no patch of its own.
+    let_nixl_poll()
     return _registry.undo()

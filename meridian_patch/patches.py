@@ -231,6 +231,8 @@ SCHEDULER_STATS: Final = Patch(
 RUNNER_V1: Final = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
+NIXL_WORKER: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
+
 WORKER: Final = Patch(
     name="worker",
     sites=(
@@ -248,6 +250,7 @@ WORKER: Final = Patch(
         # It loads the plug-ins, then imports the worker's class, which derives from the site's.
         lookups=("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",),
         collaborators=(
+            f"{NIXL_WORKER}:NixlBaseConnectorWorker.__init__",
             "vllm.v1.worker.gpu_worker:Worker.init_device",
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor._get_output_rank",
             f"{RUNNER_V1}._sample",
@@ -265,7 +268,8 @@ WORKER: Final = Patch(
     why=(
         "Early exit needs the entropy of what the model says next. The subclass puts a tap on the "
         "model runner, which measures the rows that the scheduler asks for, from the logits that "
-        "are sampled from, and sends the numbers with the step's output."
+        "are sampled from, and sends the numbers with the step's output. Before the KV connector "
+        "is built, it lets NIXL's thread wait for events (`handoff.nixl_wait_ms`)."
     ),
     upstream="none: a logits processor returns nothing, and log-probabilities hold no entropy",
     remove_when="vLLM lets a plug-in send values of its own from the sampler to the scheduler",

@@ -352,7 +352,7 @@ class HandoffConfig(StrictModel):
         "it looks by itself. 0: it asks without a pause, as NIXL's Python package sets it, and "
         "takes what it can get of a processor core. Unset: 1 on an engine with a role whose KV "
         "blocks are in the host's memory (`kv_buffer_device` is `cpu`), else 0. Only with "
-        "`NixlConnector` itself, over UCX.",
+        "`NixlConnector` or `NixlPullConnector` itself, over UCX.",
     )
 
 

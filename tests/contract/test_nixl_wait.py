@@ -10,22 +10,23 @@ from handoff_runs import needs_nixl
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
+from meridian_patch.apply import undo_patches
 from meridian_patch.config.schema import HandoffConfig
 from meridian_patch.engine.handoff import nixl_wait
 
 
-def config_of(connector: str | None, **extra) -> SimpleNamespace:
-    """An engine's configuration with this connector, on a CPU."""
+def config_of(connector: str | None, device: str = "cpu", **extra) -> SimpleNamespace:
+    """An engine's configuration with this connector, on such a device."""
     transfer = connector and KVTransferConfig(
         kv_connector=connector,
         kv_role="kv_both",
-        kv_buffer_device="cpu",
+        kv_buffer_device=device,
         kv_connector_extra_config=extra,
     )
     return SimpleNamespace(kv_transfer_config=transfer)
 
 
-NIXL_CONFIG = config_of("NixlConnector")
+NIXL, MOONCAKE = config_of("NixlConnector"), config_of("MooncakeConnector")
 
 # Builds an agent in a process of its own, and prints how its thread waits and what it costs idle.
 JOB = """
@@ -51,16 +52,20 @@ print(json.dumps({"us": seen, "share": share, "is_back": bindings.nixlAgentConfi
 """
 
 
-def agent_that_waits(wait_ms: int) -> dict:
+def start_agent(wait_ms: int) -> subprocess.Popen:
     command = [sys.executable, "-P", "-c", JOB, str(wait_ms)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return json.loads(ended.stdout.splitlines()[-1])
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @needs_nixl
 def test_a_thread_that_waits_leaves_the_core_to_others():
-    """Stock's asks without a pause; ours is told to wait, and everything else is as it was."""
-    stock, waiting = agent_that_waits(0), agent_that_waits(2)
+    """Stock's asks without a pause; ours is told to wait, and everything else is as it was.
+
+    Both at once: what else the machine does, it does to both.
+    """
+    agents = [start_agent(wait_ms) for wait_ms in (0, 2)]
+    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    stock, waiting = (json.loads(text.splitlines()[-1]) for text in said)
     assert stock["us"] == [0]
     assert waiting["us"] == [2000]
     assert waiting["is_back"]
@@ -68,37 +73,27 @@ def test_a_thread_that_waits_leaves_the_core_to_others():
 
 
 @pytest.mark.parametrize(
-    ("options", "buffer_device", "wait_ms"),
+    ("options", "connector", "extra", "wait_ms"),
     [
-        ({"role": "think"}, "cpu", 1),
-        ({"role": "answer"}, "cpu", 1),
-        ({"role": "think"}, "cuda", 0),
-        ({}, "cpu", 0),
-        ({"nixl_wait_ms": 5}, "cuda", 5),
-        ({"role": "think", "nixl_wait_ms": 0}, "cpu", 0),
+        ({"role": "think"}, "NixlConnector", {}, 1),
+        ({"role": "answer"}, "NixlPullConnector", {}, 1),
+        ({"role": "think"}, "NixlConnector", {"backends": ["UCX"]}, 1),
+        ({"role": "think"}, "NixlConnector", {"device": "cuda"}, 0),
+        ({}, "NixlConnector", {}, 0),
+        ({"nixl_wait_ms": 5}, "NixlConnector", {"device": "cuda"}, 5),
+        ({"role": "think", "nixl_wait_ms": 0}, "NixlConnector", {}, 0),
+        ({"nixl_wait_ms": 5}, "NixlConnector", {"backends": ["LIBFABRIC"]}, 0),
+        ({"nixl_wait_ms": 5}, "MooncakeConnector", {}, 0),
+        ({"nixl_wait_ms": 5}, None, {}, 0),
     ],
 )
-def test_who_waits(options, buffer_device, wait_ms):
-    """Engines with a role whose blocks are in the host's memory, and those that are told to."""
-    assert nixl_wait.wait_for(HandoffConfig(**options), buffer_device) == wait_ms
+def test_who_waits(options, connector, extra, wait_ms):
+    """Engines with a role whose blocks are in the host's memory, and those that are told to.
 
-
-@pytest.mark.parametrize(
-    ("connector", "extra"),
-    [
-        (None, {}),
-        ("MooncakeConnector", {}),
-        ("OffloadingConnector", {}),
-        ("NixlConnector", {"backends": ["LIBFABRIC"]}),
-    ],
-)
-def test_others_are_left_alone(connector, extra, monkeypatch):
-    """Other connectors, and libraries whose thread no event wakes."""
-    agent = agent_of(monkeypatch, {"pthrDelay": 0})
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS", "1")
-    monkeypatch.setattr(base_worker, "NixlWrapper", agent)
-    nixl_wait.let_nixl_wait(config_of(connector, **extra))
-    assert base_worker.NixlWrapper is agent
+    Not other connectors, nor libraries whose thread no event wakes.
+    """
+    transfer = config_of(connector, **extra).kv_transfer_config
+    assert nixl_wait.wait_for(HandoffConfig(**options), transfer) == wait_ms
 
 
 def test_the_connector_looks_the_agent_up_when_it_is_built():
@@ -108,15 +103,29 @@ def test_the_connector_looks_the_agent_up_when_it_is_built():
     assert "sched_setaffinity" in names  # see `let_run_on_all_cores` of the engines' tests
 
 
-def test_the_connector_gets_an_agent_that_waits_once(monkeypatch):
-    """A second worker of the process does not wrap it again."""
+def test_each_engine_of_a_process_gets_its_own_agent(monkeypatch):
+    """The engine before it decides nothing."""
+    agent = agent_of(monkeypatch, {"pthrDelay": 0})
     monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__ROLE", "think")
-    monkeypatch.setattr(base_worker, "NixlWrapper", agent_of(monkeypatch, {"pthrDelay": 0}))
-    nixl_wait.let_nixl_wait(NIXL_CONFIG)
-    first = base_worker.NixlWrapper
-    nixl_wait.let_nixl_wait(NIXL_CONFIG)
-    assert base_worker.NixlWrapper is first
-    assert first().config.pthrDelay == 1000
+    monkeypatch.setattr(base_worker, "NixlWrapper", agent)
+    waits = []
+    for wait_ms, config in ((5, NIXL), (20, NIXL), (0, NIXL), (7, NIXL), (7, MOONCAKE)):
+        monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS", str(wait_ms))
+        nixl_wait.let_nixl_wait(config)
+        waits.append(base_worker.NixlWrapper().config.pthrDelay)
+    assert waits == [5000, 20000, 0, 7000, 0]
+    assert base_worker.NixlWrapper is agent
+
+
+def test_undo_binds_nixls_own_agent(monkeypatch):
+    """It is bound for an engine, and no site of a patch."""
+    agent = agent_of(monkeypatch, {"pthrDelay": 0})
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_HANDOFF__ROLE", "think")
+    monkeypatch.setattr(base_worker, "NixlWrapper", agent)
+    nixl_wait.let_nixl_wait(NIXL)
+    assert base_worker.NixlWrapper is not agent
+    undo_patches()
+    assert base_worker.NixlWrapper is agent
 
 
 def test_another_release_of_nixl_is_left_alone(monkeypatch):
@@ -126,7 +135,7 @@ def test_another_release_of_nixl_is_left_alone(monkeypatch):
     monkeypatch.setattr(base_worker, "NixlWrapper", agent)
     warned = []
     monkeypatch.setattr(nixl_wait.logger, "warning", lambda text, *args: warned.append(text % args))
-    nixl_wait.let_nixl_wait(NIXL_CONFIG)
+    nixl_wait.let_nixl_wait(NIXL)
     assert base_worker.NixlWrapper is agent
     assert "no setting pthrDelay" in warned[0]
 

@@ -67,10 +67,15 @@ def test_streams_are_those_of_one_engine(engines, router, cell):
 
 
 def test_idle_engines_take_no_core(engines, router):
-    """NIXL's thread waits: with `handoff.nixl_wait_ms` of 0 it takes a core of each engine."""
+    """NIXL's thread waits: with `handoff.nixl_wait_ms` of 0 it takes what it can get of a core.
+
+    A core is left to it: nothing else runs beside this test.
+    """
     for engine in engines:
         wait_until_empty(engine, 30)
-        assert idle_cores(engine) < 0.3
+    shares = [idle_cores(engine) for engine in engines]
+    print(f"\nidle engines take {shares[0]:.2f} and {shares[1]:.2f} of a core")
+    assert sum(shares) < 0.4
 
 
 def test_whole_responses_too(engines, router):

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import worker_base
 
+from meridian_patch.engine.handoff.layout import NIXL_CONNECTORS
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
 
 # Load-bearing: they act only on requests that have `kv_transfer_params`, and a probe has none.
-_BLIND_CONNECTORS = frozenset(("NixlConnector", "NixlPullConnector"))
+_BLIND_CONNECTORS = NIXL_CONNECTORS
 
 
 class Finding(NamedTuple):

@@ -11,7 +11,10 @@ from meridian_patch.handoff.ticket import KVLayout
 
 logger = init_logger("vllm.meridian_patch")
 
-CONNECTORS: Final = ("NixlConnector", "NixlPullConnector", "MooncakeConnector")
+NIXL_CONNECTORS: Final = ("NixlConnector", "NixlPullConnector")
+"""Names of vLLM's connector over NIXL, whose engine reads what another one keeps."""
+
+CONNECTORS: Final = (*NIXL_CONNECTORS, "MooncakeConnector")
 """Connectors of vLLM that let another engine read a finished request's KV cache."""
 
 _MOST_LOGGED: Final = 16

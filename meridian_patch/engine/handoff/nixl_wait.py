@@ -5,6 +5,7 @@ takes all the time of a processor core that it can get. On a machine with few co
 the engine. With UCX an event ends the wait; one that UCX loses costs at most the wait.
 """
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from vllm.logger import init_logger
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.config.schema import HandoffConfig
+from meridian_patch.engine.handoff.layout import NIXL_CONNECTORS
 
 logger = init_logger("vllm.meridian_patch")
 
-_CONNECTORS: Final = ("NixlConnector", "NixlPullConnector")
+_WORKER: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
 _DEFAULT_WAIT_MS: Final = 1
 # Load-bearing: of NIXL's libraries, the only one whose thread an event wakes; others sleep so long.
 _BACKENDS: Final = ["UCX"]
@@ -28,50 +30,58 @@ _CONFIGURATION, _WAIT = "nixlAgentConfig", "pthrDelay"
 
 
 def let_nixl_wait(vllm_config: Any) -> None:
-    """Bind a subclass of NIXL's agent for the connector of this engine, if it is to wait.
+    """Bind the agent for the connector of this engine: one that waits, or NIXL's own.
 
     Call it in a worker's process, before its connector is built.
 
     Raises:
         ConfigError: the configuration is wrong.
     """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector not in _CONNECTORS:
-        return
-    if transfer.get_from_extra_config("backends", _BACKENDS) != _BACKENDS:
-        return
+    let_nixl_poll()
     config = load_config(envs.environment()).config.handoff
-    wait_ms = wait_for(config, transfer.kv_buffer_device)
+    wait_ms = wait_for(config, vllm_config.kv_transfer_config)
     if not wait_ms:
         return
     # Only an engine with this connector imports it.
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-
+    worker: Any = importlib.import_module(_WORKER)
     # Load-bearing: the connector's worker looks this name up when it is built.
-    agent = base_worker.NixlWrapper
-    if agent is None or getattr(agent, "waits", False):
+    agent = worker.NixlWrapper
+    if agent is None:
         return
     bindings = getattr(sys.modules[agent.__module__], "nixlBind", None)
     if not hasattr(getattr(bindings, _CONFIGURATION, None), _WAIT):
         logger.warning(
-            "meridian_patch: NIXL's thread asks for events without a pause, and takes a processor "
-            "core: this release of the package nixl has no setting %s; expected 1.0 or newer",
+            "meridian_patch: NIXL's thread asks for events without a pause, and takes what it can "
+            "get of a core: this release of the package nixl has no setting %s; expected 1.0 or "
+            "newer",
             _WAIT,
         )
         return
-    base_worker.NixlWrapper = build_waiting_agent(agent, bindings, wait_ms)
+    worker.NixlWrapper = build_waiting_agent(agent, bindings, wait_ms)
 
 
-def wait_for(config: HandoffConfig, buffer_device: str | None) -> int:
+def let_nixl_poll() -> None:
+    """Bind NIXL's own agent again; agents that exist go on as they are."""
+    worker = sys.modules.get(_WORKER)
+    original = getattr(getattr(worker, "NixlWrapper", None), "original", None)
+    if original is not None:
+        vars(worker)["NixlWrapper"] = original
+
+
+def wait_for(config: HandoffConfig, transfer: Any) -> int:
     """Milliseconds that NIXL's thread waits for an event; 0: it asks without a pause.
 
     Args:
         config: of hand-offs.
-        buffer_device: where the connector reads and writes KV blocks.
+        transfer: the configuration of the engine's KV connector; None without one.
     """
+    if transfer is None or transfer.kv_connector not in NIXL_CONNECTORS:
+        return 0
+    if transfer.get_from_extra_config("backends", _BACKENDS) != _BACKENDS:
+        return 0
     if config.nixl_wait_ms is not None:
         return config.nixl_wait_ms
-    return _DEFAULT_WAIT_MS if config.role != "none" and buffer_device == "cpu" else 0
+    return _DEFAULT_WAIT_MS if config.role != "none" and transfer.kv_buffer_device == "cpu" else 0
 
 
 def build_waiting_agent(original: type, bindings: Any, wait_ms: int) -> type:
@@ -84,12 +94,11 @@ def build_waiting_agent(original: type, bindings: Any, wait_ms: int) -> type:
     """
 
     class WaitingAgent(original):
-        waits = True
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _waiting(bindings, wait_ms):
                 super().__init__(*args, **kwargs)
 
+    WaitingAgent.original = original
     return WaitingAgent
 
 

@@ -1,4 +1,6 @@
-"""Puts a tap on a worker's model runner, which sends signals of chosen rows to the scheduler.
+"""Prepares what a worker builds: a tap on its model runner, and the thread of its KV connector.
+
+The tap sends signals of chosen rows to the scheduler.
 
 Runs in every process that has a worker: EngineCore itself, or one process per GPU.
 """

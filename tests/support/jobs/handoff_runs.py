@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Self
 
 import httpx
-import psutil
 import pytest
 from run_engine import PATCHED, clean_environment, log_tail
 from run_server import Server, free_port
@@ -199,10 +198,11 @@ def both_engines(demo_model, folder: Path, *options: str, env: dict[str, str]):
 def let_run_on_all_cores(engines: tuple[Server, ...]) -> None:
     """Undo what vLLM's NIXL connector does on a CPU.
 
-    Load-bearing: its worker binds the process's main thread, here EngineCore's, to the machine's
-    last core. Both engines of a machine then share it, and leave the other cores to the rest.
+    Load-bearing: its worker binds the process's main thread, here EngineCore's, and so the threads
+    that start later, to the machine's last core. Both engines of a machine then share it, and leave
+    the other cores to the rest.
     """
-    cores = range(psutil.cpu_count())
+    cores = os.sched_getaffinity(0)
     for engine in engines:
         for process in engine.processes():
             for thread in process.threads():
