@@ -5,9 +5,11 @@ import inspect
 import pytest
 import vllm.envs
 from vllm.utils import gpu_sync_debug
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu import model_runner as gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 
-from meridian_patch.bench.gpu.served import SYNC_VARIABLE, SYNC_WORDS
+from meridian_patch.bench.gpu.checks import SYNC_VARIABLE, SYNC_WORDS, WORDS
 
 
 def test_variable_and_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +32,10 @@ def test_steps_are_checked() -> None:
     source = inspect.getsource(Worker)
     assert source.count("@with_gpu_sync_check") == 2
     assert "enable_gpu_sync_check()" in source
+
+
+def test_words_of_the_runner_and_of_graphs() -> None:
+    """By these words in a server's log the suite says what is in use."""
+    worker, v2_runner = inspect.getsource(gpu_worker), inspect.getsource(gpu_model_runner)
+    assert WORDS["the V2 runner"].search(worker)
+    assert WORDS["CUDA graphs"].search(v2_runner)

@@ -36,6 +36,13 @@ def test_rehearsal(tmp_path: Path) -> None:
         for part in data["parts"]
     }
     assert all(figures.values())
+    # Without a batch nothing may change a text.
+    alone = [
+        figures["defaults"][f"texts {word} stock's, alone"]
+        for word in ("compared with", "equal to")
+    ]
+    assert alone[0] == alone[1]
+    assert "tokens per second, 4 rows, default over off" in figures["observing"]
     assert figures["sync-check"]["probes measured, a gap of 1"]["median"] > 0
     assert any(name.endswith("one request") for name in figures["close-lag"])
     assert "tokens_per_s, stock-again over stock" in figures["served"]

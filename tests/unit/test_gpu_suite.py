@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from meridian_patch.bench.gpu import command, cost, kernels, served, shapes
+from meridian_patch.bench.gpu import checks, command, comparison, cost, kernels, observing, shapes
 from meridian_patch.bench.gpu.report import REHEARSED, describe_origin, write_report
 from meridian_patch.bench.gpu.suite import (
     FAILED,
@@ -21,12 +22,15 @@ from meridian_patch.bench.gpu.suite import (
     Context,
     Part,
     Record,
+    Served,
     SkippedError,
     run_suite,
 )
 from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.served.plan import any_settings, packaged_model
+from meridian_patch.bench.simulated.cost import load_cost
+from meridian_patch.bench.simulated.fit_command import write_cost
 from meridian_patch.config.families import load_families
 from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.errors import BenchError
@@ -35,11 +39,10 @@ from meridian_patch.errors import BenchError
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
     model = packaged_model()
+    tiny = Served(model, any_settings(model, 96, ()), is_tiny=True)
     return Context(
-        model=model,
-        settings=any_settings(model, 96, ()),
-        is_tiny=True,
-        is_dummy=False,
+        thinking=tiny,
+        sized=tiny,
         rehearse=True,
         accelerator=None,
         folder=tmp_path,
@@ -88,10 +91,10 @@ def is_interrupted(*_) -> str:
     return hangs()
 
 
-def run(context: Context, *functions, minutes: float = 10.0):
-    parts = [Part(each.__name__, "it works", 1 / len(functions), each) for each in functions]
+def run(context: Context, *functions, minutes: float = 10.0, after=lambda context, _: context):
+    parts = [Part(each.__name__, "it works", 0.5, each) for each in functions]
     sink = io.StringIO()
-    records, was_interrupted = run_suite(context, parts, minutes, Console(file=sink))
+    records, was_interrupted = run_suite(context, parts, minutes, Console(file=sink), after)
     return records, was_interrupted, sink.getvalue()
 
 
@@ -123,6 +126,35 @@ def test_a_part_ends_with_its_share_of_the_time(context: Context) -> None:
     assert not was_interrupted
 
 
+def test_time_that_is_left_over_goes_to_later_parts(context: Context) -> None:
+    records, _, _ = run(context, good, good, good, minutes=3.0)
+    limits = [record.limit_s for record in records]
+    assert limits == pytest.approx([60.0, 90.0, 180.0], abs=1.0)
+
+
+def test_the_report_is_written_as_it_goes(context: Context) -> None:
+    seen = []
+
+    def after(context: Context, records) -> Context:
+        seen.append([record.verdict for record in records])
+        return context
+
+    run(context, good, fails, after=after)
+    assert seen == [[PASSED, NOT_RUN], [PASSED, FAILED]]
+
+
+def test_without_compilation_where_servers_do_not_start_with_it(context: Context) -> None:
+    reason = "the vLLM server ended with exit code 1. Its log is here"
+    failed = Record("defaults", "", 1.0, verdict=FAILED, reason=reason)
+    later = command.adapt(context, [failed])
+    assert later.is_eager
+    assert "--enforce-eager" in later.sized.settings.options
+    assert failed.notes == ["The later parts run with --enforce-eager."]
+    assert command.adapt(later, [failed]) is later
+    served = Record("defaults", "", 1.0, verdict=FAILED, reason="1 of 32 requests failed")
+    assert command.adapt(context, [served]) is context
+
+
 def test_ctrl_c_keeps_what_there_is(context: Context) -> None:
     records, was_interrupted, _ = run(context, good, is_interrupted, good)
     assert was_interrupted
@@ -147,11 +179,10 @@ def test_report(context: Context) -> None:
     assert 'href="http' not in text
 
 
-def test_shares_add_up() -> None:
-    assert sum(part.share for part in command.PARTS) == pytest.approx(1)
+def test_chosen_parts_keep_their_order() -> None:
     chosen = command.choose_parts("served,kernel-bench")
     assert [part.name for part in chosen] == ["kernel-bench", "served"]
-    assert sum(part.share for part in chosen) == pytest.approx(1)
+    assert command.choose_parts(None) == list(command.PARTS)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +198,7 @@ def test_shares_add_up() -> None:
 def test_wrong_options(
     options: str, message: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "accelerator_name", lambda: None)
+    monkeypatch.setattr(command, "gpu_name", lambda: None)
     with pytest.raises(SystemExit) as ended:
         command.main([*options.split(), "--out", str(tmp_path)])
     assert ended.value.code == 1
@@ -175,10 +206,10 @@ def test_wrong_options(
 
 
 def test_without_a_gpu(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "accelerator_name", lambda: None)
+    monkeypatch.setattr(command, "gpu_name", lambda: None)
     with pytest.raises(SystemExit):
         command.main(["--out", str(tmp_path / "none")])
-    assert "vLLM finds no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU here" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
@@ -189,9 +220,42 @@ def test_without_a_checkout(context: Context) -> None:
 
 
 def test_a_cost_model_needs_the_models_files(context: Context) -> None:
-    hub = Context(**vars(context) | {"model": "Qwen/Qwen3-8B"})
-    with pytest.raises(SkippedError, match="expected a directory"):
-        cost.run_fit(hub, Record("c", "", 1.0), lambda: 1.0)
+    hub = replace(context, sized=Served("Qwen/Qwen3-8B", context.thinking.settings))
+    for part in (cost.run_fit, observing.run_observing):
+        with pytest.raises(SkippedError, match="expected a directory"):
+            part(hub, Record("c", "", 1.0), lambda: 1.0)
+
+
+def test_steps_of_the_grid_fit_the_engine() -> None:
+    """Rows and contexts within the pool of an 80 GB GPU, prompts within the context."""
+    plays = cost.grid_plays(rehearse=False, longest=16896)
+    assert "burst 256 x 512" in plays
+    assert "burst 8 x 16384" in plays
+    for name, requests in plays.items():
+        lengths = [len(request["prompt"]) + request["max_tokens"] for request in requests]
+        assert max(lengths) <= 16896, name
+        assert sum(lengths) <= 300_000, name
+    chunks = {len(request["prompt"]) for request in plays["burst prompts beside 32"]}
+    assert {64, 2048} <= chunks
+    assert "burst 8 x 16384" not in cost.grid_plays(rehearse=False, longest=2048)
+
+
+def test_requests_have_the_lengths_of_the_workload() -> None:
+    trace = comparison.sized_trace(50, 2.0, 31)
+    for request in trace:
+        think = request.extra["thinking_token_budget"]
+        assert 1 <= think <= 1500
+        assert think < request.max_tokens <= think + 400
+        assert 1 <= len(request.messages[0]["content"]) <= 3000
+    starts = {request.messages[0]["content"][:4] for request in trace}
+    assert len(starts) == len(trace)
+
+
+def test_a_rate_needs_the_cost_model(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="without the cost model"):
+        comparison.bearable_by_cost(tmp_path / "cost.yaml")
+    write_cost(tmp_path / "cost.yaml", load_cost("h100-8b-dense"))
+    assert 2 < comparison.bearable_by_cost(tmp_path / "cost.yaml") < 30
 
 
 def test_shape(tmp_path: Path) -> None:
@@ -223,18 +287,18 @@ def test_lag_is_read_from_the_trace(tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert served.close_lags(trace) == [3.0, 1.0]
-    assert served.close_lags(tmp_path / "none") == []
+    assert checks.close_lags(trace) == [3.0, 1.0]
+    assert checks.close_lags(tmp_path / "none") == []
 
 
 def test_a_synchronisation_in_the_log_is_a_failure(tmp_path: Path) -> None:
     """Our code catches its own errors: the server serves on, and the log alone tells."""
     log = tmp_path / "server.log"
     log.write_text("INFO all is well\n")
-    served.check_log(log)
+    checks.check_log(log)
     log.write_text("RuntimeError: GPU<->CPU sync detected - avoid it\nINFO served\n")
     with pytest.raises(BenchError, match="1 synchronisations, the first: RuntimeError"):
-        served.check_log(log)
+        checks.check_log(log)
 
 
 def test_ratios_of_a_comparison(tmp_path: Path) -> None:
@@ -243,7 +307,7 @@ def test_ratios_of_a_comparison(tmp_path: Path) -> None:
     over = {"patched": {"tokens_per_s": {"by_seed": {"31": 1.1, "32": 0.9}}}}
     path.write_text(json.dumps({"arms": {"stock": {"by_seed": seeds}}, "over_stock": over}))
     record = Record("served", "", 1.0)
-    served.read_comparison(path, record)
+    comparison.read_comparison(path, record)
     found = {figure.name: figure.spread.median for figure in record.figures}
     assert found == {"tokens_per_s, stock": 110.0, "tokens_per_s, patched over stock": 1.0}
 
@@ -266,8 +330,8 @@ def test_a_failed_check_says_what_stock_does(
             raise BenchError(failure)
         return {}
 
-    monkeypatch.setattr(served, "_serve_checked", serve)
+    monkeypatch.setattr(checks, "_serve_checked", serve)
     record = Record("sync-check", "", 600.0)
     with pytest.raises(BenchError, match="2 found"):
-        served.run_sync_check(context, record, lambda: 600.0)
+        checks.run_sync_check(context, record, lambda: 600.0)
     assert record.notes == [note]

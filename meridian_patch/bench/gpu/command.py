@@ -1,7 +1,8 @@
 """``scripts/gpu_suite``: everything that only a GPU can show, in one command and one report.
 
-Kernel tests and times, a server under vLLM's check for host synchronisations, the lag of a forced
-close, stock beside patched servers, and a cost model of the machine.
+Kernel tests and times, all defaults beside stock, a cost model of the machine, what observing
+costs, a server under vLLM's check for host synchronisations, stock beside patched servers, and the
+lag of a forced close.
 """
 
 import argparse
@@ -15,39 +16,50 @@ from pathlib import Path
 from rich.console import Console
 
 from meridian_patch import envs
-from meridian_patch.bench.gpu import cost, kernels, served
+from meridian_patch.bench.gpu import checks, comparison, cost, kernels, observing
 from meridian_patch.bench.gpu.report import describe_origin, write_report
 from meridian_patch.bench.gpu.shapes import SHAPES, write_shape
-from meridian_patch.bench.gpu.suite import FAILED, Context, Part, run_suite
+from meridian_patch.bench.gpu.suite import FAILED, Context, Part, Record, Served, run_suite
 from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED, run_program
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.options import read_positive, read_whole
 from meridian_patch.bench.served.plan import any_settings, find_model, packaged_model
-from meridian_patch.engine.device import accelerator_name
+from meridian_patch.bench.served.server import NOT_STARTED
 from meridian_patch.errors import BenchError
 
 _MINUTES = "45"
 _SCRIPT = "scripts/gpu_suite"
-# Tokens of a request: three servers on one GPU have no room for a model's whole context.
+# Tokens of a request of a model of any size.
 _CONTEXT = 8192
 
+# The part whose servers are the first to start with vLLM's compilation.
+_FIRST_SERVERS = "defaults"
+
+# What is worth most comes first: an early end leaves it.
 PARTS = (
-    Part("kernel-tests", "the kernels compute what float64 does", 0.12, kernels.run_tests),
-    Part("kernel-bench", "how near to a copy's bandwidth they come", 0.10, kernels.run_bench),
+    Part("kernel-tests", "the kernels compute what float64 does", 0.10, kernels.run_tests),
+    Part("kernel-bench", "how near to a copy's bandwidth they come", 0.12, kernels.run_bench),
+    Part(
+        "defaults",
+        "all defaults serve what stock serves, and doctor reports no failure",
+        0.14,
+        checks.run_defaults,
+    ),
+    Part("cost-model", "how long a step of this machine takes", 0.17, cost.run_fit),
+    Part("observing", "what observing early exit costs", 0.16, observing.run_observing),
     Part(
         "sync-check",
         "probes and measuring never wait for the GPU, and requests survive the context's end",
-        0.16,
-        served.run_sync_check,
+        0.10,
+        checks.run_sync_check,
     ),
-    Part("close-lag", "how many tokens a forced close takes", 0.12, served.run_close_lag),
     Part(
         "served",
-        "what patched servers change, beside what two stock servers differ by",
-        0.34,
-        served.run_comparison_part,
+        "what a patched server changes, beside what two runs of stock differ by",
+        0.30,
+        comparison.run_comparison_part,
     ),
-    Part("cost-model", "how long a step of this machine takes", 0.16, cost.run_fit),
+    Part("close-lag", "how many tokens a forced close takes", 0.10, checks.run_close_lag),
 )
 
 
@@ -66,23 +78,47 @@ def _run(args: argparse.Namespace, command: str) -> int:
     folder: Path = args.out or Path("out/gpu-suite") / date.strftime("%Y-%m-%d-%H%M%S")
     # Before vLLM is imported, which leaves variables of its own behind.
     base_env = dict(envs.environment())
-    machine = replace(describe_machine(), accelerator=accelerator_name())
+    machine = replace(describe_machine(), accelerator=gpu_name())
     if machine.accelerator is None and not args.rehearse:
         raise BenchError(
-            "vLLM finds no GPU here, and only a GPU's figures mean anything; --rehearse runs the "
+            "torch finds no GPU here, and only a GPU's figures mean anything; --rehearse runs the "
             "same code with tiny sizes"
         )
     folder = folder.resolve()
-    context = _context(args, folder, machine.accelerator, base_env, command)
     folder.mkdir(parents=True, exist_ok=True)
+    context = _context(args, folder, machine.accelerator, base_env, command)
     console.print(f"{machine}\nreport: {folder}", highlight=False)
     origin = describe_origin(context, machine, date.isoformat(timespec="seconds"), minutes)
-    records, was_interrupted = run_suite(context, parts, minutes, console)
+
+    def after_part(context: Context, records: Sequence[Record]) -> Context:
+        # As it goes: an early end leaves what there is.
+        adapted = adapt(context, records)
+        write_report(folder, origin, records)
+        return adapted
+
+    records, was_interrupted = run_suite(context, parts, minutes, console, after_part)
     page = write_report(folder, origin, records)
     console.print(f"report: {page}", highlight=False)
     if was_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if any(record.verdict == FAILED for record in records) else 0
+
+
+def adapt(context: Context, records: Sequence[Record]) -> Context:
+    """The context of later parts: without compilation where servers with it do not start."""
+    for record in records:
+        failed = record.name == _FIRST_SERVERS and record.verdict == FAILED
+        if failed and not context.is_eager and NOT_STARTED.search(record.reason):
+            record.notes.append("The later parts run with --enforce-eager.")
+            return context.eager()
+    return context
+
+
+def gpu_name() -> str | None:
+    """Name of the first GPU that torch finds; None without one."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def _context(
@@ -95,50 +131,60 @@ def _context(
     if args.shape is not None and args.model is not None:
         raise BenchError("--shape makes a model and --model gives one; leave one of them out")
     extra = tuple(shlex.split(args.serve_args))
+    blocks = read_whole("--blocks", args.blocks) if args.blocks is not None else None
+    thinking = _served(find_model(args.model), blocks, extra, accelerator, rehearse=args.rehearse)
+    sized = thinking
     if args.shape is not None:
-        model: Path | str = write_shape(args.shape, folder, rehearse=args.rehearse)
+        model = write_shape(args.shape, folder, rehearse=args.rehearse)
         # The parser names the markers, which thinking_token_budget needs.
-        extra = ("--load-format", "dummy", "--reasoning-parser", "deepseek_r1", *extra)
-    else:
-        model = find_model(args.model)
+        dummy = ("--load-format", "dummy", "--reasoning-parser", "deepseek_r1", *extra)
+        sized = _served(model, blocks, dummy, accelerator, rehearse=args.rehearse)
+        sized = replace(sized, is_dummy=True)
+    roots = (Path(__file__).resolve().parents[3], Path.cwd())
+    checkout = next((root for root in roots if (root / "tests" / "kernels").is_dir()), None)
+    context = Context(
+        thinking=thinking,
+        sized=sized,
+        rehearse=args.rehearse,
+        accelerator=accelerator,
+        folder=folder,
+        checkout=checkout,
+        base_env=base_env,
+        command=command,
+        surprises=tuple(args.surprise),
+    )
+    # Compiling takes longer than what a rehearsal runs.
+    return context.eager() if args.rehearse else context
+
+
+def _served(
+    model: Path | str,
+    blocks: int | None,
+    extra: tuple[str, ...],
+    accelerator: str | None,
+    *,
+    rehearse: bool,
+) -> Served:
     is_tiny = model == packaged_model()
     if not is_tiny:
         extra = ("--max-model-len", str(_CONTEXT), *extra)
     elif accelerator is not None:
         extra = ("--dtype", "bfloat16", *extra)
-    if args.rehearse:
-        # Compiling takes longer than what is then run.
-        extra = ("--enforce-eager", *extra)
-    blocks = read_whole("--blocks", args.blocks) if args.blocks is not None else None
     settings = any_settings(model, blocks, extra)
-    if is_tiny and args.rehearse:
+    if is_tiny and rehearse:
         settings = replace(settings, max_num_seqs=8)
-    root = Path(__file__).resolve().parents[3]
-    return Context(
-        model=model,
-        settings=settings,
-        is_tiny=is_tiny,
-        is_dummy=args.shape is not None,
-        rehearse=args.rehearse,
-        accelerator=accelerator,
-        folder=folder,
-        checkout=root if (root / "tests" / "kernels").is_dir() else None,
-        base_env=base_env,
-        command=command,
-    )
+    return Served(model, settings, is_tiny)
 
 
 def choose_parts(names: str | None) -> list[Part]:
-    """The parts of these names, in their order, with shares that add up to 1; None: all."""
+    """The parts of these names, in their order; None: all."""
     known = {part.name: part for part in PARTS}
     if names is None:
         return list(PARTS)
     for name in names.split(","):
         if name not in known:
             raise BenchError(f"--parts: unknown part {name!r}; known: {', '.join(known)}")
-    chosen = [part for part in PARTS if part.name in names.split(",")]
-    whole = sum(part.share for part in chosen)
-    return [replace(part, share=part.share / whole) for part in chosen]
+    return [part for part in PARTS if part.name in names.split(",")]
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -154,6 +200,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--serve-args", default="", metavar="OPTIONS", help="vLLM's options, for every server"
     )
     parser.add_argument("--out", type=Path, help="folder (default: out/gpu-suite/DATE)")
+    parser.add_argument(
+        "--surprise",
+        action="append",
+        default=[],
+        metavar="SENTENCE",
+        help="shown on the page, for a machine that differs from what was expected",
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, also without a GPU")
     return parser.parse_args(argv)
 

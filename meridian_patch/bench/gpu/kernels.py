@@ -56,23 +56,43 @@ def run_bench(context: Context, record: Record, remaining_s: Callable[[], float]
     log, rows_file = context.folder / "kernel-bench.log", context.folder / "kernel-bench.csv"
     env = dict(context.base_env)
     columns, rows = (_REHEARSED_COLUMNS, _REHEARSED_ROWS) if context.rehearse else (_COLUMNS, _ROWS)
-    options = ["--no-compile", "--csv", str(rows_file)]
+    options = ["--columns", str(columns), "--rows", *map(str, rows)]
     if context.rehearse:
         options += ["--rehearse", "--rounds", "2"]
         env |= {} if context.accelerator else {"TRITON_INTERPRET": "1"}
-    options += ["--columns", str(columns), "--rows", *map(str, rows)]
-    code = _run(["scripts/bench_kernels.py", *options], root, env, log, remaining_s())
+    command = ["scripts/bench_kernels.py", *options]
+    # torch.compile takes seconds for each size: what needs no compiler is timed before.
+    code = _run([*command, "--no-compile", "--csv", str(rows_file)], root, env, log, remaining_s())
     found = _read_rows(rows_file)
     for row in found:
-        size = f"{row['n_rows']} x {row['n_cols']} {row['dtype'].removeprefix('torch.')}"
-        times = [float(row[name]) for name in ("p20_us", "p50_us", "p80_us")]
-        record.add(f"{row['op']} by {row['variant']}, {size}", "us", times)
-        share = float(row["gb_per_s"]) / float(row["copy_gb_per_s"])
-        if row["variant"] == "triton":
-            record.add(f"{row['op']} by triton, {size}, of a copy's bandwidth", "", [share])
+        _add_times(record, row)
     if code:
         raise BenchError(f"scripts/bench_kernels.py ended with exit code {code}. {log_tail(log)}")
-    return f"{len(found)} results equal float64's within 1e-4 and were timed"
+    compared = 0
+    if not context.rehearse:
+        compiled_file = context.folder / "kernel-bench-compiled.csv"
+        log = context.folder / "kernel-bench-compiled.log"
+        try:
+            _run([*command, "--csv", str(compiled_file)], root, env, log, remaining_s())
+        except BenchError as error:
+            record.notes.append(f"torch.compile: {str(error).partition('. ')[0]}.")
+        for row in _read_rows(compiled_file):
+            if row["variant"] == "torch.compile":
+                _add_times(record, row)
+                compared += 1
+    return (
+        f"{len(found) + compared} results equal float64's within 1e-4 and were timed, {compared} "
+        "of them by torch.compile"
+    )
+
+
+def _add_times(record: Record, row: Mapping[str, str]) -> None:
+    size = f"{row['n_rows']} x {row['n_cols']} {row['dtype'].removeprefix('torch.')}"
+    name = f"{row['op']} by {row['variant']}, {size}"
+    record.add(name, "us", [float(row[each]) for each in ("p20_us", "p50_us", "p80_us")])
+    record.add(name, "GB/s", [float(row["gb_per_s"])])
+    share = float(row["gb_per_s"]) / float(row["copy_gb_per_s"])
+    record.add(f"{name}, of a copy's bandwidth", "", [share])
 
 
 def log_end(log: Path) -> str:

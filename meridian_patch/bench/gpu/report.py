@@ -31,7 +31,8 @@ class SuiteOrigin:
         gpus: a line of nvidia-smi each.
         versions: by distribution.
         commit: of the checkout.
-        model: that was served.
+        model: that was served; the one with the sizes where there are two.
+        surprises: what differs from the machine that the suite expects.
     """
 
     how: str
@@ -43,12 +44,16 @@ class SuiteOrigin:
     versions: dict[str, str]
     commit: str
     model: str
+    surprises: tuple[str, ...] = ()
 
 
 def describe_origin(context: Context, machine: Machine, date: str, minutes: float) -> SuiteOrigin:
     """Origin of what this machine measures."""
     commit = "unknown"
-    if context.checkout is not None:
+    packed = context.checkout / "COMMIT" if context.checkout else None
+    if packed is not None and packed.is_file():
+        commit = packed.read_text().strip()
+    elif context.checkout is not None:
         git = ["git", "-C", str(context.checkout)]
         commit = _output_of([*git, "rev-parse", "--short=12", "HEAD"]) or commit
         commit += "+changes" if _output_of([*git, "status", "--porcelain"]) else ""
@@ -62,7 +67,8 @@ def describe_origin(context: Context, machine: Machine, date: str, minutes: floa
         smi.splitlines(),
         _versions(),
         commit,
-        str(context.model) + (" (random weights)" if context.is_dummy else ""),
+        str(context.sized.model) + (" (random weights)" if context.sized.is_dummy else ""),
+        context.surprises,
     )
 
 

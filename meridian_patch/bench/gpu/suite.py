@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -29,32 +29,61 @@ class SkippedError(MeridianError):
 
 
 @dataclass(frozen=True)
-class Context:
-    """What all parts share.
+class Served:
+    """A model as a server runs it.
 
     Attributes:
-        model: directory or hub name of the served model.
+        model: directory or hub name.
         settings: of servers of that model.
         is_tiny: the model is the packaged tiny reasoner.
         is_dummy: the model has random weights and never ends a thought by itself.
-        rehearse: tiny sizes; figures say nothing.
-        accelerator: name of the GPU; None on a CPU.
-        folder: takes the report and all logs.
-        checkout: root of the repository; None where only the package is installed.
-        base_env: environment of this process before vLLM was imported.
-        command: as typed.
     """
 
     model: Path | str
     settings: ServerSettings
-    is_tiny: bool
-    is_dummy: bool
+    is_tiny: bool = False
+    is_dummy: bool = False
+
+    def with_options(self, *options: str) -> "Served":
+        """The same model on servers with further options of vLLM."""
+        return replace(
+            self, settings=replace(self.settings, extra=(*self.settings.extra, *options))
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all parts share.
+
+    Attributes:
+        thinking: ends its thoughts by itself; for parts about what requests get.
+        sized: for parts about time. The same model, unless only the sizes are those of a real one.
+        rehearse: tiny sizes; figures say nothing.
+        accelerator: name of the GPU; None on a CPU.
+        folder: takes the report and all logs.
+        checkout: folder with ``tests/kernels`` and ``scripts``; None where there is none.
+        base_env: environment of this process before vLLM was imported.
+        command: as typed.
+        surprises: what differs from the machine that the suite expects, a sentence each.
+        is_eager: engines compile nothing and capture no graph.
+    """
+
+    thinking: Served
+    sized: Served
     rehearse: bool
     accelerator: str | None
     folder: Path
     checkout: Path | None
     base_env: dict[str, str]
     command: str
+    surprises: tuple[str, ...] = ()
+    is_eager: bool = False
+
+    def eager(self) -> "Context":
+        """The same with servers and engines that compile nothing and capture no graph."""
+        models = (each.with_options("--enforce-eager") for each in (self.thinking, self.sized))
+        thinking, sized = models
+        return replace(self, thinking=thinking, sized=sized, is_eager=True)
 
 
 @dataclass(frozen=True)
@@ -104,7 +133,7 @@ class Part:
     Attributes:
         name: in the report and of its folder.
         shows: what a pass says, in a sentence.
-        share: of the suite's time.
+        share: of the suite's time, beside the shares of the other parts.
         run: fills the record, given the seconds left; returns what it did, in a sentence.
             A ``BenchError`` is a failure, a ``SkippedError`` a reason not to run.
     """
@@ -116,31 +145,42 @@ class Part:
 
 
 def run_suite(
-    context: Context, parts: Sequence[Part], minutes: float, console: Console
+    context: Context,
+    parts: Sequence[Part],
+    minutes: float,
+    console: Console,
+    after_part: Callable[[Context, Sequence[Record]], Context],
 ) -> tuple[list[Record], bool]:
     """Run all parts; a part that fails does not end the others.
 
     Args:
         context: for the parts.
-        parts: in order; their shares add up to 1.
+        parts: in order. Time that a part leaves over is shared by the parts behind it.
         minutes: of all parts together.
         console: shows the part under way and the time that is left for it.
+        after_part: called with all records when a part has ended; returns the context of the
+            parts behind it.
 
     Returns:
         A record per part, and whether Ctrl-C ended the suite: later parts were then not run.
     """
-    total_s = minutes * _MINUTE_S
-    records = [Record(part.name, part.shows, part.share * total_s) for part in parts]
+    end = time.monotonic() + minutes * _MINUTE_S
+    whole = sum(part.share for part in parts)
+    limits_s = [part.share / whole * minutes * _MINUTE_S for part in parts]
+    records = [Record(p.name, p.shows, limit) for p, limit in zip(parts, limits_s, strict=True)]
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), _TimeLeft(), console=console, transient=True
     )
     with progress:
-        for part, record in zip(parts, records, strict=True):
+        for place, (part, record) in enumerate(zip(parts, records, strict=True)):
+            left_s = max(0.0, end - time.monotonic())
+            record.limit_s = left_s * part.share / sum(later.share for later in parts[place:])
             console.print(f"{part.name}: at most {record.limit_s / _MINUTE_S:.1f} min")
             task = progress.add_task(part.name, total=record.limit_s)
             was_interrupted = _run_part(context, part, record)
             progress.remove_task(task)
             _print_result(record, console)
+            context = after_part(context, records)
             if was_interrupted:
                 return records, True
     return records, False

@@ -1,5 +1,6 @@
 """Starts a real vLLM API server as a child process, and ends it with all its children."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from meridian_patch.replay import cpu_affinity as cores
 HOST = "127.0.0.1"
 _TERMINATE_S = 20.0
 _POLL_S = 0.25
+# In the errors of a server that did not start.
+NOT_STARTED = re.compile("the vLLM server (ended with exit code|was not healthy after)")
 
 
 @dataclass(frozen=True)

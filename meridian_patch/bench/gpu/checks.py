@@ -1,56 +1,143 @@
-"""Servers of the suite: no host synchronisation, the lag of a close, and stock beside patched."""
+"""Parts about what requests get: equal texts, no host synchronisation, the lag of a close."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
 from meridian_patch.bench.arms import STOCK, override
-from meridian_patch.bench.gpu.suite import Context, Record
-from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
-from meridian_patch.bench.served.arms import (
-    KNOWN_ARMS,
-    PATCHED,
-    STOCK_AGAIN,
-    arm_environment,
+from meridian_patch.bench.gpu.servers import (
+    check_records,
+    launched,
+    problems,
+    serving,
 )
-from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
+from meridian_patch.bench.gpu.suite import Context, Record, Served
+from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED
 from meridian_patch.bench.served.client import Client, RequestRecord
-from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.metrics import read_counters
-from meridian_patch.bench.served.report import DATA_NAME
-from meridian_patch.bench.served.run import Comparison, describe_failures, run_comparison
-from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
-from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
+from meridian_patch.bench.served.server import ServerProcess
+from meridian_patch.bench.served.workload import ServedRequest
 from meridian_patch.errors import BenchError
+
+# Of a finding of the doctor.
+_FAIL = "fail"
+# Token ids by request.
+Texts = dict[str, tuple[int, ...]]
 
 # Load-bearing: vLLM reads this variable, and says these words where it finds a synchronisation.
 SYNC_VARIABLE = "VLLM_GPU_SYNC_CHECK"
 SYNC_WORDS = "GPU<->CPU sync detected"
-_SEED = 31
 _GAPS = (1, 4, 32)
-_REHEARSED_GAPS = (1,)
+# Where there is no time for a server for each.
+_FEW_GAPS, _REHEARSED_GAPS = (4,), (1,)
 # Context of the servers whose requests run into its end.
 _CONTEXT, _REHEARSED_CONTEXT = 4096, 192
 _CAPS, _REHEARSED_CAPS = range(64, 128, 2), range(12, 28, 4)
-_MEMORY_OF_THREE = 0.28
-# What a server takes to start, and a trace to end behind its last arrival.
-_START_S, _TAIL_S = 120.0, 20.0
+# Of the GPU's memory, for each of two servers that are up at once.
+_MEMORY_TINY, _MEMORY_OF_TWO = "0.08", "0.44"
+_REQUESTS, _REHEARSED_REQUESTS = 32, 4
+# Requests that are also sent alone, where no batch can change a text.
+_ALONE = 8
+# Load-bearing: vLLM's words in a server's log, by what they say is in use.
+WORDS = {
+    "the V2 runner": re.compile("Using V2 Model Runner"),
+    "CUDA graphs": re.compile("Graph capturing finished"),
+    "asynchronous scheduling": re.compile(r"meridian_patch live in EngineCore.*AsyncPhase"),
+}
 # Less time than a control run takes.
 _LEAST_S = 60.0
-_RATIOS = (
-    "ttfat_mean_s",
-    "ttft_p50_s",
-    "answer_itl_p50_s",
-    "answer_itl_p99_s",
-    "answer_gap_max_s",
-    "tokens_per_s",
-)
+
+
+def run_defaults(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
+    """Serve with all defaults beside stock, compare the texts, and ask the doctor.
+
+    On a GPU a greedy text may depend on what else is in its batch, so a different text is a figure
+    and no failure.
+
+    Raises:
+        BenchError: a server or a request failed, or the doctor reports a failure.
+    """
+    memory = _MEMORY_TINY if context.thinking.is_tiny else _MEMORY_OF_TWO
+    served = context.thinking
+    if context.accelerator is not None:
+        served = served.with_options("--gpu-memory-utilization", memory)
+    number = _REHEARSED_REQUESTS if context.rehearse else _REQUESTS
+    asked = problems(served, number, 128 if context.rehearse else 1024)
+    texts: dict[str, dict[str, Texts]] = {}
+    with ExitStack() as up:
+        started = {}
+        for arm in (STOCK, PATCHED):
+            log = context.folder / f"defaults-{arm}.log"
+            env = KNOWN_ARMS[arm].environment
+            started[arm] = up.enter_context(launched(context, served, env, log, remaining_s()))
+        for arm, (server, client) in started.items():
+            server.wait_until_healthy()
+            log = context.folder / f"defaults-{arm}.log"
+            texts[arm] = _texts(asked, server, client, log)
+        findings = _ask_doctor(context, started[PATCHED][1].url, remaining_s())
+    for name, wanted in texts[STOCK].items():
+        equal = sum(texts[PATCHED][name][request] == text for request, text in wanted.items())
+        record.add(f"texts compared with stock's, {name}", "", [len(wanted)])
+        record.add(f"texts equal to stock's, {name}", "", [equal])
+    log_text = (context.folder / f"defaults-{PATCHED}.log").read_text(errors="replace")
+    for what, words in WORDS.items():
+        record.add(f"{what} in use", "", [bool(words.search(log_text))])
+    _judge(findings, record)
+    return f"{number} requests on each of two servers, {len(findings)} findings of the doctor"
+
+
+def _texts(
+    asked: Sequence[ServedRequest], server: ServerProcess, client: Client, log: Path
+) -> dict[str, Texts]:
+    """Token ids by request, of requests that were sent alone and of all at once."""
+    alone: list[RequestRecord] = []
+    for request in asked[: min(_ALONE, len(asked) // 2)]:
+        client.play([replace(request, arrival_s=0.0)], alone, server.check_alive)
+    together: list[RequestRecord] = []
+    client.play(asked, together, server.check_alive)
+    check_records([*alone, *together], log)
+    return {
+        name: {each.request.id: tuple(each.token_ids) for each in records}
+        for name, records in (("alone", alone), ("in a batch", together))
+    }
+
+
+def _judge(findings: Sequence[Mapping[str, Any]], record: Record) -> None:
+    for state, count in sorted(Counter(each["state"] for each in findings).items()):
+        record.add(f"doctor's findings, {state}", "", [count])
+    failures = [each for each in findings if each["state"] == _FAIL]
+    for each in failures:
+        record.notes.append(f"doctor: {each['check']}: {each['found']}")
+    if failures:
+        raise BenchError(f"doctor reports {len(failures)} failures; the notes name them")
+
+
+def _ask_doctor(context: Context, url: str, limit_s: float) -> list[dict[str, Any]]:
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli"]
+    command += ["doctor", "--quick", "--json", "--url", url]
+    try:
+        run = subprocess.run(
+            command,
+            env=context.base_env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=max(1.0, limit_s),
+        )
+        findings: list[dict[str, Any]] = json.loads(run.stdout)["findings"]
+    except subprocess.TimeoutExpired:
+        raise BenchError("doctor did not end in time") from None
+    except (ValueError, KeyError):
+        raise BenchError(f"doctor printed no findings: {run.stderr[-300:]}") from None
+    return findings
 
 
 def run_sync_check(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
@@ -61,7 +148,8 @@ def run_sync_check(context: Context, record: Record, remaining_s: Callable[[], f
     Raises:
         BenchError: a synchronisation was found, a request failed, or nothing was probed.
     """
-    gaps = _REHEARSED_GAPS if context.rehearse else _GAPS
+    gaps = _GAPS if remaining_s() >= len(_GAPS) * _LEAST_S else _FEW_GAPS
+    gaps = _REHEARSED_GAPS if context.rehearse else gaps
     for gap in gaps:
         log = context.folder / f"sync-check-{gap}.log"
         gaps_in_tokens = {"exit.probe_min_gap_tokens": gap, "exit.probe_max_gap_tokens": gap}
@@ -89,7 +177,7 @@ def _serve_checked(
 ) -> dict[str, float]:
     """Counters of a server that served problems and runaways under the check."""
     whole = {SYNC_VARIABLE: "error", **env}
-    with _server(context, _with_context(context), whole, log, limit_s) as (server, client):
+    with serving(context, _short_of_context(context), whole, log, limit_s) as (server, client):
         records: list[RequestRecord] = []
         client.play(_with_runaways(context, client), records, server.check_alive)
         found = read_counters(client.metrics_text())
@@ -120,12 +208,12 @@ def run_close_lag(context: Context, record: Record, remaining_s: Callable[[], fl
     log, trace = context.folder / "close-lag.log", context.folder / "close-lag.jsonl"
     trace.unlink(missing_ok=True)
     env = {"MERIDIAN_PATCH": "1", **override({"exit.mode": "enforce", "exit.trace": trace})}
-    problems = _problems(context, len(caps), max(caps) * 2)
+    asked = problems(context.thinking, len(caps), max(caps) * 2)
     requests = [
         replace(problem, arrival_s=0.0, extra=_extra(context, cap))
-        for problem, cap in zip(problems, caps, strict=True)
+        for problem, cap in zip(asked, caps, strict=True)
     ]
-    with _server(context, _with_context(context), env, log, remaining_s()) as (server, client):
+    with serving(context, _short_of_context(context), env, log, remaining_s()) as (server, client):
         alone: list[RequestRecord] = []
         for request in requests[: len(requests) // 2]:
             client.play([request], alone, server.check_alive)
@@ -145,122 +233,20 @@ def run_close_lag(context: Context, record: Record, remaining_s: Callable[[], fl
     return f"{len(lags)} thoughts closed, {median(lags):g} tokens late in the median"
 
 
-def run_comparison_part(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
-    """Stock, the same stock again, and patched: all up at once, the same traces in turn.
-
-    Raises:
-        BenchError: a server or a request failed.
-    """
-    folder = context.folder / "served"
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = context.settings
-    if context.accelerator is not None:
-        memory = ("--gpu-memory-utilization", str(_MEMORY_OF_THREE))
-        settings = replace(settings, extra=(*settings.extra, *memory))
-    with (folder / "console.log").open("w") as log:
-        console = Console(file=log)
-        load = Load(request_limit_s=max(30.0, remaining_s()))
-        mix, seeds = _load_of(context, settings, load, folder, console, remaining_s)
-        traces = {seed: _thinking(context, make_trace(mix, seed)) for seed in seeds}
-        comparison = Comparison(
-            arms=[KNOWN_ARMS[name] for name in (STOCK, STOCK_AGAIN, PATCHED)],
-            settings=settings,
-            traces=traces,
-            workload=str(mix),
-            load=load,
-            port=0,
-            folder=folder,
-            command=context.command,
-        )
-        code = run_comparison(comparison, console)
-    read_comparison(folder / DATA_NAME, record)
-    if code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
-    if code:
-        raise BenchError(f"an arm or a request failed; see {folder / 'console.log'}")
-    return f"{len(seeds)} traces of {mix.requests} requests on each of three servers"
-
-
-def _load_of(
-    context: Context,
-    settings: ServerSettings,
-    load: Load,
-    folder: Path,
-    console: Console,
-    remaining_s: Callable[[], float],
-) -> tuple[Mix, list[int]]:
-    """A rate that the machine can serve, and seeds of as many traces as there is time for."""
-    if context.rehearse:
-        return Mix(requests=6, rate_per_s=3.0, max_tokens=128), [_SEED]
-    rate, _ = bearable_rate(settings, load, CAPACITY_SHARE, folder, console)
-    mix = Mix(requests=160, rate_per_s=rate)
-    of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
-    number = int(max(1.0, min(5.0, (remaining_s() - 3 * _START_S) / of_seed)))
-    return mix, list(range(_SEED, _SEED + number))
-
-
-def read_comparison(path: Path, record: Record) -> None:
-    """Figures of each arm, and ratios to stock with their spread over traces."""
-    if not path.is_file():
-        return
-    data = json.loads(path.read_text())
-    for name in _RATIOS:
-        for arm, found in data["arms"].items():
-            values = [seed[name] for seed in found["by_seed"].values() if seed.get(name)]
-            record.add(f"{name}, {arm}", "1/s" if name == "tokens_per_s" else "s", values)
-        for arm, ratios in data["over_stock"].items():
-            values = list(ratios.get(name, {}).get("by_seed", {}).values())
-            record.add(f"{name}, {arm} over stock", "", values)
-    record.notes.append("stock-again over stock is what two equal servers differ by.")
-
-
-@contextmanager
-def _server(
-    context: Context, settings: ServerSettings, env: Mapping[str, str], log: Path, limit_s: float
-) -> Iterator[tuple[ServerProcess, Client]]:
-    """A server with an environment of its own."""
-    whole = arm_environment(env, context.base_env)
-    port = pick_port()
-    with ServerProcess(settings, whole, log, port, start_limit_s=limit_s) as server:
-        server.wait_until_healthy()
-        yield server, Client(server.url, settings.served_name, request_limit_s=max(30.0, limit_s))
-
-
-def _with_context(context: Context) -> ServerSettings:
+def _short_of_context(context: Context) -> Served:
     tokens = _REHEARSED_CONTEXT if context.rehearse else _CONTEXT
-    options = ("--max-model-len", str(tokens))
-    return replace(context.settings, extra=(*context.settings.extra, *options))
-
-
-def _problems(context: Context, number: int, max_tokens: int) -> list[ServedRequest]:
-    """Hard problems at once, without earlier turns."""
-    mix = Mix(number, 100.0, history_share=0.0, hard_share=1.0, max_tokens=max_tokens)
-    return _thinking(context, make_trace(mix, _SEED))
-
-
-def _thinking(context: Context, trace: Sequence[ServedRequest]) -> list[ServedRequest]:
-    """Bound thoughts by vLLM's budget where random weights would never end them."""
-    if not context.is_dummy:
-        return list(trace)
-    return [
-        replace(
-            request,
-            max_tokens=256 + 128,
-            extra={"thinking_token_budget": 64 + 37 * place % 192, "ignore_eos": True},
-        )
-        for place, request in enumerate(trace)
-    ]
+    return context.thinking.with_options("--max-model-len", str(tokens))
 
 
 def _extra(context: Context, cap: int) -> dict[str, Any]:
     asked = {"meridian_exit": "enforce", "meridian_max_think_tokens": cap}
-    return {"vllm_xargs": asked} | ({"ignore_eos": True} if context.is_dummy else {})
+    return {"vllm_xargs": asked} | ({"ignore_eos": True} if context.thinking.is_dummy else {})
 
 
 def _with_runaways(context: Context, client: Client) -> list[ServedRequest]:
     """Problems, and thoughts that may not end before the context does."""
     number = 3 if context.rehearse else 16
-    problems = _problems(context, number, 64 if context.rehearse else 1024)
+    asked = problems(context.thinking, number, 64 if context.rehearse else 1024)
     *_, end_id = client.end_marker()
     runaway = {
         "logit_bias": {str(end_id): -100},
@@ -270,16 +256,17 @@ def _with_runaways(context: Context, client: Client) -> list[ServedRequest]:
         "vllm_xargs": {"meridian_exit": "observe"},
     }
     return [
-        *problems,
-        *(replace(p, id=f"{p.id}-runaway", extra=runaway) for p in problems[: number // 2 + 1]),
+        *asked,
+        *(replace(p, id=f"{p.id}-runaway", extra=runaway) for p in asked[: number // 2 + 1]),
     ]
 
 
 def _check_requests(records: Sequence[RequestRecord], log: Path) -> None:
-    failures = describe_failures(records)
-    if failures is not None:
+    try:
+        check_records(records, log)
+    except BenchError:
         check_log(log)
-        raise BenchError(f"{failures}; see {log}")
+        raise
     for record in records:
         if record.request.id.endswith("-runaway") and record.finish_reason != "length":
             raise BenchError(

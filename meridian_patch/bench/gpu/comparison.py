@@ -1,0 +1,166 @@
+"""Stock, the same stock again, and patched, one after the other: each has the whole GPU."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.gpu.servers import SEED, bounded
+from meridian_patch.bench.gpu.suite import Context, Record
+from meridian_patch.bench.machine import describe_machine
+from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED, STOCK_AGAIN
+from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
+from meridian_patch.bench.served.load import Load
+from meridian_patch.bench.served.report import DATA_NAME, Origin, write_report
+from meridian_patch.bench.served.run import describe_failures, play_seed, start_arm
+from meridian_patch.bench.served.summary import ArmRun
+from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
+from meridian_patch.bench.simulated.cost import load_cost
+from meridian_patch.bench.simulated.workloads import draw_trace
+from meridian_patch.errors import BenchError
+from meridian_patch.replay.types import StepWork
+
+WORKLOAD = "s-prod"
+# Lengths beyond these would outlast the part.
+_MOST_PROMPT, _MOST_THINK, _MOST_ANSWER = 3000, 1500, 400
+# Requests that run at a time if nothing waits.
+_ROWS = 96
+# What a server takes to start, and a trace to end behind its last arrival.
+_START_S, _TAIL_S = 50.0, 25.0
+_LEAST_TRACE_S, _MOST_TRACE_S, _MOST_SEEDS = 15.0, 60.0, 5
+_CHARACTERS = "0123456789 +-=?abcdefghijklmnopqrstuvwxyz"
+_FIGURES = (
+    "ttfat_mean_s",
+    "ttft_p50_s",
+    "answer_itl_p50_s",
+    "answer_itl_p99_s",
+    "answer_gap_max_s",
+    "tokens_per_s",
+)
+
+
+def run_comparison_part(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
+    """Play the same traces on a stock server, on it once more, and on a patched one.
+
+    Raises:
+        BenchError: a server or a request failed.
+    """
+    folder = context.folder / "served"
+    folder.mkdir(parents=True, exist_ok=True)
+    load = Load(request_limit_s=max(30.0, remaining_s()))
+    traces, words = _traces(context, load, folder, remaining_s)
+    runs = {name: ArmRun(name) for name in (STOCK, STOCK_AGAIN, PATCHED)}
+    served = context.sized
+    for arm, names in ((STOCK, (STOCK, STOCK_AGAIN)), (PATCHED, (PATCHED,))):
+        log = folder / f"server-{arm}.log"
+        environment = KNOWN_ARMS[arm]
+        with start_arm(
+            runs[arm], environment, served.settings, context.base_env, load, log_path=log
+        ) as running:
+            for name in names:
+                for seed, trace in traces.items():
+                    playing = replace(running, run=runs[name])
+                    play_seed(playing, seed, trace, load.processes, lambda: None)
+                _check(runs[name], log)
+    machine = replace(describe_machine(), accelerator=context.accelerator)
+    date = datetime.now().astimezone().isoformat(timespec="seconds")
+    origin = Origin(date, context.command, machine, served.settings, words, load)
+    write_report(folder, list(runs.values()), origin)
+    read_comparison(folder / DATA_NAME, record)
+    record.notes.append(words)
+    return f"{len(traces)} traces of {len(next(iter(traces.values())))} requests, played thrice"
+
+
+def read_comparison(path: Path, record: Record) -> None:
+    """Figures of each arm, and ratios to stock with their spread over traces."""
+    if not path.is_file():
+        return
+    data = json.loads(path.read_text())
+    for name in _FIGURES:
+        for arm, found in data["arms"].items():
+            values = [seed[name] for seed in found["by_seed"].values() if seed.get(name)]
+            record.add(f"{name}, {arm}", "1/s" if name == "tokens_per_s" else "s", values)
+        for arm, ratios in data["over_stock"].items():
+            values = list(ratios.get(name, {}).get("by_seed", {}).values())
+            record.add(f"{name}, {arm} over stock", "", values)
+    record.notes.append("stock-again over stock is what two equal runs differ by.")
+
+
+def _check(run: ArmRun, log: Path) -> None:
+    for played in run.seeds:
+        failures = describe_failures(played.records)
+        if failures is not None:
+            raise BenchError(f"arm {run.name}: {failures}; see {log}")
+
+
+def _traces(
+    context: Context, load: Load, folder: Path, remaining_s: Callable[[], float]
+) -> tuple[dict[int, list[ServedRequest]], str]:
+    """Traces that the part has time for, and what they are in words."""
+    if context.rehearse:
+        mix = Mix(requests=6, rate_per_s=3.0, max_tokens=128)
+        return {SEED: bounded(context.sized, make_trace(mix, SEED))}, str(mix)
+    if context.sized.is_dummy:
+        # Lengths are given: one trace as long as there is time for.
+        left_s = (remaining_s() - 2 * _START_S) / 3 - _TAIL_S
+        lasts_s = max(_LEAST_TRACE_S, min(_MOST_TRACE_S, left_s))
+        rate = bearable_by_cost(context.folder / "cost.yaml")
+        trace = sized_trace(round(rate * lasts_s), rate, SEED)
+        return {SEED: trace}, (
+            f"{len(trace)} requests of {WORKLOAD}, {rate:.1f} per second, prompts of at most "
+            f"{_MOST_PROMPT}, thoughts of at most {_MOST_THINK} and answers of at most "
+            f"{_MOST_ANSWER} tokens."
+        )
+    console = Console(quiet=True)
+    rate, _ = bearable_rate(context.sized.settings, load, CAPACITY_SHARE, folder, console)
+    mix = Mix(requests=160, rate_per_s=rate)
+    of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
+    number = int(max(1.0, min(float(_MOST_SEEDS), (remaining_s() - 2 * _START_S) / of_seed)))
+    return {seed: make_trace(mix, seed) for seed in range(SEED, SEED + number)}, str(mix)
+
+
+def sized_trace(requests: int, rate_per_s: float, seed: int) -> list[ServedRequest]:
+    """Chat requests with the lengths of the workload, for a model whose thoughts never end.
+
+    One character of a prompt is one token of the tiny reasoner's tokenizer.
+    """
+    trace = []
+    for place, each in enumerate(draw_trace(WORKLOAD, requests, rate_per_s, seed)):
+        think = min(max(each.think_tokens, 1), _MOST_THINK)
+        length = min(each.prompt_tokens, _MOST_PROMPT)
+        # Prompts differ from their first character on, so that none hits another's prefix.
+        start = f"{place} "
+        content = (start + _CHARACTERS * (length // len(_CHARACTERS) + 1))[:length]
+        trace.append(
+            ServedRequest(
+                id=each.id,
+                arrival_s=each.arrival_s or 0.0,
+                messages=({"role": "user", "content": content},),
+                expected="",
+                max_tokens=think + min(each.answer_tokens, _MOST_ANSWER),
+                extra={"thinking_token_budget": think, "ignore_eos": True},
+            )
+        )
+    return trace
+
+
+def bearable_by_cost(path: Path) -> float:
+    """Requests per second that keep about ``_ROWS`` running, by the cost model that was fitted.
+
+    Raises:
+        BenchError: there is no cost model, which the part cost-model writes.
+    """
+    if not path.is_file():
+        raise BenchError("no rate is known without the cost model that the part cost-model fits")
+    cost = load_cost(str(path))
+    lengths = sized_trace(400, 1.0, SEED)
+    prompt = sum(len(each.messages[0]["content"]) for each in lengths) / len(lengths)
+    output = sum(each.max_tokens for each in lengths) / len(lengths)
+    context = _ROWS * (prompt + output / 2)
+    decode = StepWork(decode_seqs=_ROWS, context_tokens=int(context), attended_tokens=int(context))
+    seconds = output * cost.step_seconds(decode) + _ROWS * prompt * cost.token_s
+    return _ROWS / seconds

@@ -1,0 +1,102 @@
+"""Makes a page of figures of what trips brought back, and a cost model for the replay bench.
+
+    scripts/gpu_kit page FOLDER... [--out FILE.md] [--cost FILE.yaml]
+
+A folder is what $OUT held: report.json, and of trip two cost.yaml. A trip that ended early is a
+page, too.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prepare import ROOT
+
+from meridian_patch.bench.simulated.cost import load_cost
+from meridian_patch.bench.simulated.fit_command import write_cost
+
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+COSTS = ROOT / "configs" / "cost"
+
+
+def lines_of(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """A page in Markdown."""
+    told = list(reports)
+    yield "# Figures of a GPU"
+    yield ""
+    hows = sorted({report["how"] for report in told})
+    yield f"`{'`, `'.join(hows)}`. Made by `scripts/gpu_kit`; see [the GPU suite](../gpu-suite.md)."
+    for report in told:
+        yield ""
+        yield f"## {', '.join(part['name'] for part in report['parts'])}"
+        yield ""
+        for name in ("date", "machine", "model", "commit", "command"):
+            yield f"- {name}: `{report[name]}`"
+        yield f"- versions: {', '.join(f'{n} {v}' for n, v in report['versions'].items())}"
+        for gpu in report["gpus"]:
+            yield f"- GPU: {gpu}"
+        for surprise in report["surprises"]:
+            yield f"- surprise: {surprise}"
+        for part in report["parts"]:
+            yield from part_lines(part)
+
+
+def part_lines(part: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    yield f"### {part['name']}: {part['verdict']}"
+    yield ""
+    yield f"{part['shows'].capitalize()}? {in_one_line(part['reason'])} ({part['seconds']:.0f} s)"
+    for note in part["notes"]:
+        yield ""
+        yield in_one_line(note)
+    if part["figures"]:
+        yield ""
+        yield "| figure | median | lowest | highest | values | unit |"
+        yield "|---|---|---|---|---|---|"
+    for figure in part["figures"]:
+        spread = figure["spread"]
+        values = [f"{spread[name]:.4g}" for name in ("median", "low", "high")]
+        cells = [figure["name"], *values, str(spread["count"]), figure["unit"]]
+        yield f"| {' | '.join(cells)} |"
+
+
+def in_one_line(text: str) -> str:
+    """The first line, without what Markdown would read as marks."""
+    first = text.partition("\n")[0]
+    return first.replace("|", "\\|").replace("<", "&lt;")
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    path = folder / "report.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"gpu_kit: cannot read {path}: {error}; give a folder that a trip has filled")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/gpu_kit page", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, help="(default: docs/benchmarks/DATE-gpu.md)")
+    parser.add_argument("--cost", type=Path, help="(default: configs/cost/GPU-8b-measured.yaml)")
+    args = parser.parse_args()
+    reports = [read_report(folder) for folder in args.folders]
+    out = args.out or BENCHMARKS / f"{reports[0]['date'][:10]}-gpu.md"
+    out.write_text("\n".join(lines_of(reports)) + "\n")
+    print(f"gpu_kit: {out}")
+    for folder, report in zip(args.folders, reports, strict=True):
+        fitted = folder / "cost.yaml"
+        if not fitted.is_file():
+            continue
+        gpu = "h200" if "H200" in report["how"] else "h100" if "H100" in report["how"] else "other"
+        path = args.cost or COSTS / f"{gpu}-8b-measured.yaml"
+        write_cost(path, load_cost(str(fitted)).model_copy(update={"name": path.stem}))
+        print(f"gpu_kit: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""One trip on the GPU machine: unpack what this folder brings, run parts of the suite, hand over.
+
+    python3 -P FOLDER/trip.py one OUT     # kernels; no vLLM needed
+    python3 -P FOLDER/trip.py two OUT     # servers and engines, right behind trip one
+
+Only the standard library and the machine's own packages. What is unpacked stays in a folder of the
+home directory. OUT takes the page, its data, the tables and an archive of the logs.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+TRIPS = ("one", "two")
+PACKAGES, COMPILED = "packages.tar.xz", "compiled.tar.xz"
+CHUNKS = ("compiled.0", "compiled.1")
+# From the first line to the last; the suite ends earlier by itself.
+LIMITS_S = {"one": 175.0, "two": 530.0}
+PARTS = {
+    "one": "kernel-tests,kernel-bench",
+    "two": "defaults,cost-model,observing,sync-check,served,close-lag",
+}
+# Unpacking before, and handing over behind what the suite is given.
+BESIDE_S = {"one": 15.0, "two": 25.0}
+REHEARSAL_S = 1500.0
+KNOWN = {"torch": "2.11", "triton": "3.6"}
+CAPABILITY = (9, 0)
+LEAST_GIB = 40
+MOST_BYTES = 15 * 2**20
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trip", choices=TRIPS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, also without a GPU")
+    args = parser.parse_args()
+    begin = time.monotonic()
+    here, stay = Path(__file__).resolve().parent, Path.home() / "meridian-gpu-kit"
+    args.out.mkdir(parents=True, exist_ok=True)
+    surprises = list(look_around(rehearse=args.rehearse))
+    for line in surprises:
+        print(f"gpu_kit: {line}", flush=True)
+    try:
+        (unpack_one if args.trip == "one" else unpack_two)(here, stay)
+    except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile) as error:
+        sys.exit(f"gpu_kit: could not unpack: {error}. Run trip one, then trip two right behind it")
+    spent = time.monotonic() - begin
+    print(f"gpu_kit: unpacked after {spent:.0f} s", flush=True)
+    limit_s = (REHEARSAL_S if args.rehearse else LIMITS_S[args.trip]) - spent
+    code = run_suite(args.trip, stay, limit_s, surprises, rehearse=args.rehearse)
+    hand_over(stay / args.trip, args.out)
+    sys.exit(code)
+
+
+def look_around(*, rehearse: bool) -> Iterator[str]:
+    """What differs from the machine that this was made for, a line each."""
+    for name, wanted in KNOWN.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        if not found.startswith(wanted):
+            yield f"{name} is {found}, expected {wanted}"
+    if sys.version_info[:2] != (3, 12) and not rehearse:
+        yield f"Python is {sys.version.split()[0]}, expected 3.12: compiled packages may not load"
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "torch finds no GPU"
+        return
+    properties = torch.cuda.get_device_properties(0)
+    if (properties.major, properties.minor) != CAPABILITY:
+        yield (
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}, "
+            "expected 9.0 (Hopper): vLLM's attention kernels may not run"
+        )
+    gib = properties.total_memory / 2**30
+    if gib < LEAST_GIB:
+        yield f"the GPU has {gib:.0f} GiB, expected at least {LEAST_GIB}: the 8B shape may not fit"
+
+
+def unpack_one(here: Path, stay: Path) -> None:
+    shutil.rmtree(stay, ignore_errors=True)
+    stay.mkdir(parents=True)
+    shutil.copy(here / CHUNKS[0], stay)
+    shutil.copytree(here, stay / "kit", ignore=shutil.ignore_patterns("compiled.*", PACKAGES))
+    with zipfile.ZipFile(next(here.glob("*.whl"))) as wheel:
+        for name in wheel.namelist():
+            wheel.extract(name, stay / "product")
+    unpack_archive(here / PACKAGES, stay / "site")
+
+
+def unpack_two(here: Path, stay: Path) -> None:
+    chunk = stay / CHUNKS[0]
+    if not chunk.is_file():
+        raise FileNotFoundError(f"what trip one leaves is not here ({chunk})")
+    whole = stay / COMPILED
+    whole.write_bytes(chunk.read_bytes() + (here / CHUNKS[1]).read_bytes())
+    unpack_archive(whole, stay / "site")
+
+
+def unpack_archive(path: Path, to: Path) -> None:
+    with tarfile.open(path) as archive:
+        archive.extractall(to, filter="data")
+
+
+def run_suite(
+    trip: str, stay: Path, limit_s: float, surprises: list[str], *, rehearse: bool
+) -> int:
+    """Run the suite's parts of this trip; end it, and all that it started, at the limit."""
+    minutes = max(0.5, (limit_s - BESIDE_S[trip]) / 60)
+    # In a rehearsal the machine's own vLLM serves: the packed one is for another Python.
+    sites = [stay / "product", *([] if rehearse else [stay / "site"])]
+    env = dict(os.environ) | {  # noqa: TID251 - the product is not on the path here
+        "PYTHONPATH": os.pathsep.join(map(str, sites)),
+        # FlashInfer is not packed.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command"]
+    command += ["--parts", PARTS[trip], "--minutes", f"{minutes:.2f}", "--out", str(stay / trip)]
+    command += ["--shape", "qwen3-8b", *(["--rehearse"] if rehearse else [])]
+    for line in surprises:
+        command += ["--surprise", line]
+    process = subprocess.Popen(command, cwd=stay / "kit", env=env, process_group=0)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"gpu_kit: the suite did not end within {limit_s:.0f} s", flush=True)
+        return 1
+    finally:
+        # Servers have groups of their own, which end with the suite's interrupt.
+        for number, patience_s in ((signal.SIGINT, 8.0), (signal.SIGKILL, 2.0)):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(patience_s)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def hand_over(folder: Path, out: Path) -> None:
+    """Copy the page, its data and tables, and an archive of the rest, none of them too large."""
+    if not folder.is_dir():
+        print("gpu_kit: the suite wrote nothing", flush=True)
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {".html", ".json", ".csv", ".yaml"} and path.stat().st_size < MOST_BYTES:
+            shutil.copy(path, out)
+    logs = out / "logs.tar.xz"
+    with tarfile.open(logs, "w:xz") as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in {".log", ".txt", ".jsonl"} and path.stat().st_size < 20 * MIB:
+                archive.add(path, path.relative_to(folder))
+    if logs.stat().st_size > MOST_BYTES:
+        logs.unlink()
+        print("gpu_kit: the logs are too large to hand over", flush=True)
+    print(f"gpu_kit: {', '.join(sorted(path.name for path in out.iterdir()))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
