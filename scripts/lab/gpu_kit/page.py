@@ -24,17 +24,19 @@ COSTS = ROOT / "configs" / "cost"
 
 def lines_of(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """A page in Markdown."""
-    told = list(reports)
+    all_reports = list(reports)
     yield "# Figures of a GPU"
     yield ""
-    hows = sorted({report["how"] for report in told})
+    hows = sorted({report["how"] for report in all_reports})
     yield f"`{'`, `'.join(hows)}`. Made by `scripts/gpu_kit`; see [the GPU suite](../gpu-suite.md)."
-    for report in told:
+    for report in all_reports:
         yield ""
         yield f"## {', '.join(part['name'] for part in report['parts'])}"
         yield ""
-        for name in ("date", "machine", "model", "commit", "command"):
-            yield f"- {name}: `{report[name]}`"
+        # A directory's name: its place says nothing of the model.
+        told = report | {"model": report["model"].rpartition("/")[2]}
+        for name in ("date", "machine", "model", "commit"):
+            yield f"- {name}: `{told[name]}`"
         yield f"- versions: {', '.join(f'{n} {v}' for n, v in report['versions'].items())}"
         for gpu in report["gpus"]:
             yield f"- GPU: {gpu}"
