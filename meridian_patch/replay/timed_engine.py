@@ -128,12 +128,17 @@ class TimedEngine:
 
 
 def main() -> None:
-    """Read the job, play it, write the result."""
+    """Read the job, play it, write the result after each play."""
     keep_to_the_engines_core(envs.environment())
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = TimedEngine(job["engine"])
-    plays = {name: engine.play(requests) for name, requests in job["plays"].items()}
-    Path(sys.argv[2]).write_text(json.dumps({"engine": engine.facts, "plays": plays}))
+    facts, plays, result = engine.facts, {}, Path(sys.argv[2])
+    for name, requests in job["plays"].items():
+        plays[name] = engine.play(requests)
+        # As it goes, and in one piece: an early end leaves the plays before it.
+        part = result.with_suffix(".part")
+        part.write_text(json.dumps({"engine": facts, "plays": plays}))
+        part.replace(result)
 
 
 if __name__ == "__main__":

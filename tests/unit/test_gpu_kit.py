@@ -71,7 +71,8 @@ def test_a_damaged_archive_is_one_sentence(tmp_path: Path) -> None:
     archive = tmp_path / "a.tar.xz"
     with tarfile.open(archive, "w:xz") as tar:
         tar.add(KIT / "trip.py", "trip.py")
-    archive.write_bytes(archive.read_bytes()[:-40])
+    data = archive.read_bytes()
+    archive.write_bytes(data[: len(data) // 2])
     with pytest.raises((EOFError, tarfile.TarError)):
         unpack_archive(archive, tmp_path / "to")
 

@@ -41,8 +41,10 @@ _FEW_GAPS, _REHEARSED_GAPS = (4,), (1,)
 # Context of the servers whose requests run into its end.
 _CONTEXT, _REHEARSED_CONTEXT = 4096, 192
 _CAPS, _REHEARSED_CAPS = range(64, 128, 2), range(12, 28, 4)
-# Of the GPU's memory, for each of two servers that are up at once.
-_MEMORY_TINY, _MEMORY_OF_TWO = "0.08", "0.44"
+# For each of two servers that are up at once. With a given pool vLLM profiles no memory, so that
+# both may start at once.
+_TINY_POOL = ("--gpu-memory-utilization", "0.08", "--kv-cache-memory-bytes", str(2**31))
+_HALF_OF_THE_GPU = ("--gpu-memory-utilization", "0.44")
 _REQUESTS, _REHEARSED_REQUESTS = 32, 4
 # Requests that are also sent alone, where no batch can change a text.
 _ALONE = 8
@@ -65,10 +67,9 @@ def run_defaults(context: Context, record: Record, remaining_s: Callable[[], flo
     Raises:
         BenchError: a server or a request failed, or the doctor reports a failure.
     """
-    memory = _MEMORY_TINY if context.thinking.is_tiny else _MEMORY_OF_TWO
     served = context.thinking
     if context.accelerator is not None:
-        served = served.with_options("--gpu-memory-utilization", memory)
+        served = served.with_options(*(_TINY_POOL if served.is_tiny else _HALF_OF_THE_GPU))
     number = _REHEARSED_REQUESTS if context.rehearse else _REQUESTS
     asked = problems(served, number, 128 if context.rehearse else 1024)
     texts: dict[str, dict[str, Texts]] = {}
@@ -78,6 +79,9 @@ def run_defaults(context: Context, record: Record, remaining_s: Callable[[], flo
             log = context.folder / f"defaults-{arm}.log"
             env = KNOWN_ARMS[arm].environment
             started[arm] = up.enter_context(launched(context, served, env, log, remaining_s()))
+            if not served.is_tiny:
+                # vLLM's profile of the GPU's memory counts a neighbour's as its own.
+                started[arm][0].wait_until_healthy()
         for arm, (server, client) in started.items():
             server.wait_until_healthy()
             log = context.folder / f"defaults-{arm}.log"

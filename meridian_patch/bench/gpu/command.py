@@ -17,6 +17,7 @@ from rich.console import Console
 
 from meridian_patch import envs
 from meridian_patch.bench.gpu import checks, comparison, cost, kernels, observing
+from meridian_patch.bench.gpu.cost import SIZES_OF_SHAPES
 from meridian_patch.bench.gpu.report import describe_origin, write_report
 from meridian_patch.bench.gpu.shapes import SHAPES, write_shape
 from meridian_patch.bench.gpu.suite import FAILED, Context, Part, Record, Served, run_suite
@@ -24,12 +25,12 @@ from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED, run_p
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.options import read_positive, read_whole
 from meridian_patch.bench.served.plan import any_settings, find_model, packaged_model
-from meridian_patch.bench.served.server import NOT_STARTED
+from meridian_patch.bench.served.server import NOT_STARTED, ServerSettings
 from meridian_patch.errors import BenchError
 
 _MINUTES = "45"
 _SCRIPT = "scripts/gpu_suite"
-# Tokens of a request of a model of any size.
+# Tokens of a request of a model that was given.
 _CONTEXT = 8192
 
 # The part whose servers are the first to start with vLLM's compilation.
@@ -45,21 +46,21 @@ PARTS = (
         0.14,
         checks.run_defaults,
     ),
-    Part("cost-model", "how long a step of this machine takes", 0.17, cost.run_fit),
+    Part("cost-model", "how long a step of this machine takes", 0.19, cost.run_fit),
     Part("observing", "what observing early exit costs", 0.16, observing.run_observing),
     Part(
         "sync-check",
         "probes and measuring never wait for the GPU, and requests survive the context's end",
-        0.10,
+        0.09,
         checks.run_sync_check,
     ),
     Part(
         "served",
         "what a patched server changes, beside what two runs of stock differ by",
-        0.30,
+        0.34,
         comparison.run_comparison_part,
     ),
-    Part("close-lag", "how many tokens a forced close takes", 0.10, checks.run_close_lag),
+    Part("close-lag", "how many tokens a forced close takes", 0.08, checks.run_close_lag),
 )
 
 
@@ -138,6 +139,8 @@ def _context(
         model = write_shape(args.shape, folder, rehearse=args.rehearse)
         # The parser names the markers, which thinking_token_budget needs.
         dummy = ("--load-format", "dummy", "--reasoning-parser", "deepseek_r1", *extra)
+        if not args.rehearse:
+            dummy = (*SIZES_OF_SHAPES, *dummy)
         sized = _served(model, blocks, dummy, accelerator, rehearse=args.rehearse)
         sized = replace(sized, is_dummy=True)
     roots = (Path(__file__).resolve().parents[3], Path.cwd())
@@ -173,6 +176,9 @@ def _served(
     settings = any_settings(model, blocks, extra)
     if is_tiny and rehearse:
         settings = replace(settings, max_num_seqs=8)
+    elif is_tiny and accelerator is not None:
+        # Not the sizes of a CPU: a GPU serves it with vLLM's defaults.
+        settings = ServerSettings(model, blocks, reasoning_parser="deepseek_r1", extra=extra)
     return Served(model, settings, is_tiny)
 
 

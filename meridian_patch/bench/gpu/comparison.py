@@ -1,23 +1,24 @@
-"""Stock, the same stock again, and patched, one after the other: each has the whole GPU."""
+"""A patched server, then a stock one twice: each has the whole GPU."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.gpu.servers import SEED, bounded
+from meridian_patch.bench.gpu.servers import SEED
 from meridian_patch.bench.gpu.suite import Context, Record
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED, STOCK_AGAIN
 from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
 from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.report import DATA_NAME, Origin, write_report
+from meridian_patch.bench.served.report import DATA_NAME, Origin, report_data
 from meridian_patch.bench.served.run import describe_failures, play_seed, start_arm
-from meridian_patch.bench.served.summary import ArmRun
+from meridian_patch.bench.served.summary import ArmRun, summarise
 from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
 from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.workloads import draw_trace
@@ -25,13 +26,15 @@ from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import StepWork
 
 WORKLOAD = "s-prod"
-# Lengths beyond these would outlast the part.
-_MOST_PROMPT, _MOST_THINK, _MOST_ANSWER = 3000, 1500, 400
+# Most tokens of prompt, thought and answer: longer ones would outlast the part.
+_MOST, _REHEARSED_MOST = (3000, 500, 200), (64, 24, 8)
 # Requests that run at a time if nothing waits.
 _ROWS = 96
 # What a server takes to start, and a trace to end behind its last arrival.
-_START_S, _TAIL_S = 50.0, 25.0
+_START_S, _TAIL_S = 50.0, 15.0
 _LEAST_TRACE_S, _MOST_TRACE_S, _MOST_SEEDS = 15.0, 60.0, 5
+_REHEARSED_REQUESTS, _REHEARSED_RATE = 6, 3.0
+_COST = "h100-8b-dense"
 _CHARACTERS = "0123456789 +-=?abcdefghijklmnopqrstuvwxyz"
 _FIGURES = (
     "ttfat_mean_s",
@@ -44,7 +47,9 @@ _FIGURES = (
 
 
 def run_comparison_part(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
-    """Play the same traces on a stock server, on it once more, and on a patched one.
+    """Play the same traces on a patched server, on a stock one, and on that once more.
+
+    What was played counts, also when the part ends early.
 
     Raises:
         BenchError: a server or a request failed.
@@ -53,33 +58,39 @@ def run_comparison_part(context: Context, record: Record, remaining_s: Callable[
     folder.mkdir(parents=True, exist_ok=True)
     load = Load(request_limit_s=max(30.0, remaining_s()))
     traces, words = _traces(context, load, folder, remaining_s)
-    runs = {name: ArmRun(name) for name in (STOCK, STOCK_AGAIN, PATCHED)}
-    served = context.sized
-    for arm, names in ((STOCK, (STOCK, STOCK_AGAIN)), (PATCHED, (PATCHED,))):
-        log = folder / f"server-{arm}.log"
-        environment = KNOWN_ARMS[arm]
-        with start_arm(
-            runs[arm], environment, served.settings, context.base_env, load, log_path=log
-        ) as running:
-            for name in names:
-                for seed, trace in traces.items():
-                    playing = replace(running, run=runs[name])
-                    play_seed(playing, seed, trace, load.processes, lambda: None)
-                _check(runs[name], log)
-    machine = replace(describe_machine(), accelerator=context.accelerator)
-    date = datetime.now().astimezone().isoformat(timespec="seconds")
-    origin = Origin(date, context.command, machine, served.settings, words, load)
-    write_report(folder, list(runs.values()), origin)
-    read_comparison(folder / DATA_NAME, record)
     record.notes.append(words)
+    runs = {name: ArmRun(name) for name in (STOCK, STOCK_AGAIN, PATCHED)}
+    try:
+        for arm, names in ((PATCHED, (PATCHED,)), (STOCK, (STOCK, STOCK_AGAIN))):
+            log = folder / f"server-{arm}.log"
+            settings = context.sized.settings
+            with start_arm(
+                runs[arm], KNOWN_ARMS[arm], settings, context.base_env, load, log_path=log
+            ) as running:
+                for name in names:
+                    for seed, trace in traces.items():
+                        playing = replace(running, run=runs[name])
+                        play_seed(playing, seed, trace, load.processes, lambda: None)
+                    _check(runs[name], log)
+    finally:
+        _record(context, runs, words, load, record)
     return f"{len(traces)} traces of {len(next(iter(traces.values())))} requests, played thrice"
 
 
-def read_comparison(path: Path, record: Record) -> None:
-    """Figures of each arm, and ratios to stock with their spread over traces."""
-    if not path.is_file():
-        return
-    data = json.loads(path.read_text())
+def _record(
+    context: Context, runs: Mapping[str, ArmRun], words: str, load: Load, record: Record
+) -> None:
+    """Figures of each arm that was played, and ratios to stock with their spread over traces."""
+    machine = replace(describe_machine(), accelerator=context.accelerator)
+    date = datetime.now().astimezone().isoformat(timespec="seconds")
+    origin = Origin(date, context.command, machine, context.sized.settings, words, load)
+    data = report_data([summarise(run) for run in runs.values() if run.seeds], origin)
+    (context.folder / "served" / DATA_NAME).write_text(json.dumps(data, indent=1) + "\n")
+    add_figures(data, record)
+
+
+def add_figures(data: Mapping[str, Any], record: Record) -> None:
+    """Add what a comparison's data say of each arm and of its ratio to stock."""
     for name in _FIGURES:
         for arm, found in data["arms"].items():
             values = [seed[name] for seed in found["by_seed"].values() if seed.get(name)]
@@ -101,20 +112,21 @@ def _traces(
     context: Context, load: Load, folder: Path, remaining_s: Callable[[], float]
 ) -> tuple[dict[int, list[ServedRequest]], str]:
     """Traces that the part has time for, and what they are in words."""
-    if context.rehearse:
-        mix = Mix(requests=6, rate_per_s=3.0, max_tokens=128)
-        return {SEED: bounded(context.sized, make_trace(mix, SEED))}, str(mix)
     if context.sized.is_dummy:
         # Lengths are given: one trace as long as there is time for.
         left_s = (remaining_s() - 2 * _START_S) / 3 - _TAIL_S
-        lasts_s = max(_LEAST_TRACE_S, min(_MOST_TRACE_S, left_s))
         rate = bearable_by_cost(context.folder / "cost.yaml")
-        trace = sized_trace(round(rate * lasts_s), rate, SEED)
-        return {SEED: trace}, (
-            f"{len(trace)} requests of {WORKLOAD}, {rate:.1f} per second, prompts of at most "
-            f"{_MOST_PROMPT}, thoughts of at most {_MOST_THINK} and answers of at most "
-            f"{_MOST_ANSWER} tokens."
+        number = round(rate * max(_LEAST_TRACE_S, min(_MOST_TRACE_S, left_s)))
+        most = _MOST
+        if context.rehearse:
+            rate, number, most = _REHEARSED_RATE, _REHEARSED_REQUESTS, _REHEARSED_MOST
+        return {SEED: sized_trace(number, rate, SEED, most)}, (
+            f"{number} requests of {WORKLOAD}, {rate:.1f} per second, prompts of at most "
+            f"{most[0]}, thoughts of at most {most[1]} and answers of at most {most[2]} tokens."
         )
+    if context.rehearse:
+        mix = Mix(requests=6, rate_per_s=3.0, max_tokens=128)
+        return {SEED: make_trace(mix, SEED)}, str(mix)
     console = Console(quiet=True)
     rate, _ = bearable_rate(context.sized.settings, load, CAPACITY_SHARE, folder, console)
     mix = Mix(requests=160, rate_per_s=rate)
@@ -123,15 +135,18 @@ def _traces(
     return {seed: make_trace(mix, seed) for seed in range(SEED, SEED + number)}, str(mix)
 
 
-def sized_trace(requests: int, rate_per_s: float, seed: int) -> list[ServedRequest]:
+def sized_trace(
+    requests: int, rate_per_s: float, seed: int, most: tuple[int, int, int] = _MOST
+) -> list[ServedRequest]:
     """Chat requests with the lengths of the workload, for a model whose thoughts never end.
 
     One character of a prompt is one token of the tiny reasoner's tokenizer.
     """
+    most_prompt, most_think, most_answer = most
     trace = []
     for place, each in enumerate(draw_trace(WORKLOAD, requests, rate_per_s, seed)):
-        think = min(max(each.think_tokens, 1), _MOST_THINK)
-        length = min(each.prompt_tokens, _MOST_PROMPT)
+        think = min(max(each.think_tokens, 1), most_think)
+        length = min(each.prompt_tokens, most_prompt)
         # Prompts differ from their first character on, so that none hits another's prefix.
         start = f"{place} "
         content = (start + _CHARACTERS * (length // len(_CHARACTERS) + 1))[:length]
@@ -141,7 +156,7 @@ def sized_trace(requests: int, rate_per_s: float, seed: int) -> list[ServedReque
                 arrival_s=each.arrival_s or 0.0,
                 messages=({"role": "user", "content": content},),
                 expected="",
-                max_tokens=think + min(each.answer_tokens, _MOST_ANSWER),
+                max_tokens=think + min(each.answer_tokens, most_answer),
                 extra={"thinking_token_budget": think, "ignore_eos": True},
             )
         )
@@ -149,14 +164,11 @@ def sized_trace(requests: int, rate_per_s: float, seed: int) -> list[ServedReque
 
 
 def bearable_by_cost(path: Path) -> float:
-    """Requests per second that keep about ``_ROWS`` running, by the cost model that was fitted.
+    """Requests per second that keep about ``_ROWS`` running.
 
-    Raises:
-        BenchError: there is no cost model, which the part cost-model writes.
+    By the cost model at the path, or a packaged one where none was fitted.
     """
-    if not path.is_file():
-        raise BenchError("no rate is known without the cost model that the part cost-model fits")
-    cost = load_cost(str(path))
+    cost = load_cost(str(path) if path.is_file() else _COST)
     lengths = sized_trace(400, 1.0, SEED)
     prompt = sum(len(each.messages[0]["content"]) for each in lengths) / len(lengths)
     output = sum(each.max_tokens for each in lengths) / len(lengths)

@@ -10,7 +10,7 @@ from typing import Any
 from meridian_patch.bench.arms import override
 from meridian_patch.bench.gpu.cost import fitted_arguments
 from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
-from meridian_patch.bench.simulated.timed import Play, run_timed_engine
+from meridian_patch.bench.simulated.timed import Play, TimedRun, run_timed_engine
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import ReplayArm
 
@@ -23,12 +23,14 @@ _ASKED: dict[str, dict[str, str]] = {
     _ALL: {"meridian_exit": "observe"},
 }
 _ROWS, _REHEARSED_ROWS = (64, 256), (4,)
-_PROMPT, _OUTPUT, _REHEARSED_OUTPUT = 128, 160, 48
+_PROMPT, _OUTPUT, _REHEARSED_OUTPUT = 128, 128, 96
+# Random tokens have no paragraph's end, where a thought is probed by default.
+_GAPS: dict[str, object] = {"exit.probe_min_gap_tokens": 32, "exit.probe_max_gap_tokens": 64}
 _ROUNDS, _REHEARSED_ROUNDS = 4, 2
 _TEXT_IDS = 64
 
 
-def run_observing(context: Context, record: Record, _remaining_s: Callable[[], float]) -> str:
+def run_observing(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
     """Decode batches of thoughts with early exit off, off again, at its default, and observing all.
 
     Raises:
@@ -42,32 +44,45 @@ def run_observing(context: Context, record: Record, _remaining_s: Callable[[], f
     plays = {}
     for turn, number in itertools.product(range(-1, rounds), rows):
         # Another arm is first in each round; round -1 warms up.
-        names = [*_ASKED]
+        names = [*_ASKED] if turn >= 0 else [_ALL]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             plays[f"{turn} {number} {name}"] = list(_batch(number, output, start, turn, name))
     run = run_timed_engine(
         fitted_arguments(context),
         plays,
-        ReplayArm("observing", True, override({"exit.mode": "observe"})),
+        ReplayArm("observing", True, override({"exit.mode": "observe", **_GAPS})),
         context.folder / "observing.engine",
+        limit_s=remaining_s(),
     )
     for number in rows:
-        tokens_per_s = {
-            name: [
-                number * output / _seconds(run.plays[f"{turn} {number} {name}"])
-                for turn in range(rounds)
-            ]
-            for name in _ASKED
-        }
-        record.add(f"tokens per second, {number} rows, off", "1/s", tokens_per_s[_OFF])
-        steps = [_median_step(run.plays[f"{turn} {number} {_OFF}"]) for turn in range(rounds)]
-        record.add(f"median step, {number} rows, off", "s", steps)
-        for name in (_AGAIN, _DEFAULT, _ALL):
-            pairs = zip(tokens_per_s[name], tokens_per_s[_OFF], strict=True)
-            ratios = [ours / off for ours, off in pairs]
-            record.add(f"tokens per second, {number} rows, {name} over off", "", ratios)
-    record.notes.append("off again over off is what two equal batches differ by.")
-    return f"{len(rows)} batch sizes, {rounds} rounds on one engine"
+        _add_figures(run, record, number, rounds, output)
+    record.notes.append(
+        "All batches ran on one patched engine; off again over off is what two equal batches "
+        "differ by. Stock is not among them."
+    )
+    return f"{len(run.plays)} of {len(plays)} batches on one engine"
+
+
+def _add_figures(run: TimedRun, record: Record, number: int, rounds: int, output: int) -> None:
+    """Figures of the rounds that were played to their end."""
+    names = {turn: {name: f"{turn} {number} {name}" for name in _ASKED} for turn in range(rounds)}
+    whole = [
+        {name: run.plays[key] for name, key in of_turn.items()}
+        for of_turn in names.values()
+        if all(key in run.plays for key in of_turn.values())
+    ]
+    speeds = [
+        {name: number * output / _seconds(play) for name, play in played.items()}
+        for played in whole
+    ]
+    record.add(f"tokens per second, {number} rows, off", "1/s", [each[_OFF] for each in speeds])
+    steps = [_median_step(played[_OFF]) for played in whole]
+    record.add(f"median step, {number} rows, off", "s", steps)
+    for name in (_AGAIN, _DEFAULT, _ALL):
+        ratios = [each[name] / each[_OFF] for each in speeds]
+        record.add(f"tokens per second, {number} rows, {name} over off", "", ratios)
+    probes = [_more_rows(played[_ALL], number) for played in whole]
+    record.add(f"rows of probes, {number} rows, {_ALL}", "", probes)
 
 
 def _batch(
@@ -104,3 +119,8 @@ def _seconds(play: Play) -> float:
 
 def _median_step(play: Play) -> float:
     return median(seconds for work, seconds in play.steps if not work.prefill_tokens)
+
+
+def _more_rows(play: Play, number: int) -> int:
+    """Rows beside those of the batch, over all steps: each is a probe."""
+    return sum(max(0, work.decode_seqs + work.prefill_seqs - number) for work, _ in play.steps)

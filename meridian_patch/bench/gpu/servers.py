@@ -15,6 +15,8 @@ from meridian_patch.errors import BenchError
 
 SEED = 31
 _LEAST_LIMIT_S = 30.0
+# Nothing that counts is lost when a server is killed.
+_STOP_LIMIT_S = 5.0
 
 
 @contextmanager
@@ -23,7 +25,14 @@ def launched(
 ) -> Iterator[tuple[ServerProcess, Client]]:
     """Launch a server with an environment of its own; it may not be up yet."""
     whole = arm_environment(env, context.base_env)
-    with ServerProcess(served.settings, whole, log, pick_port(), start_limit_s=limit_s) as server:
+    with ServerProcess(
+        served.settings,
+        whole,
+        log,
+        pick_port(),
+        start_limit_s=limit_s,
+        stop_limit_s=_STOP_LIMIT_S,
+    ) as server:
         name, limit_s = served.settings.served_name, max(_LEAST_LIMIT_S, limit_s)
         yield server, Client(server.url, name, request_limit_s=limit_s)
 

@@ -22,6 +22,7 @@ FAILED: Verdict = "failed"
 SKIPPED: Verdict = "skipped"
 NOT_RUN: Verdict = "not run"
 _MINUTE_S = 60
+_RECORDING_S = 5.0
 
 
 class SkippedError(MeridianError):
@@ -190,9 +191,11 @@ def _run_part(context: Context, part: Part, record: Record) -> bool:
     """Run one part within its time; True on Ctrl-C."""
     begin = time.monotonic()
     alarm = _Alarm(record.limit_s)
+    recording_s = min(_RECORDING_S, record.limit_s / 10)
 
     def remaining_s() -> float:
-        return max(0.0, record.limit_s - (time.monotonic() - begin))
+        # Less than the alarm leaves: a part whose own limits are over records what it has.
+        return max(0.0, record.limit_s - recording_s - (time.monotonic() - begin))
 
     try:
         with alarm:

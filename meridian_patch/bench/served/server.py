@@ -129,6 +129,7 @@ class ServerProcess:
         port: from ``pick_port``.
         start_limit_s: how long the server may take to become healthy.
         on_wait: called with the seconds waited so far while it starts.
+        stop_limit_s: how long it may take to end before it is killed.
     """
 
     def __init__(
@@ -139,7 +140,9 @@ class ServerProcess:
         port: int,
         start_limit_s: float = 240.0,
         on_wait: Callable[[float], None] = lambda _: None,
+        stop_limit_s: float = _TERMINATE_S,
     ) -> None:
+        self._stop_limit_s = stop_limit_s
         self._arguments = settings.arguments(port)
         self._env = env
         self._log_path = log_path
@@ -223,4 +226,4 @@ class ServerProcess:
 
     def _stop(self) -> None:
         if self._process is not None:
-            end_group(self._process, _TERMINATE_S)
+            end_group(self._process, self._stop_limit_s)

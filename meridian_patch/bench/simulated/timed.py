@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def run_timed_engine(
     arm: ReplayArm,
     folder: Path,
     on_wait: Callable[[float], None] = lambda _: None,
+    limit_s: float = math.inf,
 ) -> TimedRun:
     """Start an engine in its own process, play on it, and end it.
 
@@ -94,9 +96,10 @@ def run_timed_engine(
         arm: stock, or the patch and its settings.
         folder: for the job, the result and the log.
         on_wait: called several times a second with the seconds waited so far.
+        limit_s: when it is over, the engine is ended, and the plays so far count.
 
     Raises:
-        BenchError: the engine failed; the message holds the end of its log.
+        BenchError: the engine failed, or no play has ended; the message holds the end of its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job, result, log = (folder / name for name in ("job.json", "result.json", "log.txt"))
@@ -115,15 +118,18 @@ def run_timed_engine(
         )
         begin = time.monotonic()
         try:
-            while process.poll() is None:
+            while process.poll() is None and time.monotonic() - begin < limit_s:
                 on_wait(time.monotonic() - begin)
                 time.sleep(_POLL_S)
+            is_over = process.poll() is None
         finally:
             end_group(process, _TERMINATE_S)
-    if process.returncode or not result.is_file():
+    found = json.loads(result.read_text()) if result.is_file() else None
+    if found is None or (len(found["plays"]) < len(plays) and not is_over):
         what = f"the engine of arm {arm.name} ended with exit code {process.returncode}"
+        what = f"no play of arm {arm.name} ended within {limit_s:.0f} s" if is_over else what
         raise BenchError(f"{what} before it was done. {log_tail(log)}")
-    return _read(json.loads(result.read_text()), arm)
+    return _read(found, arm)
 
 
 def bursts(most_at_once: int, longest: int, seed: int) -> Iterator[list[dict[str, Any]]]:

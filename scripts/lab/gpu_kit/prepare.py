@@ -186,11 +186,12 @@ def report(out: Path, found: Findings) -> None:
         if size > MOST_MIB * MIB or carried > MOST_CARRIED_MIB:
             sys.exit(
                 f"gpu_kit: the folder may have {MOST_MIB} MiB, and {MOST_CARRIED_MIB} MiB with the "
-                "files of the checkout; leave more out (LEFT_OUT in pack.py)"
+                "files of the checkout; leave more out (LEFT_OUT in prepare.py)"
             )
-    print("the two commands, from the root of the checkout, the second right behind the first:")
+    print("the two commands, from the checkout's root; call two right behind one, without a look:")
     for trip in TRIPS:
-        print(f"  {command_of(trip, relative(out))}")
+        print(f"  {command_of(trip, relative(out))}    (carry {relative(out) / trip})")
+    print("  --limit-s N, where less than 175 and 530 s are left")
 
 
 def command_of(trip: str, folder: Path) -> str:

@@ -35,6 +35,7 @@ REHEARSAL_S = 1500.0
 KNOWN = {"torch": "2.11", "triton": "3.6"}
 CAPABILITY = (9, 0)
 LEAST_GIB = 40
+POLL_S = 5.0
 MOST_BYTES = 15 * 2**20
 MIB = 2**20
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trip", choices=TRIPS)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--limit-s", type=float, help="of the whole trip (default: 175, 530)")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, also without a GPU")
     args = parser.parse_args()
     begin = time.monotonic()
@@ -57,8 +59,9 @@ def main() -> None:
         sys.exit(f"gpu_kit: could not unpack: {error}. Run trip one, then trip two right behind it")
     spent = time.monotonic() - begin
     print(f"gpu_kit: unpacked after {spent:.0f} s", flush=True)
-    limit_s = (REHEARSAL_S if args.rehearse else LIMITS_S[args.trip]) - spent
-    code = run_suite(args.trip, stay, limit_s, surprises, rehearse=args.rehearse)
+    limit_s = args.limit_s or (REHEARSAL_S if args.rehearse else LIMITS_S[args.trip])
+    suite = Suite(args.trip, stay, args.out, rehearse=args.rehearse)
+    code = suite.run(limit_s - spent, surprises)
     hand_over(stay / args.trip, args.out)
     sys.exit(code)
 
@@ -115,53 +118,78 @@ def unpack_archive(path: Path, to: Path) -> None:
         archive.extractall(to, filter="data")
 
 
-def run_suite(
-    trip: str, stay: Path, limit_s: float, surprises: list[str], *, rehearse: bool
-) -> int:
-    """Run the suite's parts of this trip; end it, and all that it started, at the limit."""
-    minutes = max(0.5, (limit_s - BESIDE_S[trip]) / 60)
-    # In a rehearsal the machine's own vLLM serves: the packed one is for another Python.
-    sites = [stay / "product", *([] if rehearse else [stay / "site"])]
-    env = dict(os.environ) | {  # noqa: TID251 - the product is not on the path here
-        "PYTHONPATH": os.pathsep.join(map(str, sites)),
-        # FlashInfer is not packed.
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = [sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command"]
-    command += ["--parts", PARTS[trip], "--minutes", f"{minutes:.2f}", "--out", str(stay / trip)]
-    command += ["--shape", "qwen3-8b", *(["--rehearse"] if rehearse else [])]
-    for line in surprises:
-        command += ["--surprise", line]
-    process = subprocess.Popen(command, cwd=stay / "kit", env=env, process_group=0)
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        print(f"gpu_kit: the suite did not end within {limit_s:.0f} s", flush=True)
-        return 1
-    finally:
-        # Servers have groups of their own, which end with the suite's interrupt.
-        for number, patience_s in ((signal.SIGINT, 8.0), (signal.SIGKILL, 2.0)):
-            if process.poll() is None:
-                os.killpg(process.pid, number)
+class Suite:
+    """The suite's parts of a trip, in a process of their own."""
+
+    def __init__(self, trip: str, stay: Path, out: Path, *, rehearse: bool) -> None:
+        self.trip, self.stay, self.out, self.rehearse = trip, stay, out, rehearse
+
+    def run(self, limit_s: float, surprises: list[str]) -> int:
+        """Run it; end it, and all that it started, at the limit. Its page is copied as it goes."""
+        end = time.monotonic() + limit_s
+        process = subprocess.Popen(
+            self.command(limit_s, surprises),
+            cwd=self.stay / "kit",
+            env=self.environment(),
+            process_group=0,
+        )
+        try:
+            while time.monotonic() < end:
                 try:
-                    process.wait(patience_s)
+                    return process.wait(POLL_S)
                 except subprocess.TimeoutExpired:
-                    continue
+                    copy_page(self.stay / self.trip, self.out)
+            print(f"gpu_kit: the suite did not end within {limit_s:.0f} s", flush=True)
+            return 1
+        finally:
+            # Servers have groups of their own, which end with the suite's interrupt.
+            for number, patience_s in ((signal.SIGINT, 12.0), (signal.SIGKILL, 2.0)):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+                    try:
+                        process.wait(patience_s)
+                    except subprocess.TimeoutExpired:
+                        continue
+
+    def command(self, limit_s: float, surprises: list[str]) -> list[str]:
+        minutes = max(0.5, (limit_s - BESIDE_S[self.trip]) / 60)
+        command = [sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command"]
+        command += ["--parts", PARTS[self.trip], "--minutes", f"{minutes:.2f}"]
+        command += ["--out", str(self.stay / self.trip), "--shape", "qwen3-8b"]
+        command += ["--rehearse"] if self.rehearse else []
+        for line in surprises:
+            command += ["--surprise", line]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        # In a rehearsal the machine's own vLLM serves: the packed one is for another Python.
+        sites = [self.stay / "product", *([] if self.rehearse else [self.stay / "site"])]
+        return dict(os.environ) | {  # noqa: TID251 - the product is not on the path here
+            "PYTHONPATH": os.pathsep.join(map(str, sites)),
+            # FlashInfer is not packed.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def copy_page(folder: Path, out: Path) -> None:
+    """Copy the page, its data and tables, none of them too large."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.suffix in {".html", ".json", ".csv", ".yaml"} and path.stat().st_size < MOST_BYTES:
+            shutil.copy(path, out)
 
 
 def hand_over(folder: Path, out: Path) -> None:
-    """Copy the page, its data and tables, and an archive of the rest, none of them too large."""
+    """Copy the page and its data, and an archive of logs and timed steps."""
     if not folder.is_dir():
         print("gpu_kit: the suite wrote nothing", flush=True)
         return
-    for path in sorted(folder.iterdir()):
-        if path.suffix in {".html", ".json", ".csv", ".yaml"} and path.stat().st_size < MOST_BYTES:
-            shutil.copy(path, out)
+    copy_page(folder, out)
     logs = out / "logs.tar.xz"
     with tarfile.open(logs, "w:xz") as archive:
         for path in sorted(folder.rglob("*")):
-            if path.suffix in {".log", ".txt", ".jsonl"} and path.stat().st_size < 20 * MIB:
+            is_raw = path.suffix in {".log", ".txt", ".jsonl"} or path.name == "result.json"
+            if (is_raw or path.parent.name == "served") and path.stat().st_size < 20 * MIB:
                 archive.add(path, path.relative_to(folder))
     if logs.stat().st_size > MOST_BYTES:
         logs.unlink()
