@@ -86,10 +86,10 @@ def _seeds_text(summary: Summary, points: Sequence[Point]) -> str:
         for seeds, titles in by_seeds.items()
     ]
     return (
-        f"{summary.requests} requests per replay. {'. '.join(words)}. Settings were searched on "
-        f"seeds {TUNING_SEEDS[0]} to {TUNING_SEEDS[-1]} only; figures come from seeds "
-        f"{UNSEEN_SEEDS[0]} to {UNSEEN_SEEDS[-1]}. Means over seeds; in brackets 95 % bootstrap "
-        "intervals over seeds, paired by seed; with one seed there is none."
+        f"{summary.requests} requests per replay. {'. '.join(words)}. No setting was "
+        f"chosen on seeds {UNSEEN_SEEDS[0]} to {UNSEEN_SEEDS[-1]}; `--tune` searches settings on "
+        f"seeds {TUNING_SEEDS[0]} to {TUNING_SEEDS[-1]}. Means over seeds; in brackets 95 % "
+        "bootstrap intervals over seeds, paired by seed; with one seed there is none."
     )
 
 
