@@ -184,7 +184,7 @@ def test_pascal_demotes_a_long_thinker() -> None:
 
 
 def test_pascal_keeps_an_answer_ahead_of_its_reader_behind_thinkers() -> None:
-    played = engine("pascal", [], buffer_tokens=5)
+    played = engine("pascal", [], buffer_tokens=5, quantum=30)
     played.add(request("6-0", 10, 3, 60), 0.0)
     ranks = []
     while played.scheduler.requests["6-0"].num_output_tokens < 60:

@@ -66,6 +66,8 @@ def write(
     missing = [_title(point) for point in points if point not in played]
     if missing:
         lines += [f"Not played to the end yet: {'; '.join(missing)}.", ""]
+    if played:
+        lines += _scales(summary, played)
     if goodputs:
         lines += _goodputs(goodputs)
     if OURS in summary.arms and "srpt" in summary.arms and played:
@@ -115,6 +117,33 @@ def _table(summary: Summary, point: Point) -> Iterator[str]:
         f"The longest {LONGEST_SHARE:.0%} are those that think longest. The worst answer gap is of "
         "all seeds."
     )
+    yield ""
+
+
+def _scales(summary: Summary, points: Sequence[Point]) -> Iterator[str]:
+    """How the shares change with stricter and laxer limits."""
+    limits = [
+        (MAX_SLOWDOWN * scale, 1 + (MAX_DECODE_STEPS - 1) * scale) for scale in (0.4, 0.6, 1.0, 2.0)
+    ]
+    yield "## Stricter and laxer limits"
+    yield ""
+    yield "Share of requests within both limits, on the slowdown and on the p99 of the own gaps in "
+    yield "decode steps."
+    yield ""
+    cells = [
+        f"{point.workload}, ρ {point.rho:g}: ≤ {slowdown:g}, ≤ {steps:g}"
+        for point in points
+        for slowdown, steps in limits
+    ]
+    yield f"| arm | {' | '.join(cells)} |"
+    yield "|---" * (len(cells) + 1) + "|"
+    for arm in summary.arms:
+        shares = (
+            f"{summary.share_within(point, arm, *limit):.2f}"
+            for point in points
+            for limit in limits
+        )
+        yield f"| {label(arm)} | {' | '.join(shares)} |"
     yield ""
 
 

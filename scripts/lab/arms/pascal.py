@@ -6,7 +6,7 @@ demoted to the low one; in each queue requests take turns of 500 tokens; a pacer
 the reader's pace, so that an answer may be preempted while its reader has tokens left to read.
 Deviations: one engine, so no placement and no migration; a preempted request computes its tokens
 again, where PASCAL's simulator swaps them; the pacer is a rule of order: an answer with fewer than
-``buffer_tokens`` unread goes before all others.
+``buffer_tokens`` unread has a turn before all others.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ class Pascal(Arm):
         quantum: tokens of a turn.
         demoted_tokens: a thinker past so many is in the low queue.
         reading_s: the reader's pace, seconds per token.
-        buffer_tokens: unread tokens below which an answer is urgent.
+        buffer_tokens: unread tokens below which an answer is urgent, for a turn.
     """
 
     displaces = True
@@ -37,12 +37,14 @@ class Pascal(Arm):
         self._turns: dict[str, tuple[int, int]] = {}
         # When an answer's first token came, and how many output tokens there were before.
         self._shown: dict[str, tuple[float, int]] = {}
+        # Of urgent answers, the output tokens up to which they are.
+        self._urgent: dict[str, int] = {}
 
     def rank(self, request: Any) -> Rank:
         name = request.request_id
         if name in self.answering:
             is_low = True
-            if self._unread(request) < self.buffer_tokens:
+            if self._is_urgent(request):
                 return FIRST
         else:
             is_low = request.num_output_tokens > self.demoted_tokens
@@ -61,6 +63,7 @@ class Pascal(Arm):
     def left(self, request: Any) -> None:
         del self._turns[request.request_id]
         self._shown.pop(request.request_id, None)
+        self._urgent.pop(request.request_id, None)
 
     def before_step(self) -> None:
         # A preempted answer becomes urgent while it waits.
@@ -71,6 +74,12 @@ class Pascal(Arm):
         self._num_turns += 1
         end = request.num_output_tokens + self.quantum
         self._turns[request.request_id] = self._num_turns, end
+
+    def _is_urgent(self, request: Any) -> bool:
+        name, tokens = request.request_id, request.num_output_tokens
+        if tokens >= self._urgent.get(name, 0) and self._unread(request) < self.buffer_tokens:
+            self._urgent[name] = tokens + self.quantum
+        return tokens < self._urgent.get(name, 0)
 
     def _unread(self, request: Any) -> float:
         since_s, before = self._shown.get(request.request_id, (self.clock(), 0))

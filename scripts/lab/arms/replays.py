@@ -69,16 +69,20 @@ class Line:
     wall_s: float
 
 
-def play(key: Key) -> Line:
+def play(job: tuple[Key, str]) -> Line:
     """Replay one arm on one seed.
+
+    Args:
+        job: what to replay, and the digest of the arm's code.
 
     Raises:
         BenchError: the arm or the workload is unknown, or the pool too small.
     """
-    job = ReplayJob(
+    key, code = job
+    replay = ReplayJob(
         Offer(key.workload, key.requests), key.seed, _arm(key), key.rate, key.pool, DEFAULT_COST
     )
-    trace = job.trace()
+    trace = replay.trace()
     if key.arm in ARMS:
         entry = ARMS[key.arm]
         build = partial(
@@ -87,8 +91,8 @@ def play(key: Key) -> Line:
             facts=_facts(trace, key.seed),
             settings={**entry.settings, **dict(key.settings)},
         )
-        job = replace(job, arm=replace(job.arm, build_scheduler=build))
-    run = run_job(job)
+        replay = replace(replay, arm=replace(replay.arm, build_scheduler=build))
+    run = run_job(replay)
     requests, decode_s = run.requests, run.figures["decode_only_step_p99_s"] or np.inf
     steps = requests.answer_itl_p99_s / decode_s
     is_well = (requests.slowdown <= MAX_SLOWDOWN) & (steps <= MAX_DECODE_STEPS)
@@ -101,7 +105,7 @@ def play(key: Key) -> Line:
         "longest_slowdown": float(requests.slowdown[longest[:count]].mean()),
     }
     rounded = (np.round(values, 4).tolist() for values in (requests.slowdown, steps))
-    return Line(key, digest(key.arm), figures, *rounded, round(run.wall_s, 2))
+    return Line(key, code, figures, *rounded, round(run.wall_s, 2))
 
 
 @cache

@@ -35,7 +35,8 @@ class Results:
         Raises:
             BenchError: a replay failed.
         """
-        missing = {key: key for key in wanted if key not in self.lines}
+        # The digests are those of now: a file may be edited while replays run.
+        missing = {key: (key, digest(key.arm)) for key in wanted if key not in self.lines}
         if not missing:
             return
         started_s = time.monotonic()

@@ -89,6 +89,15 @@ class Summary:
         below = self.of(point, STOCK, column.figure) if column.is_ratio else np.ones_like(ours)
         return quotient(ours, below)
 
+    def share_within(self, point: Point, arm: str, slowdown: float, steps: float) -> float:
+        """Share of requests within these limits, over all seeds alike."""
+        shares = []
+        for seed in self.seeds(point):
+            line = self._lines[self._key(point, arm, seed)]
+            is_well = (np.array(line.slowdown) <= slowdown) & (np.array(line.steps) <= steps)
+            shares.append(is_well.mean())
+        return float(np.mean(shares))
+
     def _key(self, point: Point, arm: str, seed: int) -> Key:
         return Key(point.workload, point.pool, point.rate, seed, self.requests, arm)
 
