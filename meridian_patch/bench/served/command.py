@@ -109,6 +109,11 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         help="tokens of the device that one token of the model stands for, in time and pool",
     )
     serve.add_argument(
+        "--fidelity",
+        action="store_true",
+        help="with --emulate: replay what each server did with the same cost model, and compare",
+    )
+    serve.add_argument(
         "--emulate-beside-gpu", action="store_true", help="also where this machine has a GPU"
     )
     serve.add_argument(

@@ -109,6 +109,7 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         restarts=parsed.restart,
         starts_together=settings.model == packaged_model() and accelerator_name() is None,
         headlines_only=parsed.headlines,
+        has_fidelity=_has_fidelity(parsed, settings),
         pauses_in_tokens=pause.unit == "tokens" and _has_later_turns(traces),
     )
 
@@ -119,6 +120,15 @@ def _device(parsed: argparse.Namespace) -> EmulatedDevice | None:
         return None
     check_machine(is_allowed_beside_gpu=parsed.emulate_beside_gpu)
     return load_device(parsed.emulate, parsed.emulate_tokens)
+
+
+def _has_fidelity(parsed: argparse.Namespace, settings: ServerSettings) -> bool:
+    if parsed.fidelity and (settings.device is None or settings.model != packaged_model()):
+        raise BenchError(
+            "--fidelity replays what emulated servers of the tiny reasoner did; give --emulate "
+            "DEVICE, and no --model"
+        )
+    return bool(parsed.fidelity)
 
 
 def _pause(parsed: argparse.Namespace) -> Pause:

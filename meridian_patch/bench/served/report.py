@@ -18,6 +18,7 @@ from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.served import plots
 from meridian_patch.bench.served.arms import NOOP, STOCK_AGAIN
+from meridian_patch.bench.served.fidelity import Fidelity
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.metrics import LATE_SHARE, STALL_S, FigureKind
 from meridian_patch.bench.served.server import ServerSettings
@@ -93,19 +94,24 @@ class Origin:
         return f"{self.machine.how} · {self.date} · {self.machine} · {self.command}"
 
 
-def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
+def write_report(
+    folder: Path, runs: Sequence[ArmRun], origin: Origin, fidelity: Sequence[Fidelity] = ()
+) -> Path:
     """Write the page, the same as JSON, and the picture of the answers on its own.
 
     Args:
         folder: takes them.
         runs: one per arm.
         origin: how they were obtained.
+        fidelity: figures of emulated servers against those of a replay.
 
     Returns:
         Path of the page.
     """
     arms = [summarise(run) for run in runs]
     document = report_data(arms, origin)
+    if fidelity:
+        document["fidelity"] = [asdict(each) | {"error": each.error} for each in fidelity]
     picture = picture_of(runs, origin)
     if picture is not None:
         (folder / PICTURE_NAME).write_bytes(picture)

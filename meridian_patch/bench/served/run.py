@@ -23,6 +23,7 @@ from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.progress import progress_bars
 from meridian_patch.bench.served.arms import ServedArm, arm_environment
 from meridian_patch.bench.served.client import Client, RequestRecord
+from meridian_patch.bench.served.fidelity import Fidelity, compare, fidelity_table
 from meridian_patch.bench.served.load import Load, play_in_processes
 from meridian_patch.bench.served.metrics import difference, read_counters
 from meridian_patch.bench.served.pace import paced, token_time_s
@@ -65,6 +66,7 @@ class Comparison:
         starts_together: the servers start beside each other; not where they profile one GPU.
         headlines_only: the table printed has the most important figures; the page has all.
         pauses_in_tokens: pauses before later turns are in tokens of a request alone.
+        has_fidelity: what the emulated servers did is replayed and compared.
     """
 
     arms: Sequence[ServedArm]
@@ -79,6 +81,7 @@ class Comparison:
     starts_together: bool = False
     headlines_only: bool = False
     pauses_in_tokens: bool = False
+    has_fidelity: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,24 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
     words = silence_in_words(arms)
     if words:
         _print_red(words, console)
-    page = write_report(folder, played, origin)
+    fidelity = []
+    if comparison.has_fidelity:
+        fidelity = _fidelity(comparison, runs, base_env)
+        console.print(fidelity_table(fidelity, machine.how))
+    page = write_report(folder, played, origin, fidelity)
     console.print(f"report: {page}", highlight=False)
     return code
+
+
+def _fidelity(
+    comparison: Comparison, runs: Sequence[ArmRun], base_env: Mapping[str, str]
+) -> list[Fidelity]:
+    """What each arm did, against its replay."""
+    found = []
+    for arm, run in zip(comparison.arms, runs, strict=True):
+        env = arm_environment(arm.environment, base_env)
+        found += compare(run, env, arm.settings(comparison.settings))
+    return found
 
 
 def check_ports(first: int, arms: int) -> list[int]:
