@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "emulation": (*PLUGIN, "replay"),
     "demo": ("errors",),  # the tiny reasoner: weights, tokenizer, problems
     "bench": (*PLUGIN, "replay", "emulation", "demo"),
-    "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
+    "demo.run": (*PLUGIN, "emulation", "demo", "bench"),  # the front end of scripts/demo
     "serve_roles": ("errors",),
     "serve": (*PLUGIN, "emulation", "serve_roles"),
     "router": PURE,
