@@ -95,6 +95,11 @@ class Ledger:
             totals.overslept_s += max(0.0, handed_s - wanted_s)
 
     @property
+    def steps(self) -> int:
+        """All steps, the warm-up included."""
+        return self.warm_up_steps + self.prefill.steps + self.decode.steps
+
+    @property
     def late_share(self) -> float:
         """Time late or overslept over the device's; 0 before the first step."""
         both = (self.prefill, self.decode)

@@ -87,7 +87,8 @@ class EmulatedWorker(CPUWorker):
         self._clock = DeviceClock()
         self._shapes = StepShapes()
         self._ledger = Ledger()
-        self._report = ReportFile(envs.emulation_report(envs.environment()))
+        rank = self.parallel_config.data_parallel_index
+        self._report = ReportFile(envs.emulation_report(envs.environment()), rank)
 
     def init_device(self) -> None:
         """Build the model runner, as a GPU's would be built."""

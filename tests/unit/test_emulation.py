@@ -163,8 +163,15 @@ def test_the_report_holds_what_a_bench_reads(tmp_path) -> None:
     report.write_sometimes(ledger, 1.0)
     data = json.loads(path.read_text())
     assert (data["device"], data["prefill"]["late_s"]) == (DEVICE, pytest.approx(0.002))
+    ledger = a_ledger((0.0, 0.013, 0.013), (0.0, 0.005, 0.01))
     report.write(ledger, 1.0)
-    assert late_share(read_counters(path)) == pytest.approx(0.3)
+    assert late_share(read_counters(path)) == pytest.approx(0.15)
+    path.unlink()
+    # An engine that has nothing to do goes on asking.
+    report.write(ledger, 9.0)
+    assert not path.exists()
+    ReportFile(path, rank=2).begin({})
+    path.with_name("report-2.json").replace(path)
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     path.write_text("{}")
     with pytest.raises(BenchError, match=r"report .*report\.json cannot be read"):
