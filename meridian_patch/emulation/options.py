@@ -124,6 +124,6 @@ def _banner(device: EmulatedDevice, options: Sequence[str]) -> str:
     return (
         f"meridian serve: no GPU runs here. Steps last as the cost model {device.name} says "
         f"({device.cost.provenance}); the tokens are the served model's own.{scale} KV pool: "
-        f"{pool} blocks. Figures of this server are `{device.provenance}`. Its log says at the end "
-        "whether this machine was fast enough."
+        f"{pool} blocks. Figures of this server are `{device.provenance}`. Its log says "
+        "whether this machine is fast enough."
     )

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from vllm.logger import init_logger
@@ -30,6 +31,7 @@ logger = init_logger("vllm.meridian_patch")
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1000
+_SAY_EVERY_S = 10.0
 # The patch makes it a property of the workers' base class.
 _RUNNER_OF_BASE = getattr(CPUWorker, "model_runner", None)
 
@@ -87,6 +89,7 @@ class EmulatedWorker(CPUWorker):
         self._clock = DeviceClock()
         self._shapes = StepShapes()
         self._ledger = Ledger()
+        self._said_s, self._said_steps = -inf, 0
         rank = self.parallel_config.data_parallel_index
         self._report = ReportFile(envs.emulation_report(envs.environment()), rank)
 
@@ -164,15 +167,20 @@ class EmulatedWorker(CPUWorker):
         else:
             # The engine has nothing more to do.
             self._report.write(self._ledger, handed_s)
+            self._say_verdict(handed_s)
         return step.result
 
     def shutdown(self) -> None:
-        """Say how late the device was, and end."""
+        """End, with steps under way. What there is to say was said: a server kills its engine."""
         self._queue.clear()
-        if self._runner_of_device is not None:
-            self._report.write(self._ledger, time.perf_counter())
-            logger.info("meridian_patch: %s: %s", self._device.provenance, self._ledger.sentence())
         super().shutdown()
+
+    def _say_verdict(self, now_s: float) -> None:
+        """Log how late the device was, now and then and only what is new."""
+        if self._ledger.steps == self._said_steps or now_s - self._said_s < _SAY_EVERY_S:
+            return
+        self._said_s, self._said_steps = now_s, self._ledger.steps
+        logger.info("meridian_patch: %s: %s", self._device.provenance, self._ledger.sentence())
 
     def _catch_up(self) -> None:
         """Do the work of all steps that can be done; the last may wait for its grammar."""

@@ -2,7 +2,7 @@
 
 import copy
 import random
-import time
+from math import inf
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,15 +111,18 @@ def test_a_kept_output_has_what_others_added():
 
 
 class Fake:
-    """What stands in for the CPU worker's own methods; notes their calls."""
+    """What stands in for the CPU worker's own methods and for the clock; notes calls."""
 
     def __init__(self, monkeypatch, seconds: float = 0.0) -> None:
         self.calls = []
+        self.now_s = 100.0
         fake = self
+        clock = SimpleNamespace(perf_counter=lambda: self.now_s, sleep=self.sleep)
+        monkeypatch.setattr(worker_module, "time", clock)
 
         def execute_model(worker, output):
             fake.calls.append(("execute", output.name, worker.model_runner))
-            time.sleep(seconds)
+            fake.sleep(seconds)
             return None if output.total_num_scheduled_tokens else ModelRunnerOutput([], {})
 
         def sample_tokens(_worker, grammar):
@@ -129,6 +132,9 @@ class Fake:
         monkeypatch.setattr(worker_module.CPUWorker, "execute_model", execute_model)
         monkeypatch.setattr(worker_module.CPUWorker, "sample_tokens", sample_tokens)
 
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
 
 def a_worker(step_s: float = 0.02) -> EmulatedWorker:
     """A worker that has started, on a device whose steps all take so long."""
@@ -137,11 +143,15 @@ def a_worker(step_s: float = 0.02) -> EmulatedWorker:
         _queue=worker_module.deque(),
         _is_working=False,
         _runner_of_device="runner",
-        _device=SimpleNamespace(step_seconds=lambda work: step_s if work.decode_seqs else 0.0),
+        _device=SimpleNamespace(
+            provenance="emulated", step_seconds=lambda work: step_s if work.decode_seqs else 0.0
+        ),
         _clock=DeviceClock(),
         _shapes=StepShapes(),
         _ledger=Ledger(warm_up_steps=WARM_UP_STEPS),
         _report=ReportFile(None),
+        _said_s=-inf,
+        _said_steps=0,
     )
     return worker
 
@@ -166,18 +176,17 @@ def a_step(name: str, tokens: int = 1) -> SimpleNamespace:
 
 def test_work_is_done_when_its_output_is_asked_for(monkeypatch):
     """Two steps are submitted at once and take two steps' time; each is worked off in order."""
-    fake, worker = Fake(monkeypatch), a_worker()
-    began = time.perf_counter()
+    fake, worker = Fake(monkeypatch, seconds=0.005), a_worker()
     assert worker.execute_model(a_step("1")) is None
     first = worker.sample_tokens(None)
     assert worker.execute_model(a_step("2")) is None
     second = worker.sample_tokens(None)
     assert not fake.calls
     assert first.get_output().req_ids == ["sampled 2"]
-    assert 0.02 <= time.perf_counter() - began < 0.039
+    assert fake.now_s == pytest.approx(100.02)
     assert [call[1] for call in fake.calls] == ["1", None]
     assert second.get_output().req_ids == ["sampled 4"]
-    assert time.perf_counter() - began >= 0.04
+    assert fake.now_s == pytest.approx(100.04)
     assert (worker._ledger.decode.steps, worker._ledger.overlapped_steps) == (2, 1)
     assert worker._ledger.decode.late_steps == 0
 
@@ -191,6 +200,22 @@ def test_a_step_without_tokens_has_an_output_of_its_own(monkeypatch):
     assert [call[1] for call in fake.calls] == ["1", None, "none"]
     later.get_output()
     assert worker._ledger.decode.steps == 1
+
+
+def test_the_verdict_is_logged_when_there_is_nothing_to_do(monkeypatch):
+    """Once per ten seconds, and only what is new."""
+    fake, worker, said = Fake(monkeypatch), a_worker(step_s=0.02), []
+    monkeypatch.setattr(worker_module.logger, "info", lambda *words: said.append(words))
+    for _ in range(2):
+        worker.execute_model(a_step("1"))
+        worker.sample_tokens(None).get_output()
+        for _ in range(2):
+            worker.execute_model(a_step("none", tokens=0)).get_output()
+    assert len(said) == 1
+    fake.now_s += 10
+    for _ in range(2):
+        worker.execute_model(a_step("none", tokens=0)).get_output()
+    assert [words[1] for words in said] == ["emulated"] * 2
 
 
 def test_what_asks_for_the_runner_finds_no_step_under_way(monkeypatch):
@@ -212,12 +237,12 @@ def test_what_asks_for_the_runner_finds_no_step_under_way(monkeypatch):
 
 
 def test_work_that_outlasts_its_step_is_late(monkeypatch):
-    worker = a_worker(step_s=0.01)
-    Fake(monkeypatch, seconds=0.03)
+    fake, worker = Fake(monkeypatch, seconds=0.03), a_worker(step_s=0.01)
     worker.execute_model(a_step("1"))
     worker.sample_tokens(None).get_output()
-    assert worker._ledger.decode.late_s == pytest.approx(0.02, abs=0.008)
-    assert worker._ledger.decode.work_s >= 0.03
+    assert fake.now_s == pytest.approx(100.03)
+    assert worker._ledger.decode.late_s == pytest.approx(0.02)
+    assert worker._ledger.decode.work_s == pytest.approx(0.03)
 
 
 def test_the_executor_asks_for_an_output_when_the_engine_does():
