@@ -16,6 +16,8 @@ from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import FIGURE_KINDS, first_answer_index
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import ArmRun, SeedRun
+from meridian_patch.bench.simulated.arms import arm_settings
+from meridian_patch.bench.simulated.trace import History
 from meridian_patch.emulation.device import EmulatedDevice
 from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRecord, ReplayRequest
 
@@ -164,8 +166,9 @@ def _as_seen(
 
 def _arm(name: str, environment: Mapping[str, str]) -> ReplayArm:
     settings = {n: v for n, v in environment.items() if n.startswith(envs.OVERRIDE_PREFIX)}
-    is_patched = envs.activation(environment) is True
-    return ReplayArm(name, is_patched, settings if is_patched else {})
+    arm = ReplayArm(name, envs.activation(environment) is True, settings)
+    # Servers of kept thoughts say so in their own settings, which win.
+    return replace(arm, settings=arm_settings(arm, History.STRIPPED))
 
 
 def _options(settings: ServerSettings) -> dict[str, Any]:
