@@ -12,8 +12,10 @@ from prometheus_client.samples import Sample
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.prefixes import reusable_tokens
 from meridian_patch.demo.problems import grade
+from meridian_patch.emulation.ledger import late_share
 
 STALL_S = 0.25
+LATE_SHARE = "late_share"
 # A gap that a reader notices.
 PAUSE_S = 0.1
 
@@ -85,6 +87,8 @@ FIGURE_KINDS = (
     FigureKind("accuracy", "graded accuracy", "%"),
     FigureKind("failed_requests", "failed requests"),
 )
+# Shown below the others where servers run on an emulated device.
+EMULATED_KINDS = (FigureKind(LATE_SHARE, "emulated time late", "%"),)
 # Shown above the others where requests are turns of conversations.
 TURN_KINDS = (
     FigureKind("hit_share", "prefix hits", "%"),
@@ -227,6 +231,7 @@ def run_figures(
         "computed_again_tokens": _computed_again(records, counters, block_size),
         "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
+        LATE_SHARE: late_share(counters),
         "hit_share": _hit_share(counters),
         "requests": float(len(records)),
         "unended_thoughts": float(len(times) - len(ttfat)),
