@@ -138,12 +138,6 @@ class PolicyConfig(PolicyRules):
         description="Number of answer tokens after the boundary during which a request goes before "
         "all others, so that its first words do not stall.",
     )
-    max_preemptions: int = Field(
-        default=3,
-        ge=1,
-        description="A thinking request that was preempted this often is preempted after all other "
-        "thinking requests.",
-    )
     answer_itl_ms: float | None = Field(
         default=None,
         gt=0,
@@ -192,10 +186,11 @@ class PolicyConfig(PolicyRules):
         description="Upper bound of the forecast peak of all running requests, as a share of the "
         "KV pool; a value above 1 assumes that requests end sooner than forecast.",
     )
-    sharing_min_tokens: int = Field(
-        default=2000,
+    level_tokens: int = Field(
+        default=512,
         ge=1,
-        description="Think tokens after which a request may be preempted to admit a new request.",
+        description="Think tokens with which the first level ends; each further level ends with "
+        "twice as many. A lower level is admitted before a higher one, and may displace it.",
     )
     sharing_overhead: float = Field(
         default=0.05,

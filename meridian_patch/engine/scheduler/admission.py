@@ -1,7 +1,7 @@
 """Decides how many waiting requests are admitted, and which thinkers are preempted for them."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice, takewhile
 from typing import Any
 
@@ -23,7 +23,8 @@ from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.admission import count_admissible
-from meridian_patch.policy.time_sharing import Thinker, TimeSharing
+from meridian_patch.policy.levels import level_of
+from meridian_patch.policy.time_sharing import MOST_TRIED, Thinker, TimeSharing
 
 # Bounds that keep the cost of a step independent of how many requests wait.
 _MOST_ADMITTED = 4
@@ -32,7 +33,7 @@ _MOST_AGED = 8
 
 
 class Admission:
-    """Forecasts the KV pool for admission, and preempts long thinkers for new requests.
+    """Forecasts the KV pool for admission, and preempts thinkers for requests of lower levels.
 
     Args:
         waiting_order: the order of the scheduler's waiting queue.
@@ -41,7 +42,8 @@ class Admission:
         offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
         pool_tokens: upper bound of the forecast peak, in KV tokens.
         aging_s: a preempted request that has waited this long goes before all others (the longest
-            waiting first), and long thinkers are preempted for it. Only with time-sharing.
+            waiting first), and thinkers of any level are preempted for it. Only with time-sharing.
+        level_tokens: think tokens with which the first level ends.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Admission:
         tracker: PhaseTracker,
         pool_tokens: float,
         aging_s: float,
+        level_tokens: int,
         *,
         is_forecasting: bool,
         offloaded_tokens: Callable[[Any], int] | None = None,
@@ -62,10 +65,15 @@ class Admission:
         self._tracker = tracker
         self._pool_tokens = pool_tokens
         self._aging_s = aging_s
+        self._level_tokens = level_tokens
         self._is_forecasting = is_forecasting
         self._offloaded_tokens = offloaded_tokens
         # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
+        # Preempted thinkers that still stand at the front, where upstream put them.
+        self._to_place: list[Any] = []
+        # Think tokens before which a thinker that had aged makes no room again.
+        self._safe_until: dict[Any, int] = {}
         # Requests for which others were preempted, and their own number of preemptions then.
         self._made_room: dict[Any, int] = {}
         # Created on first use, and only with a connector: its answers cannot be predicted.
@@ -78,6 +86,7 @@ class Admission:
         """Forget a request that left the scheduler; its blocks are free now."""
         self._away.pop(request, None)
         self._made_room.pop(request, None)
+        self._safe_until.pop(request, None)
         if self._refusals:
             self._refusals.on_removed(request)
         self._steps_left = 0
@@ -87,13 +96,17 @@ class Admission:
         if self._sharing is not None:
             self._away.pop(request, None)
             self._away[request] = now_s
+            self._to_place.append(request)
 
-    def resumed(self, request: Any) -> None:
-        """Note that a request is no longer waiting after a preemption."""
-        self._away.pop(request, None)
+    def order_waiting(self, scheduler: Any, now_s: float) -> None:
+        """Put preempted thinkers at their levels, and those that waited for ``aging_s`` first.
 
-    def bring_aged(self, scheduler: Any, now_s: float) -> None:
-        """Move requests that waited for ``aging_s`` to the front, the longest waiting first."""
+        Of these the longest waiting goes first.
+        """
+        for request in self._to_place:
+            if request.status == RequestStatus.PREEMPTED:
+                self._put_at_level(scheduler, request)
+        self._to_place.clear()
         if not self._away:
             return
         aged = list(
@@ -101,7 +114,7 @@ class Admission:
         )
         for request in aged:
             if request.status != RequestStatus.PREEMPTED:
-                self.resumed(request)
+                del self._away[request]
         self._waiting_order.bring_forward(
             [request for request in aged if request in self._away], scheduler.waiting
         )
@@ -119,7 +132,7 @@ class Admission:
         is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
-        if is_full or is_paused or not scheduler.waiting:
+        if (is_full and self._sharing is None) or is_paused or not scheduler.waiting:
             self._steps_left = 0
             return None
         if self._steps_left:
@@ -154,18 +167,21 @@ class Admission:
 
     def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
         """Whether the next waiting request fits; thinkers are preempted for it if need be."""
-        newcomer = next_in_line(scheduler, step)
+        lacks_seat = num_seated(scheduler) >= scheduler.max_num_active_reqs
+        newcomer = next_in_line(scheduler, step, free_seats=int(lacks_seat))
         if newcomer is None:
-            return True
+            return not lacks_seat
         missing = self._num_missing(scheduler, newcomer)
         # One more block for each running request suffices when no prompt is being computed.
-        if missing + len(scheduler.running) <= 0:
+        if not lacks_seat and missing + len(scheduler.running) <= 0:
             return True
-        if not self._may_preempt_for(newcomer, now_s):
+        if not self._may_preempt_for(newcomer):
             return False
         # If upstream has not asked for the blocks yet, decide in a later step.
-        is_known = self._lacks_only_blocks(scheduler, newcomer)
-        return not is_known or self._preempt_for(scheduler, newcomer, missing, now_s, step)
+        is_known = lacks_seat or self._lacks_only_blocks(scheduler, newcomer)
+        return not is_known or self._preempt_for(
+            scheduler, newcomer, missing, now_s, step, lacks_seat=lacks_seat
+        )
 
     def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
         """Whether blocks are all that the next waiting request lacks, as far as can be known.
@@ -185,18 +201,22 @@ class Admission:
         reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
         return int(needed_blocks(scheduler, newcomer) + reserved - free)
 
-    def _may_preempt_for(self, newcomer: Any, now_s: float) -> bool:
-        if self._sharing is None:
-            return False
-        # A preempted request had its turn already, unless it has waited for `aging_s` since. A
-        # request that was not admitted after others made room for it lacks something else.
-        was_served = self._made_room.get(newcomer) == newcomer.num_preemptions
-        return not was_served and (not newcomer.num_preemptions or self._is_aged(newcomer, now_s))
+    def _may_preempt_for(self, newcomer: Any) -> bool:
+        # A request that was not admitted after others made room for it lacks something else.
+        is_served = self._made_room.get(newcomer) == newcomer.num_preemptions
+        return self._sharing is not None and not is_served
 
     def _preempt_for(
-        self, scheduler: Any, newcomer: Any, missing: int, now_s: float, step: NextStep
+        self,
+        scheduler: Any,
+        newcomer: Any,
+        missing: int,
+        now_s: float,
+        step: NextStep,
+        *,
+        lacks_seat: bool = False,
     ) -> bool:
-        """Preempt thinkers for a newcomer, if it lacks blocks and the policy names enough of them.
+        """Preempt thinkers for a newcomer that lacks blocks or a seat, if enough may be displaced.
 
         A preemption may also free a LoRA adapter, so that another waiting request comes first. Then
         room is made for that request, or for none. Where blocks are free some steps after the
@@ -208,19 +228,21 @@ class Admission:
         at_once = sum(taken_blocks(scheduler, step).values())
         taken = taken_blocks(scheduler, step, num_steps_until_freed(scheduler))
         for _ in range(2):
-            if missing + at_once <= 0:
+            if not lacks_seat and missing + at_once <= 0:
                 return True
             missing += sum(taken.values())
-            chosen = self._choose(scheduler, newcomer, missing, taken)
+            chosen = self._choose(scheduler, newcomer, missing, taken, now_s)
             if not chosen:
                 return False
             names = [thinker.request_id for thinker in chosen]
             first_in = newcomer
             if scheduler.lora_config:
-                first_in = next_in_line(scheduler, step, names)
+                first_in = next_in_line(scheduler, step, names, free_seats=int(lacks_seat))
             if first_in is newcomer and self._fits_without(scheduler, names):
                 self._preempt(scheduler, names)
                 self._made_room[newcomer] = newcomer.num_preemptions
+                if self._is_aged(newcomer, now_s):
+                    self._keep_safe(newcomer)
                 return True
             assert self._sharing is not None
             self._sharing.refund(chosen)
@@ -228,20 +250,25 @@ class Admission:
                 first_in is None
                 or first_in is newcomer
                 or not self._lacks_only_blocks(scheduler, first_in)
-                or not self._may_preempt_for(first_in, now_s)
+                or not self._may_preempt_for(first_in)
             ):
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
         return False
 
     def _choose(
-        self, scheduler: Any, newcomer: Any, missing: int, taken: dict[str, int]
+        self,
+        scheduler: Any,
+        newcomer: Any,
+        missing: int,
+        taken: dict[str, int],
+        now_s: float,
     ) -> list[Thinker]:
         """Thinkers to preempt; empty if they would not free enough blocks."""
         assert self._sharing is not None
         requests = scheduler.requests
         return self._sharing.choose(
-            self._thinkers(scheduler, newcomer),
+            self._thinkers(scheduler, newcomer, now_s),
             missing,
             # A preempted request also does not take the blocks that it needs for the next step.
             lambda thinker: (
@@ -262,7 +289,7 @@ class Admission:
             # Load-bearing: upstream does not send model runner V1 the token ids of requests in this
             # set, and a preempted request that resumes in the next step needs them.
             scheduler.prev_step_scheduled_req_ids.discard(name)
-            self._waiting_order.put_behind(request, scheduler.waiting)
+            self._put_at_level(scheduler, request)
 
     def _fits_without(self, scheduler: Any, names: Collection[str]) -> bool:
         """Whether one more request is admissible once these are preempted."""
@@ -275,22 +302,47 @@ class Admission:
         ]
         return self._count_admissible(scheduler, left) > 0
 
-    def _thinkers(self, scheduler: Any, newcomer: Any) -> Iterator[Thinker]:
+    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> list[Thinker]:
+        """Thinkers of higher levels than a request's, the most attained service first.
+
+        A request that has aged may displace thinkers of any level.
+        """
         kept = self._offloaded_tokens
-        for request in scheduler.running:
+        level = -1 if self._is_aged(newcomer, now_s) else self._level(newcomer)
+        found = []
+        # The order of service puts the highest levels last.
+        for request in reversed(scheduler.running):
             state = self._tracker.get(request.request_id)
+            if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
+                continue
+            attained = state.think_tokens
             if (
-                state is not None
-                and state.phase is Phase.THINK
+                level_of(attained, self._level_tokens) > level
                 and request.priority >= newcomer.priority
-                and not request.is_prefill_chunk
+                and attained >= self._safe_until.get(request, 0)
             ):
-                yield Thinker(
-                    request.request_id,
-                    request.num_computed_tokens - (kept(request) if kept else 0),
-                    state.think_tokens,
-                    request.num_preemptions,
-                )
+                held = request.num_computed_tokens - (kept(request) if kept else 0)
+                found.append(Thinker(request.request_id, held, attained))
+                if len(found) == MOST_TRIED:
+                    break
+        found.sort(key=lambda thinker: -thinker.attained_tokens)
+        return found
+
+    def _put_at_level(self, scheduler: Any, request: Any) -> None:
+        state = self._tracker.get(request.request_id)
+        # Preempted answers are brought forward; other requests without a thought keep their place.
+        if state is not None and state.phase is not Phase.ANSWER:
+            self._waiting_order.put_at_level(request, self._level(request), scheduler.waiting)
+
+    def _level(self, request: Any) -> int:
+        state = self._tracker.get(request.request_id)
+        return level_of(state.think_tokens if state else 0, self._level_tokens)
+
+    def _keep_safe(self, request: Any) -> None:
+        """Let a request that has aged think for the length of the first level."""
+        state = self._tracker.get(request.request_id)
+        if state is not None:
+            self._safe_until[request] = state.think_tokens + self._level_tokens
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s

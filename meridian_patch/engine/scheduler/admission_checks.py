@@ -38,14 +38,18 @@ class NextStep(NamedTuple):
 
 
 def next_in_line(
-    scheduler: Any, step: NextStep | None = None, without: Collection[str] = ()
+    scheduler: Any,
+    step: NextStep | None = None,
+    without: Collection[str] = (),
+    free_seats: int = 0,
 ) -> Any | None:
-    """The first waiting request that lacks nothing, or nothing but blocks.
+    """The first waiting request that lacks nothing, or nothing but blocks and so many seats.
 
     Args:
         scheduler: upstream's scheduler.
         step: what is known of the next step.
         without: ids of running requests to treat as preempted; their LoRA adapters are free then.
+        free_seats: number of seats to treat as free although requests hold them.
 
     Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
 
@@ -63,7 +67,7 @@ def next_in_line(
     encoder connector knows its answer yet (see ``Refusals``), and whether prefill is delayed for
     data-parallel balance.
     """
-    is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
+    is_full = num_seated(scheduler) - free_seats >= scheduler.max_num_active_reqs
     if scheduler._pause_state != PauseState.UNPAUSED or is_full:
         return None
     step = step or NextStep()

@@ -155,12 +155,7 @@ def _build_policy(
 ) -> PolicyPart:
     units = kv_units(scheduler)
     kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
-    order = LatencyPolicy(
-        config.protected_answer_tokens,
-        config.max_preemptions,
-        by_work=bool(rules.victims),
-        keeps_thinking=kept is not None and kept.has_thinking,
-    )
+    order = LatencyPolicy(config.protected_answer_tokens, config.level_tokens)
     limiter = StepLimiter(
         rules,
         config,
@@ -175,7 +170,7 @@ def _build_policy(
         scheduler,
         rules,
         limiter,
-        RunningOrder(order, tracker, config.time_budget_us, kept),
+        RunningOrder(order, tracker, config.time_budget_us),
         tracker,
         counters,
         config.time_budget_us,

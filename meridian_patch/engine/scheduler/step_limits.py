@@ -114,6 +114,7 @@ class StepLimiter:
                 tracker,
                 units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
+                config.level_tokens,
                 is_forecasting=bool(rules.admission),
                 offloaded_tokens=reloads,
             )
@@ -218,7 +219,7 @@ class StepLimiter:
         """
         now_s = self.clock()
         if self._admission:
-            self._admission.bring_aged(scheduler, now_s)
+            self._admission.order_waiting(scheduler, now_s)
         # First, because room is made for the request at the front.
         if answers:
             self.waiting_order.bring_forward(
