@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from meridian_patch.config.policy import PolicyConfig
-from meridian_patch.policy.step_time import StepTimeModel
+from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 # Upper bound of the credit, in seconds of engine time.
 _MOST_CREDIT_S = 2.0
+# Least share of `sharing_overhead` that is earned, however dear a recompute is.
+_LEAST_SHARE = 0.1
+# A thinker makes no room before it has thought for this share of the time that computing it again
+# takes.
+_LEAST_SERVICE = 0.5
 # Upper bound of thinkers whose blocks are counted.
 MOST_TRIED = 32
 
@@ -24,8 +29,8 @@ class Thinker(NamedTuple):
     # Tokens that it must compute again after a preemption. Tokens kept by an offload tier do not
     # count: loading them takes little time and overlaps with steps.
     held_tokens: int
-    # Think tokens so far, which are its attained service.
-    attained_tokens: int
+    # Think tokens since it was admitted or resumed last.
+    thought_tokens: int
 
 
 @dataclass(frozen=True)
@@ -44,24 +49,31 @@ class TimeSharing:
     """Chooses the thinkers with the most attained service if a request in line does not fit.
 
     A preempted request computes its tokens again. The time for that is taken from a credit that
-    grows by ``sharing_overhead`` seconds per second, which bounds the loss of throughput.
+    grows by at most ``sharing_overhead`` seconds per second, and slower the dearer a recomputed
+    token is against a decoded one: where both cost the same, nearly nothing is gained by sharing.
     """
 
     def __init__(self, settings: SharingSettings, model: StepTimeModel) -> None:
         self._settings = settings
         self._model = model
         self._credit_s = 0.0
+        self._price = 1.0
         self._seen_s: float | None = None
 
     def advance(self, now_s: float) -> None:
         """Add the credit earned since the last call."""
         if self._seen_s is not None:
-            earned = (now_s - self._seen_s) * self._settings.sharing_overhead
+            share = max(_LEAST_SHARE, 1 - self._price) * self._settings.sharing_overhead
+            earned = (now_s - self._seen_s) * share
             self._credit_s = min(self._credit_s + earned, _MOST_CREDIT_S)
         self._seen_s = now_s
 
     def choose(
-        self, thinkers: Sequence[Thinker], missing_blocks: int, freed: Callable[[Thinker], int]
+        self,
+        thinkers: Sequence[Thinker],
+        missing_blocks: int,
+        freed: Callable[[Thinker], int],
+        shape: StepShape,
     ) -> list[Thinker]:
         """The thinkers to preempt for a request; empty if they would not free enough blocks.
 
@@ -69,23 +81,31 @@ class TimeSharing:
         from the first on. The credit must cover what they compute again.
 
         Args:
-            thinkers: running thinkers that may be preempted, the most attained service first.
+            thinkers: running thinkers that may be preempted, in the order in which they make room.
             missing_blocks: KV blocks that the request lacks; 0 or less if it lacks a seat only.
             freed: returns the KV blocks that a preemption of a thinker would free.
+            shape: decode tokens and context of the next step.
         """
+        price = self._model.recompute_price(shape)
+        self._price = self._price if price is None else price
         if self._credit_s <= 0:
             return []
+        paid_off = [one for one in thinkers if self._is_paid_off(one)]
         blocks: list[int] = []
-        for index, thinker in enumerate(thinkers):
+        for thinker in paid_off:
             blocks.append(freed(thinker))
-            if blocks[index] >= missing_blocks:
+            if blocks[-1] >= missing_blocks:
                 return self._pay([thinker])
         total = 0
         for index, count in enumerate(blocks):
             total += count
             if total >= missing_blocks:
-                return self._pay(list(thinkers[: index + 1]))
+                return self._pay(paid_off[: index + 1])
         return []
+
+    def _is_paid_off(self, thinker: Thinker) -> bool:
+        """Whether a thinker has thought long enough for what it cost to compute it."""
+        return thinker.thought_tokens >= _LEAST_SERVICE * self._price * thinker.held_tokens
 
     def _pay(self, chosen: list[Thinker]) -> list[Thinker]:
         self._credit_s -= self._price_s(chosen)

@@ -27,7 +27,7 @@ def full_pool(demo_model, session, *, is_async):
     driver = taught_driver(demo_model, is_async=is_async)
     opened = driver.send_chunk(session)
     driver.add(job("other", 51, think=500, answer=5))
-    driver.scheduler.requests["other"].num_preemptions = 1000
+    driver.scheduler.requests["other"].priority = -1
     return driver, opened
 
 

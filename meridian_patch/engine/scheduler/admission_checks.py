@@ -30,11 +30,13 @@ class NextStep(NamedTuple):
         decode_tokens: part of the budget that decoding requests take, drafts included; None: one
             per running request that is not computing its prompt.
         least_chunk: fewest prompt tokens that upstream schedules at once, unless fewer are left.
+        context_tokens: KV tokens that the running requests hold.
     """
 
     token_budget: int | None = None
     decode_tokens: int | None = None
     least_chunk: int = 1
+    context_tokens: int = 0
 
 
 def next_in_line(

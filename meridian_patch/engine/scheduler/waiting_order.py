@@ -75,12 +75,13 @@ class WaitingOrder:
 
     def bring_forward(self, requests: Collection[Any], waiting: Any) -> None:
         """Move those of ``requests`` that wait to the front, in this order."""
-        if not isinstance(waiting, deque) or all(
-            one is other for one, other in zip(requests, waiting, strict=False)
-        ):
+        if not isinstance(waiting, deque):
             return
+        are_first = all(one is other for one, other in zip(requests, waiting, strict=False))
         for request in reversed([*requests]):
-            if self._take(request, waiting):
+            if are_first:
+                self._places[request] = _FRONT
+            elif self._take(request, waiting):
                 waiting.appendleft(request)
                 self._places[request] = _FRONT
 

@@ -1,14 +1,13 @@
-"""Decides how many waiting requests are admitted, and which thinkers are preempted for them."""
+"""Preempts thinkers for waiting requests of lower levels, and places them in the queue."""
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission_checks import (
     NextStep,
     freed_blocks,
@@ -18,85 +17,84 @@ from meridian_patch.engine.scheduler.admission_checks import (
     num_steps_until_freed,
     taken_blocks,
 )
-from meridian_patch.engine.scheduler.kv_demand import KVDemand
 from meridian_patch.engine.scheduler.refusals import Refusals
-from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
+from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import Phase, PhaseTracker
-from meridian_patch.policy.admission import count_admissible
 from meridian_patch.policy.levels import level_of
+from meridian_patch.policy.step_time import StepShape
 from meridian_patch.policy.time_sharing import MOST_TRIED, Thinker, TimeSharing
 
 # Bounds that keep the cost of a step independent of how many requests wait.
-_MOST_ADMITTED = 4
 _REFRESH_STEPS = 8
 _MOST_AGED = 8
 
 
-class Admission:
-    """Forecasts the KV pool for admission, and preempts thinkers for requests of lower levels.
+class Displacing:
+    """Makes room for the waiting request that comes first, at the cost of longer thinkers.
 
     Args:
         waiting_order: the order of the scheduler's waiting queue.
-        sharing: chooses the thinkers to preempt; None switches time-sharing off.
-        is_forecasting: False leaves admission to stock.
-        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
-        pool_tokens: upper bound of the forecast peak, in KV tokens.
+        sharing: chooses the thinkers to preempt.
+        tracker: phases of all requests.
         aging_s: a preempted request that has waited this long goes before all others (the longest
-            waiting first), and thinkers of any level are preempted for it. Only with time-sharing.
+            waiting first), and thinkers of any level are preempted for it.
         level_tokens: think tokens with which the first level ends.
+        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
     """
 
     def __init__(
         self,
-        kv_demand: KVDemand,
         waiting_order: WaitingOrder,
-        sharing: TimeSharing | None,
+        sharing: TimeSharing,
         tracker: PhaseTracker,
-        pool_tokens: float,
         aging_s: float,
         level_tokens: int,
-        *,
-        is_forecasting: bool,
         offloaded_tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self._kv_demand = kv_demand
         self._waiting_order = waiting_order
         self._sharing = sharing
         self._tracker = tracker
-        self._pool_tokens = pool_tokens
         self._aging_s = aging_s
         self._level_tokens = level_tokens
-        self._is_forecasting = is_forecasting
         self._offloaded_tokens = offloaded_tokens
         # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
         # Preempted thinkers that still stand at the front, where upstream put them.
         self._to_place: list[Any] = []
+        # Think tokens of preempted requests at their last preemption.
+        self._attained_before: dict[Any, int] = {}
         # Think tokens before which a thinker that had aged makes no room again.
         self._safe_until: dict[Any, int] = {}
         # Requests for which others were preempted, and their own number of preemptions then.
         self._made_room: dict[Any, int] = {}
         # Created on first use, and only with a connector: its answers cannot be predicted.
         self._refusals: Refusals | None = None
-        # The last result, and for how many more steps it is reused when there was no room.
-        self._max_active: int | None = None
+        # The first request of the queue when there was no room, and for how many more steps that is
+        # taken as the answer.
+        self._head: Any | None = None
         self._steps_left = 0
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
         self._away.pop(request, None)
-        self._made_room.pop(request, None)
+        self._attained_before.pop(request, None)
         self._safe_until.pop(request, None)
+        self._made_room.pop(request, None)
         if self._refusals:
             self._refusals.on_removed(request)
         self._steps_left = 0
 
     def preempted(self, request: Any, now_s: float) -> None:
-        """Note that a request was preempted, by upstream or by this class."""
-        if self._sharing is not None:
-            self._away.pop(request, None)
-            self._away[request] = now_s
-            self._to_place.append(request)
+        """Note that a thinker or a prompt was preempted, by upstream or by this class."""
+        self._away.pop(request, None)
+        self._away[request] = now_s
+        self._to_place.append(request)
+        self._attained_before[request] = self._attained(request)
+
+    def on_continued(self, session: Any) -> None:
+        """Leave a session whose next chunk waits where upstream put it."""
+        if session in self._to_place:
+            self._to_place.remove(session)
 
     def order_waiting(self, scheduler: Any, now_s: float) -> None:
         """Put preempted thinkers at their levels, and those that waited for ``aging_s`` first.
@@ -119,51 +117,26 @@ class Admission:
             [request for request in aged if request in self._away], scheduler.waiting
         )
 
-    def max_active(self, scheduler: Any, now_s: float, step: NextStep) -> int | None:
-        """How many requests may run after the next step, without probes; None: as in stock.
-
-        May preempt running requests.
+    def make_room(self, scheduler: Any, now_s: float, step: NextStep) -> None:
+        """Preempt thinkers of higher levels if the request that comes first lacks room.
 
         Args:
             scheduler: the phase-aware scheduler.
             now_s: time of the monotonic clock.
             step: what is known of the next step.
         """
-        is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
-        is_paused = scheduler._pause_state != PauseState.UNPAUSED
-        if (is_full and self._sharing is None) or is_paused or not scheduler.waiting:
+        if not scheduler.waiting or scheduler._pause_state != PauseState.UNPAUSED:
             self._steps_left = 0
-            return None
-        if self._steps_left:
+            return
+        head = scheduler.waiting.peek_request()
+        if self._steps_left and head is self._head:
             self._steps_left -= 1
-            return self._max_active
-        has_room = self._has_room(scheduler, now_s, step)
-        self._max_active = None
-        if self._is_forecasting:
-            running = [one for one in scheduler.running if not isinstance(one, ProbeRequest)]
-            admissible = self._count_admissible(scheduler, running)
-            # Load-bearing: waiting requests that hold blocks (KV being loaded, or the next chunk
-            # of a session) are scheduled first. Each paused session holds a seat. It holds blocks
-            # too, unless it was preempted while its last token was in flight.
-            holding = len(scheduler.kv_holding_waiting)
-            holding = max(holding, scheduler.num_waiting_for_streaming_input)
-            self._max_active = len(running) + holding + admissible
-            has_room = has_room and admissible > 0
+            return
         # With room, a request is admitted, and the next step checks again at once.
+        self._head = head
+        has_room = self._has_room(scheduler, now_s, step)
         self._steps_left = 0 if has_room else _REFRESH_STEPS - 1
-        return self._max_active
-
-    def _count_admissible(self, scheduler: Any, running: list[Any]) -> int:
-        waiting = self._kv_demand.of(first(scheduler.waiting, _MOST_ADMITTED))
-        pool_tokens, holding = self._pool_tokens, []
-        for request in scheduler.kv_holding_waiting:
-            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                # A paused session does not grow, and when it frees its blocks is unknown.
-                pool_tokens -= request.num_computed_tokens
-            else:
-                holding.append(request)
-        return count_admissible(self._kv_demand.of([*running, *holding]), waiting, pool_tokens)
 
     def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
         """Whether the next waiting request fits; thinkers are preempted for it if need be."""
@@ -175,13 +148,13 @@ class Admission:
         # One more block for each running request suffices when no prompt is being computed.
         if not lacks_seat and missing + len(scheduler.running) <= 0:
             return True
-        if not self._may_preempt_for(newcomer):
+        # A request that was not admitted after others made room for it lacks something else.
+        if self._made_room.get(newcomer) == newcomer.num_preemptions:
             return False
         # If upstream has not asked for the blocks yet, decide in a later step.
-        is_known = lacks_seat or self._lacks_only_blocks(scheduler, newcomer)
-        return not is_known or self._preempt_for(
-            scheduler, newcomer, missing, now_s, step, lacks_seat=lacks_seat
-        )
+        if not lacks_seat and not self._lacks_only_blocks(scheduler, newcomer):
+            return True
+        return self._preempt_for(scheduler, newcomer, missing, now_s, step, lacks_seat=lacks_seat)
 
     def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
         """Whether blocks are all that the next waiting request lacks, as far as can be known.
@@ -200,11 +173,6 @@ class Admission:
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
         return int(needed_blocks(scheduler, newcomer) + reserved - free)
-
-    def _may_preempt_for(self, newcomer: Any) -> bool:
-        # A request that was not admitted after others made room for it lacks something else.
-        is_served = self._made_room.get(newcomer) == newcomer.num_preemptions
-        return self._sharing is not None and not is_served
 
     def _preempt_for(
         self,
@@ -231,26 +199,25 @@ class Admission:
             if not lacks_seat and missing + at_once <= 0:
                 return True
             missing += sum(taken.values())
-            chosen = self._choose(scheduler, newcomer, missing, taken, now_s)
+            chosen = self._choose(scheduler, newcomer, missing, taken, now_s, step)
             if not chosen:
                 return False
             names = [thinker.request_id for thinker in chosen]
             first_in = newcomer
             if scheduler.lora_config:
                 first_in = next_in_line(scheduler, step, names, free_seats=int(lacks_seat))
-            if first_in is newcomer and self._fits_without(scheduler, names):
+            if first_in is newcomer:
                 self._preempt(scheduler, names)
                 self._made_room[newcomer] = newcomer.num_preemptions
                 if self._is_aged(newcomer, now_s):
-                    self._keep_safe(newcomer)
+                    # It thinks for the length of the first level before it makes room again.
+                    self._safe_until[newcomer] = self._attained(newcomer) + self._level_tokens
                 return True
-            assert self._sharing is not None
             self._sharing.refund(chosen)
             if (
                 first_in is None
-                or first_in is newcomer
                 or not self._lacks_only_blocks(scheduler, first_in)
-                or not self._may_preempt_for(first_in)
+                or self._made_room.get(first_in) == first_in.num_preemptions
             ):
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
@@ -263,9 +230,9 @@ class Admission:
         missing: int,
         taken: dict[str, int],
         now_s: float,
+        step: NextStep,
     ) -> list[Thinker]:
         """Thinkers to preempt; empty if they would not free enough blocks."""
-        assert self._sharing is not None
         requests = scheduler.requests
         return self._sharing.choose(
             self._thinkers(scheduler, newcomer, now_s),
@@ -275,6 +242,7 @@ class Admission:
                 freed_blocks(scheduler, requests[thinker.request_id], newcomer)
                 + taken.get(thinker.request_id, 0)
             ),
+            StepShape(0, step.decode_tokens or 0, step.context_tokens),
         )
 
     def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
@@ -291,21 +259,11 @@ class Admission:
             scheduler.prev_step_scheduled_req_ids.discard(name)
             self._put_at_level(scheduler, request)
 
-    def _fits_without(self, scheduler: Any, names: Collection[str]) -> bool:
-        """Whether one more request is admissible once these are preempted."""
-        if not self._is_forecasting:
-            return True
-        left = [
-            one
-            for one in scheduler.running
-            if one.request_id not in names and not isinstance(one, ProbeRequest)
-        ]
-        return self._count_admissible(scheduler, left) > 0
-
     def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> list[Thinker]:
-        """Thinkers of higher levels than a request's, the most attained service first.
+        """Thinkers of higher levels than a request's, in the order in which they make room.
 
-        A request that has aged may displace thinkers of any level.
+        First come those with the least to compute again for what they have thought since they were
+        computed last. A request that has aged may displace thinkers of any level.
         """
         kept = self._offloaded_tokens
         level = -1 if self._is_aged(newcomer, now_s) else self._level(newcomer)
@@ -322,10 +280,11 @@ class Admission:
                 and attained >= self._safe_until.get(request, 0)
             ):
                 held = request.num_computed_tokens - (kept(request) if kept else 0)
-                found.append(Thinker(request.request_id, held, attained))
+                since = attained - self._attained_before.get(request, 0)
+                found.append(Thinker(request.request_id, held, since))
                 if len(found) == MOST_TRIED:
                     break
-        found.sort(key=lambda thinker: -thinker.attained_tokens)
+        found.sort(key=lambda thinker: thinker.held_tokens / max(thinker.thought_tokens, 1))
         return found
 
     def _put_at_level(self, scheduler: Any, request: Any) -> None:
@@ -335,14 +294,11 @@ class Admission:
             self._waiting_order.put_at_level(request, self._level(request), scheduler.waiting)
 
     def _level(self, request: Any) -> int:
-        state = self._tracker.get(request.request_id)
-        return level_of(state.think_tokens if state else 0, self._level_tokens)
+        return level_of(self._attained(request), self._level_tokens)
 
-    def _keep_safe(self, request: Any) -> None:
-        """Let a request that has aged think for the length of the first level."""
+    def _attained(self, request: Any) -> int:
         state = self._tracker.get(request.request_id)
-        if state is not None:
-            self._safe_until[request] = state.think_tokens + self._level_tokens
+        return state.think_tokens if state else 0
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s
