@@ -74,6 +74,8 @@ class TimeSharing:
         missing_blocks: int,
         freed: Callable[[Thinker], int],
         shape: StepShape,
+        *,
+        is_owed: bool = False,
     ) -> list[Thinker]:
         """The thinkers to preempt for a request; empty if they would not free enough blocks.
 
@@ -85,12 +87,13 @@ class TimeSharing:
             missing_blocks: KV blocks that the request lacks; 0 or less if it lacks a seat only.
             freed: returns the KV blocks that a preemption of a thinker would free.
             shape: decode tokens and context of the next step.
+            is_owed: the request is made room for at any price, as one that answers.
         """
         price = self._model.recompute_price(shape)
         self._price = self._price if price is None else price
-        if self._credit_s <= 0:
+        if self._credit_s <= 0 and not is_owed:
             return []
-        paid_off = [one for one in thinkers if self._is_paid_off(one)]
+        paid_off = [one for one in thinkers if is_owed or self._is_paid_off(one)]
         blocks: list[int] = []
         for thinker in paid_off:
             blocks.append(freed(thinker))

@@ -40,6 +40,9 @@ class Displacing:
             waiting first), and thinkers of any level are preempted for it.
         level_tokens: think tokens with which the first level ends.
         offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+
+    Attributes:
+        skips_adapter: the next step leaves out a request with a LoRA adapter.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class Displacing:
         # The first request of the queue when there was no room, and for how many more steps that is
         # taken as the answer.
         self._head: Any | None = None
+        # Whether the next step leaves out a request with a LoRA adapter.
+        self.skips_adapter = False
         self._steps_left = 0
 
     def on_removed(self, request: Any) -> None:
@@ -82,7 +87,7 @@ class Displacing:
         self._made_room.pop(request, None)
         if self._refusals:
             self._refusals.on_removed(request)
-        self._steps_left = 0
+        self._head, self._steps_left = None, 0
 
     def preempted(self, request: Any, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
@@ -125,6 +130,7 @@ class Displacing:
             now_s: time of the monotonic clock.
             step: what is known of the next step.
         """
+        self.skips_adapter = False
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
         if not scheduler.waiting or scheduler._pause_state != PauseState.UNPAUSED:
             self._steps_left = 0
@@ -190,8 +196,11 @@ class Displacing:
         room is made for that request, or for none. Where blocks are free some steps after the
         preemption only, what running requests take until then is missing, too.
 
+        A thinker whose last token is in flight may have ended its thought with it. It is left out
+        of the next step instead, and preempted in a later one, unless it answers by then.
+
         Returns:
-            Whether the request that comes first fits now.
+            Whether the request that comes first fits now, or the next step must decide.
         """
         at_once = sum(taken_blocks(scheduler, step).values())
         taken = taken_blocks(scheduler, step, num_steps_until_freed(scheduler))
@@ -206,6 +215,9 @@ class Displacing:
             first_in = newcomer
             if scheduler.lora_config:
                 first_in = next_in_line(scheduler, step, names, free_seats=int(lacks_seat))
+            if first_in is newcomer and self._are_in_flight(scheduler, names):
+                self._sharing.refund(chosen)
+                return True
             if first_in is newcomer:
                 self._preempt(scheduler, names)
                 self._made_room[newcomer] = newcomer.num_preemptions
@@ -222,6 +234,22 @@ class Displacing:
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
         return False
+
+    def _are_in_flight(self, scheduler: Any, names: Iterable[str]) -> bool:
+        """Whether tokens of any of these requests are on their way; those are held for a step."""
+        in_flight = [
+            scheduler.requests[name]
+            for name in names
+            if scheduler.requests[name].num_in_flight_tokens
+        ]
+        for request in in_flight:
+            self.skips_adapter |= request.lora_request is not None
+            # Load-bearing: `schedule()` first counts the step, and then leaves out each running
+            # request that is eligible in a later step only.
+            request.next_decode_eligible_step = max(
+                request.next_decode_eligible_step, scheduler.current_step + 2
+            )
+        return bool(in_flight)
 
     def _choose(
         self,
@@ -243,6 +271,7 @@ class Displacing:
                 + taken.get(thinker.request_id, 0)
             ),
             StepShape(0, step.decode_tokens or 0, step.context_tokens),
+            is_owed=self._answers(newcomer),
         )
 
     def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
@@ -263,10 +292,11 @@ class Displacing:
         """Thinkers of higher levels than a request's, in the order in which they make room.
 
         First come those with the least to compute again for what they have thought since they were
-        computed last. A request that has aged may displace thinkers of any level.
+        computed last. Requests that answer, or have aged, may displace thinkers of any level.
         """
         kept = self._offloaded_tokens
-        level = -1 if self._is_aged(newcomer, now_s) else self._level(newcomer)
+        is_first = self._answers(newcomer) or self._is_aged(newcomer, now_s)
+        level = -1 if is_first else self._level(newcomer)
         found = []
         # The order of service puts the highest levels last.
         for request in reversed(scheduler.running):
@@ -284,7 +314,13 @@ class Displacing:
                 found.append(Thinker(request.request_id, held, since))
                 if len(found) == MOST_TRIED:
                     break
-        found.sort(key=lambda thinker: thinker.held_tokens / max(thinker.thought_tokens, 1))
+        # One that was held for a step is done with its tokens, and goes before others.
+        found.sort(
+            key=lambda thinker: (
+                scheduler.requests[thinker.request_id].num_in_flight_tokens > 0,
+                thinker.held_tokens / max(thinker.thought_tokens, 1),
+            )
+        )
         return found
 
     def _put_at_level(self, scheduler: Any, request: Any) -> None:
@@ -299,6 +335,10 @@ class Displacing:
     def _attained(self, request: Any) -> int:
         state = self._tracker.get(request.request_id)
         return state.think_tokens if state else 0
+
+    def _answers(self, request: Any) -> bool:
+        state = self._tracker.get(request.request_id)
+        return state is not None and state.phase is Phase.ANSWER
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s

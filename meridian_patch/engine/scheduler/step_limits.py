@@ -225,6 +225,9 @@ class StepLimiter:
             shape, least = self._shape, self._chunks.least
             step = NextStep(budget, shape.decode_tokens, least, shape.context_tokens)
             self._displacing.make_room(scheduler, now_s, step)
+            if self._displacing.skips_adapter:
+                # As above: no other adapter may come in beside one that is left out.
+                max_active = 0
             if len(scheduler.running) < rows:
                 self.decodes(scheduler)
                 self.makes_room = True
