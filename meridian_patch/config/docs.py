@@ -33,7 +33,7 @@ was expected.
 version: 1
 policy:
   name: latency
-  max_preemptions: 2
+  level_tokens: 1024
 ```
 
 ## Keys

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meridian_patch.config.strict_model import StrictModel
 
-PolicyName = Literal["latency", "throughput", "fair", "noop"]
+PolicyName = Literal["latency", "noop"]
 
 
 @dataclass(frozen=True)
@@ -33,59 +33,36 @@ class PolicyRules(StrictModel):
 
     name: PolicyName = Field(
         default="latency",
-        description="`latency` serves answers before thinking, and may preempt long thinkers to "
-        "admit new requests; `throughput` spends the slack of answers ahead of their ITL target on "
-        "prefill; `fair` preempts no thinker for thinking long; `noop` decides as stock vLLM. Each "
-        "is a set of rules; a rule that is unset below is as in the policy.",
+        description="`latency` serves answers before thinking, and short thoughts before long "
+        "ones; `noop` decides as stock vLLM. Each is a set of rules; a rule that is unset below is "
+        "as in the policy.",
     )
     order: Annotated[
         bool | None,
         Rule(
-            on_in=("latency", "throughput", "fair"),
+            on_in=("latency",),
             without="stock's order; the last admitted is preempted",
         ),
     ] = Field(
         default=None,
         description="Rule: answers are served first and preempted last. Requests run in this "
-        "order: hand-off (the first `protected_answer_tokens` of an answer), answers, protected "
-        "thinkers, thinkers, prefill; preemption takes the last one.",
-    )
-    victims: Annotated[
-        bool | None, Rule(on_in=("throughput",), without="the last admitted thinker")
-    ] = Field(
-        default=None,
-        description="Rule: among thinkers, the one that loses the least work is preempted first: "
-        "its computed tokens, less those that vLLM's `OffloadingConnector` keeps. Of equals, the "
-        "last admitted. After `max_preemptions` a thinker is protected.",
+        "order: hand-off (the first `protected_answer_tokens` of an answer), answers, thinkers by "
+        "level, prefill; preemption takes the last one.",
     )
     step_cut: Annotated[
         bool | None,
-        Rule(on_in=("latency", "throughput", "fair"), without="the engine's token budget"),
+        Rule(on_in=("latency",), without="the engine's token budget"),
     ] = Field(
         default=None,
         description="Rule: while any request answers, a step has only as many prefill tokens as "
         "keep it within the tightest target: the request's `meridian_itl_ms`, `answer_itl_ms`, or "
         "1.05 to `step_cut_factor` times the step without prefill.",
     )
-    pacing: Annotated[
-        bool | None, Rule(on_in=("throughput",), without="every step keeps the target")
-    ] = Field(
-        default=None,
-        description="Rule: prefill may use the slack of answers that are ahead of their ITL "
-        "target, up to four targets.",
-    )
-    admission: Annotated[
-        bool | None,
-        Rule(on_in=("throughput", "fair"), without="admitted when its prompt fits now"),
-    ] = Field(
-        default=None,
-        description="Rule: the next request in line is admitted only if the forecast peak of the "
-        "running requests' KV demand leaves room for it, in `admission_overcommit` times the pool.",
-    )
     time_sharing: Annotated[bool | None, Rule(on_in=("latency",), without="it waits")] = Field(
         default=None,
-        description="Rule: a new request that finds no KV blocks takes those of the request with "
-        "the most think tokens, which is preempted.",
+        description="Rule: requests wait by [level](scheduling.md#time-sharing), new ones first. "
+        "The first one that finds no seat or no KV blocks takes those of thinkers of higher "
+        "levels, which are preempted.",
     )
     balance: Annotated[bool | None, Rule(without="each rank for itself; requests are counted")] = (
         Field(
@@ -138,12 +115,6 @@ class PolicyConfig(PolicyRules):
         description="Number of answer tokens after the boundary during which a request goes before "
         "all others, so that its first words do not stall.",
     )
-    max_preemptions: int = Field(
-        default=3,
-        ge=1,
-        description="A thinking request that was preempted this often is preempted after all other "
-        "thinking requests.",
-    )
     answer_itl_ms: float | None = Field(
         default=None,
         gt=0,
@@ -179,30 +150,19 @@ class PolicyConfig(PolicyRules):
         "this many seconds, steps may take twice as long with each further such period, until "
         "prefill has half of a step.",
     )
-    admission_reserve_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Growth in tokens that admission assumes for each running request until enough "
-        "requests have ended to forecast it.",
-    )
-    admission_overcommit: float = Field(
-        default=1.4,
-        gt=0,
-        allow_inf_nan=False,
-        description="Upper bound of the forecast peak of all running requests, as a share of the "
-        "KV pool; a value above 1 assumes that requests end sooner than forecast.",
-    )
-    sharing_min_tokens: int = Field(
-        default=2000,
+    level_tokens: int = Field(
+        default=512,
         ge=1,
-        description="Think tokens after which a request may be preempted to admit a new request.",
+        description="Think tokens with which the first level ends; each further level ends with "
+        "twice as many. A lower level is admitted before a higher one, and may displace it.",
     )
     sharing_overhead: float = Field(
-        default=0.05,
+        default=0.5,
         ge=0,
         le=1,
-        description="Share of the engine's time that may be spent on computing tokens again that "
-        "time-sharing preempted.",
+        description="Upper bound of the share of the engine's time that may be spent on computing "
+        "tokens again that time-sharing preempted; it falls as a recomputed token gets dearer "
+        "against a decoded one.",
     )
     reload: bool = Field(
         default=True,
@@ -213,7 +173,7 @@ class PolicyConfig(PolicyRules):
         gt=0,
         allow_inf_nan=False,
         description="Seconds of waiting after which a preempted request goes before all others, "
-        "and long thinkers are preempted for it; only with `time_sharing`.",
+        "and thinkers of any level are preempted for it; only with `time_sharing`.",
     )
     time_budget_us: int = Field(
         default=3000,

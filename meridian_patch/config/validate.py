@@ -7,6 +7,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from meridian_patch.config.left import LEFT_KEYS, LEFT_VALUES
 from meridian_patch.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -47,7 +48,9 @@ def field_names(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
 
 
 def unknown_key(path: KeyPath, known: tuple[str, ...], origin: str) -> ConfigError:
-    """The error for a key that does not exist."""
+    """The error for a key that does not exist, or no longer."""
+    if dotted(path) in LEFT_KEYS:
+        return ConfigError(f"{origin}: {dotted(path)} left: {LEFT_KEYS[dotted(path)]}")
     close = difflib.get_close_matches(str(path[-1]), known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return ConfigError(
@@ -72,6 +75,9 @@ def _describe(
         return f"{origin}: {dotted(path)} is missing; it has no default"
     if not path:
         return f"{origin}: {expected}"
+    why = LEFT_VALUES.get((dotted(path), str(detail["input"])))
+    if why is not None:
+        return f"{origin}: {dotted(path)}={detail['input']} left: {why}"
     return f"{origin}: {dotted(path)} is {detail['input']!r}, expected {expected}"
 
 

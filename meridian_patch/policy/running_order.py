@@ -1,10 +1,10 @@
 """Ranks running requests with answers first."""
 
-from collections.abc import Mapping
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from meridian_patch.phase.tracker import Phase
+from meridian_patch.policy.levels import level_of
 
 
 class RequestView(NamedTuple):
@@ -17,32 +17,10 @@ class RequestView(NamedTuple):
     is_handed_off: bool
     # True while its known tokens are being computed: a new prompt, or a resume after preemption.
     is_prefilling: bool
-    # Tokens whose KV is computed, which a preemption loses.
-    num_computed_tokens: int
-    num_preemptions: int
-    # Tokens among them that an offload tier keeps. What the prefix cache keeps is not known.
-    num_offloaded_tokens: int = 0
+    # Think tokens so far, which are its attained service.
+    think_tokens: int
     # As in vLLM, lower goes first.
     priority: int = 0
-
-
-class OrderPolicy(Protocol):
-    """Decides the order of the running requests."""
-
-    @property
-    def drift(self) -> Mapping[int, int]:
-        """How ranks change while requests only decode.
-
-        Maps the first number of a rank to what one more computed token adds to the last number.
-        Ranks whose first number is missing do not change. This avoids ranking every request in
-        every step.
-        """
-
-    def rank(self, view: RequestView) -> tuple[int, ...]:
-        """Smaller is served sooner and preempted later; equal ranks keep the stock order.
-
-        Called when a request changed, and from time to time for unchanged requests.
-        """
 
 
 class Standing(IntEnum):
@@ -51,9 +29,8 @@ class Standing(IntEnum):
     HANDOFF = 0
     ANSWER = 1
     ANSWER_PREFILLING = 2
-    THINK_PROTECTED = 3
-    THINK = 4
-    PREFILL = 5
+    THINK = 3
+    PREFILL = 4
 
 
 class LatencyPolicy:
@@ -62,46 +39,31 @@ class LatencyPolicy:
     1. First, requests in their hand-off, that is between the boundary and their first
        ``protected_answer_tokens`` answer tokens.
     2. Then answers; among them, those that recompute tokens after a preemption come last.
-    3. Then thinkers that were preempted ``max_preemptions`` times.
-    4. Then other thinkers, the one with the most work to lose first: computed tokens without those
-       that an offload tier keeps. Equal ones, and all if ``by_work`` is off, keep stock order.
-    5. Prefill comes last: new prompts, and thinkers that recompute; most computed tokens first.
-    6. Within each class, the requests' own priorities decide first.
+    3. Then thinkers by level, the lowest first: the longest thinker is preempted first.
+    4. Prefill comes last: new prompts, then thinkers that recompute, the lowest level first.
+    5. Within each class, the requests' own priorities decide first. Equal ranks keep stock order.
 
     Invariant: an answer is preempted only if no thinker and no prefill is left.
 
     Args:
         protected_answer_tokens: length of the hand-off, in answer tokens.
-        max_preemptions: after so many preemptions a thinker is protected.
-        by_work: order thinkers by the work that they would lose.
-        keeps_thinking: an offload tier also keeps thinking, so the work to lose does not grow.
+        level_tokens: think tokens with which the first level ends.
     """
 
-    def __init__(
-        self,
-        protected_answer_tokens: int,
-        max_preemptions: int,
-        *,
-        by_work: bool = True,
-        keeps_thinking: bool = False,
-    ) -> None:
+    def __init__(self, protected_answer_tokens: int, level_tokens: int) -> None:
         self._protected_answer_tokens = protected_answer_tokens
-        self._max_preemptions = max_preemptions
-        self._by_work = by_work
-        self.drift: Mapping[int, int] = (
-            {Standing.THINK_PROTECTED: -1, Standing.THINK: -1}
-            if by_work and not keeps_thinking
-            else {}
-        )
+        self._level_tokens = level_tokens
 
     def rank(self, view: RequestView) -> tuple[int, int, int]:
-        """The request's class, its priority, and the order of thinkers and prefill by work."""
+        """The request's class, its priority, and its level.
+
+        Smaller is served sooner and preempted later; equal ranks keep the stock order. Called when
+        a request changed, and from time to time for unchanged requests.
+        """
         standing = self._standing(view)
-        if not self._by_work or standing < Standing.THINK_PROTECTED:
+        if standing < Standing.THINK:
             return standing, view.priority, 0
-        if standing is Standing.PREFILL:
-            return standing, view.priority, -view.num_computed_tokens
-        return standing, view.priority, view.num_offloaded_tokens - view.num_computed_tokens
+        return standing, view.priority, level_of(view.think_tokens, self._level_tokens)
 
     def _standing(self, view: RequestView) -> Standing:
         if view.phase is Phase.ANSWER:
@@ -112,6 +74,4 @@ class LatencyPolicy:
             return Standing.ANSWER
         if view.phase is Phase.PREFILL or view.is_prefilling:
             return Standing.PREFILL
-        if view.num_preemptions >= self._max_preemptions:
-            return Standing.THINK_PROTECTED
         return Standing.THINK

@@ -1,18 +1,25 @@
-"""Chooses the thinkers to preempt for a new request: time-sharing by attained service."""
+"""Chooses the thinkers to preempt for a request of a lower level: time-sharing by attained service.
 
-from collections.abc import Callable, Iterable
+The levels are those of multi-level feedback queues (Corbató et al., 1962), as FastServe uses them
+for generated tokens (Wu et al., 2023).
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from typing import NamedTuple, Self
 
 from meridian_patch.config.policy import PolicyConfig
-from meridian_patch.policy.step_time import StepTimeModel
+from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 # Upper bound of the credit, in seconds of engine time.
 _MOST_CREDIT_S = 2.0
-# Upper bounds of thinkers whose blocks are counted, and of thinkers preempted together.
-_MOST_TRIED = 8
-_MOST_TOGETHER = 4
+# Least share of `sharing_overhead` that is earned, however dear a recompute is.
+_LEAST_SHARE = 0.1
+# A thinker makes no room before it has thought for this share of the time that computing it again
+# takes.
+_LEAST_SERVICE = 0.5
+# Upper bound of thinkers whose blocks are counted.
+MOST_TRIED = 32
 
 
 class Thinker(NamedTuple):
@@ -22,87 +29,89 @@ class Thinker(NamedTuple):
     # Tokens that it must compute again after a preemption. Tokens kept by an offload tier do not
     # count: loading them takes little time and overlaps with steps.
     held_tokens: int
-    # Think tokens so far, which are its attained service.
-    attained_tokens: int
-    num_preemptions: int
+    # Think tokens since it was admitted or resumed last.
+    thought_tokens: int
 
 
 @dataclass(frozen=True)
 class SharingSettings:
-    """See the configuration fields of the same names."""
+    """See the configuration field of the same name."""
 
-    sharing_min_tokens: int
     sharing_overhead: float
-    max_preemptions: int
 
     @classmethod
     def of(cls, config: PolicyConfig) -> Self:
         """From the configuration."""
-        return cls(config.sharing_min_tokens, config.sharing_overhead, config.max_preemptions)
+        return cls(config.sharing_overhead)
 
 
 class TimeSharing:
-    """Chooses the thinkers with the most attained service if a new request does not fit.
+    """Chooses the thinkers with the most attained service if a request in line does not fit.
 
     A preempted request computes its tokens again. The time for that is taken from a credit that
-    grows by ``sharing_overhead`` seconds per second, which bounds the loss of throughput.
+    grows by at most ``sharing_overhead`` seconds per second, and slower the dearer a recomputed
+    token is against a decoded one: where both cost the same, nearly nothing is gained by sharing.
     """
 
     def __init__(self, settings: SharingSettings, model: StepTimeModel) -> None:
         self._settings = settings
         self._model = model
         self._credit_s = 0.0
+        self._price = 1.0
         self._seen_s: float | None = None
 
     def advance(self, now_s: float) -> None:
         """Add the credit earned since the last call."""
         if self._seen_s is not None:
-            earned = (now_s - self._seen_s) * self._settings.sharing_overhead
+            share = max(_LEAST_SHARE, 1 - self._price) * self._settings.sharing_overhead
+            earned = (now_s - self._seen_s) * share
             self._credit_s = min(self._credit_s + earned, _MOST_CREDIT_S)
         self._seen_s = now_s
 
     def choose(
-        self, thinkers: Iterable[Thinker], missing_blocks: int, freed: Callable[[Thinker], int]
+        self,
+        thinkers: Sequence[Thinker],
+        missing_blocks: int,
+        freed: Callable[[Thinker], int],
+        shape: StepShape,
+        *,
+        is_owed: bool = False,
     ) -> list[Thinker]:
-        """The thinkers to preempt for a new request; empty if they would not free enough blocks.
+        """The thinkers to preempt for a request; empty if they would not free enough blocks.
 
-        This is the thinker with the most attained service whose blocks suffice. If no single one
-        suffices, it is several, by most attained service. The credit must cover what they compute
-        again.
+        This is the first thinker whose blocks suffice. If no single one suffices, it is several,
+        from the first on. The credit must cover what they compute again.
 
         Args:
-            thinkers: running thinkers that may be preempted.
-            missing_blocks: KV blocks that the new request lacks.
+            thinkers: running thinkers that may be preempted, in the order in which they make room.
+            missing_blocks: KV blocks that the request lacks; 0 or less if it lacks a seat only.
             freed: returns the KV blocks that a preemption of a thinker would free.
+            shape: decode tokens and context of the next step.
+            is_owed: the request is made room for at any price, as one that answers.
         """
-        settings = self._settings
-        affordable = self._model.tokens_within(max(self._credit_s, 0.0)) or 0
-        longest = nlargest(
-            _MOST_TRIED,
-            (
-                thinker
-                for thinker in thinkers
-                if thinker.attained_tokens >= settings.sharing_min_tokens
-                and thinker.num_preemptions < settings.max_preemptions
-                and thinker.held_tokens <= affordable
-            ),
-            key=lambda thinker: thinker.attained_tokens,
-        )
-        blocks = [freed(thinker) for thinker in longest]
-        for thinker, count in zip(longest, blocks, strict=True):
-            if count >= missing_blocks:
+        price = self._model.recompute_price(shape)
+        self._price = self._price if price is None else price
+        if self._credit_s <= 0 and not is_owed:
+            return []
+        paid_off = [one for one in thinkers if is_owed or self._is_paid_off(one)]
+        blocks: list[int] = []
+        for thinker in paid_off:
+            blocks.append(freed(thinker))
+            if blocks[-1] >= missing_blocks:
                 return self._pay([thinker])
-        for together in range(2, min(_MOST_TOGETHER, len(longest)) + 1):
-            if sum(blocks[:together]) >= missing_blocks:
-                return self._pay(longest[:together])
+        total = 0
+        for index, count in enumerate(blocks):
+            total += count
+            if total >= missing_blocks:
+                return self._pay(paid_off[: index + 1])
         return []
 
+    def _is_paid_off(self, thinker: Thinker) -> bool:
+        """Whether a thinker has thought long enough for what it cost to compute it."""
+        return thinker.thought_tokens >= _LEAST_SERVICE * self._price * thinker.held_tokens
+
     def _pay(self, chosen: list[Thinker]) -> list[Thinker]:
-        """Take the price from the credit; returns an empty list if it does not suffice."""
-        price_s = self._price_s(chosen)
-        if len(chosen) > 1 and price_s > self._credit_s:
-            return []
-        self._credit_s -= price_s
+        self._credit_s -= self._price_s(chosen)
         return chosen
 
     def refund(self, chosen: list[Thinker]) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from scheduler_driver import Job, make_prompt
-from tier_driver import SYNC_AND_ASYNC, driver_for
+from tier_driver import driver_for
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -12,10 +12,8 @@ PAUSED = RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
 @pytest.fixture(autouse=True)
-def admission(monkeypatch):
+def stock_admission(monkeypatch):
     for name, value in {
-        "admission": "true",
-        "admission_overcommit": "1.0",
         "time_sharing": "false",
         "step_cut": "false",
         "time_budget_us": "10000000",
@@ -37,25 +35,6 @@ def learnt(demo_model, *, is_async, **options):
         if number % 6 == 5:
             driver.drain()
     return driver
-
-
-@SYNC_AND_ASYNC
-def test_what_paused_sessions_hold_is_no_room(demo_model, is_async):
-    """Half of the pool is theirs; admitted are as many as fit into the other half."""
-    driver = learnt(demo_model, is_async=is_async)
-    sessions = [
-        driver.send_chunk(job(f"session{number}", 100 + number, prompt=400, think=5, answer=2))
-        for number in range(4)
-    ]
-    while any(session.status != PAUSED for session in sessions):
-        driver.step()
-    before = driver.scheduler.phase_counters.totals.get("preemption:think", 0)
-    for number in range(12):
-        driver.add(job(f"new{number}", 200 + number))
-    for _ in range(1500):
-        driver.step()
-    assert all(driver.deliveries[f"new{number}"] for number in range(12))
-    assert driver.scheduler.phase_counters.totals.get("preemption:think", 0) == before
 
 
 def test_paused_sessions_without_blocks_keep_no_request_out(demo_model):

@@ -55,7 +55,7 @@ def eager(monkeypatch, demo_model):
     monkeypatch.setattr(worker_base.WorkerBase, MARK, "worker", raising=False)
     for name, value in {
         "POLICY__TIME_BUDGET_US": "10000000",
-        "POLICY__SHARING_MIN_TOKENS": "50",
+        "POLICY__LEVEL_TOKENS": "50",
         "POLICY__SHARING_OVERHEAD": "0.05",
         "POLICY__AGING_S": "2",
         "KV__RETAIN_S": "1",

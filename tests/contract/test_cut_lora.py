@@ -98,8 +98,7 @@ def test_no_other_adapter_comes_in_while_one_gets_no_block(
     demo_model, monkeypatch, groups, num_free
 ):
     """vLLM preempts none, goes on to the waiting ones, and meets both adapters a step later."""
-    for rule in ("ADMISSION", "TIME_SHARING"):
-        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{rule}", "false")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_SHARING", "false")
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US", "10000000")
     driver = driver_for(demo_model, blocks=600, groups=groups, **LORA)
     scheduler, pool = driver.scheduler, pool_of(driver)

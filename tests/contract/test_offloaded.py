@@ -23,11 +23,7 @@ from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
 # Both are let in at once, and no request is displaced.
-ALONE = {
-    f"{SET}VICTIMS": "true",
-    f"{SET}ADMISSION": "false",
-    f"{SET}TIME_SHARING": "false",
-}
+ALONE = {f"{SET}TIME_SHARING": "false"}
 POOL_BLOCKS = 50
 BIG, SMALL = 500, 90
 
@@ -67,7 +63,7 @@ class Engine(ReplayEngine):
         step_seconds = load_cost(DEFAULT_COST).step_seconds
         super().__init__(arm, POOL_BLOCKS, step_seconds, read_template_tokens(), is_async=is_async)
         self.requests = {}
-        self.offloaded_tokens = self.scheduler.policy_part.order._offloaded_tokens
+        self.offloaded_tokens = self.scheduler.policy_part._reloads
 
     def think(self, name, prompt, think, params=None):
         """Add a request with ``kv_transfer_params``."""
@@ -79,52 +75,12 @@ class Engine(ReplayEngine):
         self.add(ReplayRequest(name, [*text, template.think_start], output, think + 1), self.now)
         self.requests[name] = self._live[name][0]
 
-    def preempted_first(self):
-        """Step until a request is; then to the end."""
-        while not any(one.num_preemptions for one in self.requests.values()):
-            self.step()
-        first = [name for name, one in self.requests.items() if one.num_preemptions]
-        while not self.is_idle:
-            self.step()
-        assert {record.finish_reason for record in self.take_finished()} == {"stop"}
-        assert "fallback:exception" not in self.counters()
-        return first
-
 
 def big_and_small(engine):
     """``big`` has computed more, and nothing of ``small`` is offload_estimate."""
     engine.think("big", BIG, 250)
     engine.think("small", SMALL, 250, {"max_offload_tokens": 0})
     return engine
-
-
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_with_thinking_offloaded_who_loses_least_is_preempted(is_async):
-    """Nothing is lost of the big one, all of the small one."""
-    engine = big_and_small(Engine(is_async=is_async))
-    assert engine.offloaded_tokens.has_thinking
-    assert engine.preempted_first() == ["big"]
-    assert engine.totals.recomputed_tokens <= 2 * BLOCK_SIZE
-
-
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_with_prompts_offloaded_who_loses_least_is_preempted(offload_prompts_alone, is_async):
-    """The big one loses its thought, the small one its prompt too."""
-    engine = big_and_small(Engine(is_async=is_async))
-    assert not engine.offloaded_tokens.has_thinking
-    assert engine.preempted_first() == ["big"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "gb_per_s"),
-    [
-        pytest.param({f"{SET}VICTIMS": "false"}, 25.0, id="rule off"),
-        pytest.param({}, None, id="no tier"),
-    ],
-)
-def test_otherwise_the_small_one_is(settings, gb_per_s):
-    """It came last and has computed less: the tests above can fail."""
-    assert big_and_small(Engine(settings, gb_per_s=gb_per_s)).preempted_first() == ["small"]
 
 
 def test_what_is_kept_is_told(offload_prompts_alone):
@@ -174,8 +130,9 @@ def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
         engine.step()
     # Nothing is in flight that writes the blocks.
     engine._deliver_down_to(0)
-    room = engine.scheduler.step_limiter._admission
-    (thinker,) = room._thinkers(engine.scheduler, newcomer=engine.requests["one"])
+    room = engine.scheduler.step_limiter._displacing
+    room._level = lambda _: -1
+    (thinker,) = room._thinkers(engine.scheduler, engine.requests["one"], 0.0)
     prompt = BIG // BLOCK_SIZE * BLOCK_SIZE
     assert thinker.held_tokens == engine.requests["one"].num_computed_tokens - prompt > 0
 

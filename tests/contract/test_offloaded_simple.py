@@ -17,11 +17,7 @@ from meridian_patch.telemetry import counters
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
 # All are let in at once, and no request is displaced.
-ALONE = {
-    f"{SET}VICTIMS": "true",
-    f"{SET}ADMISSION": "false",
-    f"{SET}TIME_SHARING": "false",
-}
+ALONE = {f"{SET}TIME_SHARING": "false"}
 POOL_BLOCKS = 50
 TIER_BLOCKS = 400
 BIG, SMALL = 500, 90
@@ -48,7 +44,7 @@ class Engine(ReplayEngine):
         step_seconds = load_cost(DEFAULT_COST).step_seconds
         super().__init__(arm, POOL_BLOCKS, step_seconds, read_template_tokens(), is_async=is_async)
         self.requests = {}
-        self.kept = self.scheduler.policy_part.order._offloaded_tokens
+        self.kept = self.scheduler.policy_part._reloads
 
     def think(self, name, prompt, think, answer=2):
         template = read_template_tokens()
@@ -102,15 +98,6 @@ def test_nothing_is_lost_so_the_last_is_preempted(make, is_async, is_lazy):
 
 
 @MODES
-@LAZY
-def test_with_reload_off_who_has_computed_least_is(make, is_async, is_lazy):
-    """The test above can fail."""
-    engine = make({f"{SET}RELOAD": "false"}, is_async=is_async, is_lazy=is_lazy)
-    assert engine.kept is None
-    assert small_and_big(engine).preempted_first() == ["small"]
-
-
-@MODES
 def test_all_is_kept_to_the_last_token(make, is_async):
     engine = make(is_async=is_async)
     engine.think("one", BIG, 200)
@@ -136,7 +123,7 @@ def test_what_the_tier_has_evicted_is_not_kept(make, block, kept):
     assert engine.kept(one) == (kept + slack) * BLOCK_SIZE < one.num_computed_tokens
 
 
-SHARING = {f"{SET}TIME_SHARING": "true", f"{SET}SHARING_MIN_TOKENS": "100"}
+SHARING = {f"{SET}TIME_SHARING": "true", f"{SET}LEVEL_TOKENS": "100"}
 
 
 @MODES
@@ -177,8 +164,9 @@ def test_a_displacement_costs_nothing(make, is_async):
     one = engine.requests["one"]
     engine.until(lambda: len(one.output_token_ids) > 20)
     engine._deliver_down_to(0)
-    admission = engine.scheduler.step_limiter._admission
-    (thinker,) = admission._thinkers(engine.scheduler, newcomer=one)
+    room = engine.scheduler.step_limiter._displacing
+    room._level = lambda _: -1
+    (thinker,) = room._thinkers(engine.scheduler, one, 0.0)
     assert thinker.held_tokens <= 1
 
 
@@ -217,7 +205,7 @@ def test_any_order_of_aborts_leaves_nothing_behind(make, is_async):
     for seed in range(2):
         rng = random.Random(seed)
         engine = make(
-            {f"{SET}TIME_SHARING": "true", f"{SET}SHARING_MIN_TOKENS": "50"},
+            {f"{SET}TIME_SHARING": "true", f"{SET}LEVEL_TOKENS": "50"},
             is_async=is_async,
             tier=rng.choice((20, 60, TIER_BLOCKS)),
             gb_per_s=rng.choice((0.2, 25.0)),

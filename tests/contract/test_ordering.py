@@ -24,7 +24,6 @@ def request(name, computed=100, *, prefilling=False):
         request_id=name,
         num_computed_tokens=computed,
         is_prefill_chunk=prefilling,
-        num_preemptions=0,
         priority=0,
     )
 
@@ -47,7 +46,7 @@ def phases():
 
 @pytest.fixture
 def policy():
-    return CountingPolicy(protected_answer_tokens=16, max_preemptions=3)
+    return CountingPolicy(protected_answer_tokens=16, level_tokens=512)
 
 
 def router_over(phases):
@@ -96,42 +95,17 @@ def test_equal_ranks_stand_as_they_were_admitted(order, phases):
     assert arrange(order, running) == [a, b, c]
 
 
-def test_the_order_among_thinkers_holds_while_they_decode(order, phases):
-    """A newcomer is compared with what the others have computed by now."""
-    phases.update(dict.fromkeys("abn", Phase.THINK))
-    running = arrange(order, [request("a", 100), request("b", 10)])
-    for _ in range(50):
-        running = arrange(order, running)
-        for one in running:
-            one.num_computed_tokens += 1
-    running = arrange(order, [*running, request("n", 80)])
-    assert names(running) == "anb"
-
-
-def test_a_thinker_that_got_no_token_falls_back_in_turn(order, phases):
-    """It is not reported; the order finds it within a round of its audit."""
+def test_a_thinker_that_reached_the_next_level_is_found_within_a_round(order, phases):
+    """It is not reported; each request is looked at once per so many steps."""
     phases.update(dict.fromkeys("abcdefgh", Phase.THINK))
-    running = arrange(order, [request(name, 100 - n) for n, name in enumerate("abcdefgh")])
-    for _ in range(20):
-        for one in running:
-            one.num_computed_tokens += one.request_id != "a"
-        running = arrange(order, running)
-    assert names(running) == "bcdefgha"
-
-
-def test_what_the_tier_gives_up_is_seen_within_a_round(policy, phases):
-    """An eviction is not reported; each request is looked at once per so many steps."""
-    kept = dict.fromkeys("abcdefgh", 80)
-    phases.update(dict.fromkeys(kept, Phase.THINK))
-    order = RunningOrder(policy, router_over(phases), PATIENCE_US, lambda one: kept[one.request_id])
-    running = arrange(order, [request(name, 100 - n) for n, name in enumerate(kept)])
+    thought = dict.fromkeys("abcdefgh", 100)
+    order._tracker.get = lambda name: RequestPhase([0] * thought[name], *[Phase.THINK] * 2, 0, 0)
+    running = arrange(order, [request(name) for name in thought])
     assert names(running) == "abcdefgh"
-    kept["f"] = 0
-    for _ in range(len(kept) // running_order.AUDITED_PER_STEP):
-        for one in running:
-            one.num_computed_tokens += 1
+    thought["c"] = 600
+    for _ in range(len(thought) // running_order.AUDITED_PER_STEP):
         running = arrange(order, running)
-    assert names(running) == "fabcdegh"
+    assert names(running) == "abdefghc"
 
 
 def test_prefill_that_ends_is_seen_without_a_word(order, monkeypatch):

@@ -28,19 +28,14 @@ class Request(SimpleNamespace):
 class Upstream(RuleBasedStateMachine):
     """A scheduler that admits, decodes, finishes and preempts at random."""
 
-    # Whether an offload tier keeps all that is computed.
-    has_tier = False
-
     def __init__(self):
         super().__init__()
         # What is known to have changed must do without it.
         self.no_audit = patch("meridian_patch.engine.scheduler.running_order.AUDITED_PER_STEP", 0)
         self.no_audit.start()
         self.tracker = SpokenTracker(BOUNDARIES, PROTECTED)
-        self.policy = LatencyPolicy(PROTECTED, max_preemptions=2, keeps_thinking=self.has_tier)
-        self.order = RunningOrder(
-            self.policy, self.tracker, time_budget_us=10**9, offloaded_tokens=self._kept
-        )
+        self.policy = LatencyPolicy(PROTECTED, level_tokens=10**9)
+        self.order = RunningOrder(self.policy, self.tracker, time_budget_us=10**9)
         self.running = []
         self.waiting = []
         # The stock order: as admitted.
@@ -53,7 +48,7 @@ class Upstream(RuleBasedStateMachine):
     @rule(thinks=st.booleans(), computed=st.integers(0, 50), prefilling=st.booleans())
     def admit(self, thinks, computed, prefilling):
         self.born += 1
-        one = Request(request_id=f"r{self.born}", num_preemptions=0, priority=self.born % 3)
+        one = Request(request_id=f"r{self.born}", priority=self.born % 3)
         self.tracker.add(one.request_id, [START if thinks else WORD])
         self._admit(one, computed, prefilling)
 
@@ -91,7 +86,6 @@ class Upstream(RuleBasedStateMachine):
     @rule(place=PLACE, is_last=st.booleans(), is_told=st.booleans())
     def preempt(self, place, is_last, is_told):
         one = self.running.pop(-1 if is_last else place % len(self.running))
-        one.num_preemptions += 1
         self._gone(one, is_told=is_told)
         self.waiting.append(one)
         if not is_told:
@@ -106,14 +100,9 @@ class Upstream(RuleBasedStateMachine):
         # No request is lost and none comes twice.
         assert len(self.running) == len(before)
         assert set(self.running) == set(before)
-        naive = sorted(self.admitted, key=lambda one: self.policy.rank(self._view(one)))
-        assert [self._standing(one) for one in self.running] == [
-            self._standing(one) for one in naive
-        ]
-        # Those whose rank is standing and priority alone: in the stock order among themselves.
-        assert [one for one in self.running if self._is_plain(one)] == [
-            one for one in naive if self._is_plain(one)
-        ]
+        assert self.running == sorted(
+            self.admitted, key=lambda one: self.policy.rank(self._view(one))
+        )
 
     @invariant()
     def the_order_knows_no_more_than_what_runs_or_ran(self):
@@ -139,30 +128,11 @@ class Upstream(RuleBasedStateMachine):
             state.tokens_in_phase,
             state.is_handed_off,
             one.is_prefill_chunk,
-            one.num_computed_tokens,
-            one.num_preemptions,
-            self._kept(one),
+            state.think_tokens,
             one.priority,
         )
-
-    def _kept(self, one):
-        return one.num_computed_tokens if self.has_tier else 0
-
-    def _standing(self, one):
-        return self.policy.rank(self._view(one))[:2]
-
-    def _is_plain(self, one):
-        return self.policy.rank(self._view(one))[2] == 0
-
-
-class UpstreamWithTier(Upstream):
-    """No request loses anything: thinkers too stand in the stock order, without a look at them."""
-
-    has_tier = True
 
 
 SETTINGS = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestUpstream = Upstream.TestCase
 TestUpstream.settings = SETTINGS
-TestUpstreamWithTier = UpstreamWithTier.TestCase
-TestUpstreamWithTier.settings = SETTINGS

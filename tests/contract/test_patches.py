@@ -24,10 +24,10 @@ from meridian_patch.engine.early_exit import part as exit_part
 from meridian_patch.engine.early_exit import probes
 from meridian_patch.engine.kv_cache import manager as kv_cache
 from meridian_patch.engine.scheduler import (
-    admission,
     admission_checks,
     assembly,
     balance_part,
+    displacing,
     indivisible_chunks,
     kv_units,
     offload_estimate,
@@ -258,10 +258,10 @@ def super_calls(cls: ast.ClassDef) -> set[str]:
 
 # Modules that the scheduler gives itself to.
 HANDS = (
-    admission,
     admission_checks,
     assembly,
     balance_part,
+    displacing,
     exit_binding,
     exit_part,
     indivisible_chunks,

@@ -18,7 +18,6 @@ def rules(monkeypatch):
     """No request is held back and none is displaced; a busy machine changes nothing."""
     for name, value in {
         "time_budget_us": "10000000",
-        "admission": "false",
         "time_sharing": "false",
         "aging_s": "5",
     }.items():
@@ -89,7 +88,7 @@ def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish
     """Time-sharing is among equals, or for those who are more urgent."""
     for name, value in (
         ("TIME_SHARING", "true"),
-        ("SHARING_MIN_TOKENS", "200"),
+        ("LEVEL_TOKENS", "200"),
         ("SHARING_OVERHEAD", "1.0"),
     ):
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name}", value)
@@ -110,7 +109,6 @@ def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish
 def test_the_stock_policy_knows_no_wishes(demo_model, monkeypatch):
     """noop leaves every decision to vLLM."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
-    monkeypatch.delenv("MERIDIAN_PATCH_SET_POLICY__ADMISSION")
     monkeypatch.delenv("MERIDIAN_PATCH_SET_POLICY__TIME_SHARING")
     driver = driver_for(demo_model, max_num_seqs=1, max_num_batched_tokens=BUDGET)
     for name, wish in (("first", None), ("urgent", URGENT)):

@@ -16,32 +16,6 @@ OFTEN = {"EXIT__PROBE_MIN_GAP_TOKENS": "8", "EXIT__PROBE_MAX_GAP_TOKENS": "8"}
 NEVER = {"EXIT__EAT_DELTA": "0.000000000001", "EXIT__EAT_WARMUP_PROBES": "1000"}
 
 
-@pytest.mark.parametrize("mode", ["observe", "enforce"])
-@pytest.mark.parametrize("policy", ["throughput", "fair", "latency"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_admission_leaves_places_for_probes(monkeypatch, demo_model, policy, mode, is_async):
-    """A newcomer that admission holds back does not keep probes out of a pool that is free."""
-    settings = {
-        **OFTEN,
-        **NEVER,
-        "EXIT__MODE": mode,
-        "POLICY__NAME": policy,
-        "POLICY__ADMISSION_RESERVE_TOKENS": "4000",
-    }
-    driver = exit_driver(monkeypatch, demo_model, is_async=is_async, blocks=60, **settings)
-    scheduler = driver.scheduler
-    driver.add(thinker("runs", 1000))
-    while scheduler.phase_tracker.get("runs").phase is not Phase.THINK:
-        driver.step()
-    driver.add(thinker("waits", 1000))
-    before = scheduler.early_exit.probes.num_probes
-    for _ in range(200):
-        driver.step()
-    if policy != "latency":
-        assert scheduler.requests["waits"].status == RequestStatus.WAITING
-    assert scheduler.early_exit.probes.num_probes - before > 5
-
-
 @pytest.mark.parametrize(("mode", "thinkers"), [("observe", SEATS - 1), ("enforce", SEATS - 2)])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_probes_do_not_starve_a_newcomer(monkeypatch, demo_model, mode, thinkers, is_async):

@@ -253,11 +253,11 @@ def test_a_sample_in_which_only_the_divisor_is_nothing_counts_as_infinite():
 
 def test_arms():
     """Named arms are policies, one's own are settings; stock is first and sets nothing."""
-    arms = choose_arms("noop,latency,noop", ["mine:policy.max_preemptions=2,kv.tiers=false"])
+    arms = choose_arms("noop,latency,noop", ["mine:policy.level_tokens=2,kv.tiers=false"])
     assert [arm.name for arm in arms] == ["stock", "noop", "latency", "mine"]
     assert not arms[0].settings
     assert arms[3].settings == {
-        "MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS": "2",
+        "MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS": "2",
         "MERIDIAN_PATCH_SET_KV__TIERS": "false",
     }
     tiers = own_arm("tiers:policy.order=false,policy.step_cut=false,policy.time_sharing=false")
@@ -277,7 +277,7 @@ def test_arms():
         ("mine:policy.name", "expected NAME:KEY=VALUE"),
         ("stock:policy.name=noop", "use another name"),
         ("mine:policy.speed=2", "arm 'mine': .*policy.speed"),
-        ("mine:policy.max_preemptions=0", "arm 'mine': .*policy.max_preemptions"),
+        ("mine:policy.level_tokens=0", "arm 'mine': .*policy.level_tokens"),
     ],
 )
 def test_wrong_arms_are_refused_in_one_sentence(text, message):

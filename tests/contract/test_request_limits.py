@@ -49,11 +49,10 @@ def steps_of_a_prompt(driver, wish):
     return driver.steps - before
 
 
-@pytest.mark.parametrize("profile", ["latency", "throughput"])
 @pytest.mark.parametrize("itl_ms", [1e-9, 5.0])
-def test_a_target_that_no_step_can_keep_is_the_default(demo_model, settings, itl_ms, profile):
+def test_a_target_that_no_step_can_keep_is_the_default(demo_model, settings, itl_ms):
     """A step takes 10 ms here. One request held everybody's prefill at the least chunk."""
-    settings(POLICY__NAME=profile, POLICY__ADMISSION="false", POLICY__MIN_PREFILL_TOKENS=1)
+    settings(POLICY__MIN_PREFILL_TOKENS=1)
     steps = {}
     for name, wish in (("default", None), ("hostile", {"meridian_itl_ms": itl_ms})):
         driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
@@ -97,7 +96,7 @@ def test_the_bodys_priority_chooses_no_victim(demo_model, settings, early, late)
 
 def test_the_bodys_priority_protects_no_thinker(demo_model, settings):
     """Time-sharing takes the place of one that thought for long, whatever its body says."""
-    settings(POLICY__SHARING_MIN_TOKENS=200, POLICY__SHARING_OVERHEAD=1.0)
+    settings(POLICY__LEVEL_TOKENS=200, POLICY__SHARING_OVERHEAD=1.0)
     driver = driver_for(demo_model, blocks=40, max_num_batched_tokens=BUDGET)
     learn(driver)
     driver.add(job("long", 50, think=700, answer=5, priority=-(2**63)))

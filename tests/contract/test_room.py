@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.kv_cache.integrity import find_faults
-from meridian_patch.engine.scheduler import admission
+from meridian_patch.engine.scheduler import displacing
 from meridian_patch.engine.scheduler.admission_checks import (
     NextStep,
     freed_blocks,
@@ -41,12 +41,17 @@ def sharing(monkeypatch):
     share_time_alone(monkeypatch)
 
 
-def full_pool(demo_model, *, prompt=60, frees_late=False, **options):
+def full_pool(demo_model, *, prompt=60, frees_late=False, names=("other", "long"), **options):
     """Two long thinkers hold most of the pool; the step-time model knows what tokens cost."""
     driver = taught_driver(demo_model, **options)
     driver.scheduler.defer_block_free = frees_late
-    driver.add(job("long", 50, prompt=prompt, think=700, answer=5))
-    driver.add(job("other", 51, think=500, answer=5))
+    # Of two that are equal the last admitted makes room.
+    jobs = {
+        "long": job("long", 50, prompt=prompt, think=700, answer=5),
+        "other": job("other", 51, think=500, answer=5),
+    }
+    for name in names:
+        driver.add(jobs[name])
     step_until(driver, "long", Phase.THINK, 290)
     return driver
 
@@ -84,19 +89,13 @@ def set_stale(driver, request):
     request.num_stale_output_tokens = 1
 
 
-def set_seats(driver, request):
-    """A paused session holds the last seat."""
-    driver.scheduler.max_num_active_reqs = 3
-    driver.scheduler.num_waiting_for_streaming_input = 1
-
-
 def set_unchunked(driver, request):
     driver.scheduler.scheduler_config = SimpleNamespace(
         **{**vars(driver.scheduler.scheduler_config), "enable_chunked_prefill": False}
     )
 
 
-BLOCKED = [set_grammar, set_adapter, set_loading, set_stale, set_seats, set_unchunked]
+BLOCKED = [set_grammar, set_adapter, set_loading, set_stale, set_unchunked]
 
 
 @SYNC_AND_ASYNC
@@ -145,6 +144,36 @@ def test_no_request_makes_room_where_its_adapter_lets_a_longer_one_come_first(de
 
 
 @SYNC_AND_ASYNC
+@pytest.mark.parametrize("paused", [0, 1])
+def test_a_newcomer_that_lacks_a_seat_takes_that_of_a_thinker(demo_model, is_async, paused):
+    """Also where a paused session holds one; the thinker comes back when a seat is free."""
+    driver = full_pool(demo_model, is_async=is_async)
+    scheduler = driver.scheduler
+    scheduler.max_num_active_reqs = 2 + paused
+    scheduler.num_waiting_for_streaming_input = paused
+    driver.add(newcomer(2))
+    while not driver.deliveries["new"]:
+        driver.step()
+    assert num_preempted_for_room(driver) == 1
+    assert len(scheduler.requests) == 3
+    while len(scheduler.requests) > 2:
+        driver.step()
+    driver.step()
+    assert len(scheduler.running) == 2
+
+
+@SYNC_AND_ASYNC
+def test_no_request_makes_room_for_one_of_its_own_level(demo_model, is_async):
+    """A newcomer waits while all that run have thought as little."""
+    driver = full_pool(demo_model, is_async=is_async)
+    driver.scheduler.step_limiter._displacing._level_tokens = 1000
+    driver.add(newcomer(BLOCKS - 22))
+    for _ in range(50):
+        driver.step()
+    assert not num_preempted_for_room(driver)
+
+
+@SYNC_AND_ASYNC
 def test_room_is_made_once_for_a_newcomer_that_is_not_admitted(demo_model, is_async):
     """What cannot be foreseen, as that an encoder's output is in transit, costs one preemption."""
     driver = full_pool(demo_model, is_async=is_async)
@@ -172,11 +201,11 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     driver.step()
     assert new.status == RequestStatus.RUNNING
     # The sixth time it was refused for the lack of blocks.
-    assert connector.asked["new"] == 7
+    assert connector.asked["new"] == (8 if is_async else 7)
     assert num_preempted_for_room(driver) == 1
     driver.drain()
     assert len(driver.deliveries["new"]) == 7
-    refusals = driver.scheduler.step_limiter._admission._refusals
+    refusals = driver.scheduler.step_limiter._displacing._refusals
     assert refusals._last is None
 
 
@@ -232,10 +261,10 @@ def test_blocks_taken_until_a_free_count_only_where_one_is_needed(demo_model, mo
     """A newcomer that fits in the next step comes in then, whatever is taken in later steps."""
     driver = full_pool(demo_model)
     driver.add(newcomer(BLOCKS - 22))
-    monkeypatch.setattr(admission, "num_steps_until_freed", lambda _: 1)
-    monkeypatch.setattr(admission, "taken_blocks", lambda _, __, later=0: {"other": later})
+    monkeypatch.setattr(displacing, "num_steps_until_freed", lambda _: 1)
+    monkeypatch.setattr(displacing, "taken_blocks", lambda _, __, later=0: {"other": later})
     scheduler = driver.scheduler
-    fits = scheduler.step_limiter._admission._preempt_for(
+    fits = scheduler.step_limiter._displacing._preempt_for(
         scheduler, scheduler.requests["new"], missing, 0.0, NextStep()
     )
     assert fits
@@ -268,26 +297,6 @@ def test_several_make_room_where_one_does_not_suffice(demo_model, is_async):
     assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
 
 
-@SYNC_AND_ASYNC
-def test_no_request_makes_room_for_one_that_admission_keeps_out(demo_model, is_async, monkeypatch):
-    """Its forecast does not fit beside what would go on running, however much is free now."""
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__ADMISSION", "true")
-    driver = full_pool(demo_model, is_async=is_async)
-    room = driver.scheduler.step_limiter._admission
-    room._pool_tokens, pool_tokens = 1.0, room._pool_tokens
-    driver.add(newcomer(BLOCKS - 22))
-    credit_s = room._sharing._credit_s
-    for _ in range(50):
-        driver.step()
-    assert not num_preempted_for_room(driver)
-    assert room._sharing._credit_s >= credit_s
-    room._pool_tokens = pool_tokens
-    while not driver.deliveries["new"]:
-        driver.step()
-    assert num_preempted_for_room(driver) == 1
-    assert "other" in driver.scheduler.requests
-
-
 HYBRIDS = {
     "full": (full_attention(),),
     "window": (full_attention(), sliding_window(48, BLOCK_SIZE // 2)),
@@ -305,13 +314,14 @@ def test_time_sharing_counts_the_blocks_of_all_groups(demo_model, is_async, grou
     assert "time_sharing" in [n for n, on in vars(scheduler.policy_part.rules).items() if on]
     pool = scheduler.kv_cache_manager.block_pool
     # Nearly all that is left belongs to a request of another engine.
-    pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    foreign = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     driver.add(newcomer(11))
     assert needed_blocks(scheduler, scheduler.requests["new"]) >= 11
     while not driver.deliveries["new"]:
         driver.step()
     assert "other" in scheduler.requests
     assert num_preempted_for_room(driver) >= 1
+    pool.free_blocks(foreign)
     driver.drain()
     assert find_faults(pool) == []
 
@@ -364,7 +374,7 @@ def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_
     pool = scheduler.kv_cache_manager.block_pool
     # As few as suffice by what it holds, and not by what it holds beside the newcomer's prefix.
     pool.get_new_blocks(pool.get_num_free_blocks() - needed_blocks(scheduler, new) + held - 2)
-    other.num_preemptions = 1000
+    other.priority = -1
     for _ in range(20):
         driver.step()
     assert new.status != RequestStatus.RUNNING
@@ -380,6 +390,7 @@ def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_
     driver = full_pool(
         demo_model,
         prompt=10 * BLOCK_SIZE,
+        names=("long", "other"),
         is_async=is_async,
         blocks=80,
         groups=(full_attention(), aligned_mamba()),
@@ -400,7 +411,7 @@ def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_
     pool = scheduler.kv_cache_manager.block_pool
     # As few as suffice by what it holds, and not by what it holds beside the newcomer's prefix.
     pool.get_new_blocks(pool.get_num_free_blocks() - needed_blocks(scheduler, new) + held - 4)
-    other.num_preemptions = 1000
+    other.priority = -1
     for _ in range(20):
         driver.step()
     assert new.status != RequestStatus.RUNNING

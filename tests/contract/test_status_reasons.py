@@ -4,7 +4,6 @@ import io
 
 import pytest
 from rich.console import Console
-from scheduler_driver import aligned_mamba
 from tier_driver import driver_for
 
 from meridian_patch.engine import status
@@ -36,13 +35,6 @@ def test_without_prefix_caching_the_tiers_are_off(demo_model):
     assert "KV tiers off off KV tiers: prefix caching is off" in shown()
     driver_for(demo_model)
     assert "prefix caching" not in shown()
-
-
-def test_a_cache_that_does_not_grow_has_no_forecast(demo_model, monkeypatch):
-    """State-space models keep one state per request."""
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "throughput")
-    driver_for(demo_model, groups=(aligned_mamba(),))
-    assert "off rule admission: no cache group of the model grows with a request" in shown()
 
 
 def test_by_the_operators_priorities_no_time_is_shared(demo_model):

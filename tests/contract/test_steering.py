@@ -1,4 +1,4 @@
-"""Step cut, admission and time-sharing on vLLM's real scheduler; each fails when switched off."""
+"""Step cut and time-sharing on vLLM's real scheduler; each fails when switched off."""
 
 import random
 
@@ -136,7 +136,7 @@ def test_a_wrong_wish_is_logged_and_the_request_served(demo_model, policy, caplo
 @pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
 def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_async, is_on):
     """It answers at once, the thinker goes on later; without the rule the newcomer waits."""
-    policy(time_sharing=is_on, admission=False, sharing_min_tokens=200, sharing_overhead=1.0)
+    policy(time_sharing=is_on, level_tokens=200, sharing_overhead=1.0)
     blocks = 40
     driver = driver_for(demo_model, is_async=is_async, blocks=blocks, max_num_batched_tokens=BUDGET)
     learn(driver)
@@ -156,7 +156,7 @@ def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_asy
 
 def test_a_paused_scheduler_displaces_no_request(demo_model, policy):
     """It would admit no request in the place of the one that made room."""
-    policy(time_sharing=True, admission=False, sharing_min_tokens=200, sharing_overhead=1.0)
+    policy(time_sharing=True, level_tokens=200, sharing_overhead=1.0)
     blocks = 40
     driver = driver_for(demo_model, blocks=blocks, max_num_batched_tokens=BUDGET)
     learn(driver)
@@ -173,46 +173,13 @@ def test_a_paused_scheduler_displaces_no_request(demo_model, policy):
     assert driver.scheduler.phase_counters.totals["preemption:think"] == 1
 
 
-def test_admission_keeps_room_for_what_runs(demo_model, policy):
-    """Forecasts from what ended: no request is preempted where stock's admission preempts."""
-    preemptions = {}
-    for is_on in (True, False):
-        policy(admission=is_on, time_sharing=False, admission_overcommit=1.0)
-        driver = driver_for(demo_model, blocks=40, max_num_batched_tokens=BUDGET)
-        for number in range(60):
-            driver.add(job(f"r{number}", number, prompt=40, think=150, answer=20))
-        driver.drain()
-        totals = driver.scheduler.phase_counters.totals
-        preemptions[is_on] = sum(n for key, n in totals.items() if key.startswith("preemption:"))
-    assert preemptions[True] < preemptions[False] / 3
-    assert preemptions[False] > 20
-
-
-def test_a_think_budget_bounds_the_forecast(demo_model, policy):
-    """A request that may think for 20 tokens only is let in where another one waits."""
-    policy(admission=True, time_sharing=False, admission_overcommit=1.0)
-    admitted = {}
-    for name, wish in (("short", {"meridian_max_think_tokens": 20}), ("unknown", None)):
-        driver = driver_for(demo_model, blocks=26, max_num_batched_tokens=BUDGET)
-        for number in range(20):
-            driver.add(job(f"lesson{number}", number, prompt=20, think=600, answer=5))
-            driver.drain()
-        driver.add(job("runs", 50, prompt=60, think=600, answer=5))
-        step_until(driver, "runs", Phase.THINK, 50)
-        driver.add(job("new", 51, prompt=60, think=20, answer=5), extra_args=wish)
-        for _ in range(30):
-            driver.step()
-        admitted[name] = bool(driver.deliveries["new"])
-    assert admitted == {"short": True, "unknown": False}
-
-
 @SYNC_AND_ASYNC
 def test_no_request_starves(demo_model, policy, is_async):
     """Newcomers without end: a request that made room is back some time after aging_s.
 
     That is when it stands before all newcomers, and those who run have made room for it.
     """
-    policy(admission=False, sharing_min_tokens=50, sharing_overhead=1.0, aging_s=2.0)
+    policy(level_tokens=50, sharing_overhead=1.0, aging_s=2.0)
     driver = driver_for(demo_model, is_async=is_async, blocks=24, max_num_batched_tokens=BUDGET)
     learn(driver)
     rng = random.Random(0)
@@ -230,21 +197,3 @@ def test_no_request_starves(demo_model, policy, is_async):
     assert longest_s > 0
     longest_s = max([longest_s, *(driver.now_s - since for since in away_since.values())])
     assert longest_s < 2.0 + 12.0
-
-
-def test_an_answer_whose_lengths_cannot_be_learnt_paces_no_step(demo_model, policy, monkeypatch):
-    """One that stayed would be late for ever, and keep all steps short."""
-    policy(step_cut=True)
-    driver = driver_for(demo_model, blocks=200)
-
-    def fails(*_args, **_kwargs):
-        raise RuntimeError("cannot learn")
-
-    limiter = driver.scheduler.step_limiter
-    monkeypatch.setattr(limiter.kv_demand, "on_removed", fails)
-    driver.add(job("reader", 50, think=5, answer=30))
-    step_until(driver, "reader", Phase.ANSWER)
-    assert limiter.num_answering
-    driver.drain()
-    assert driver.scheduler.phase_counters.totals["fallback:exception"] == 1
-    assert not limiter.num_answering

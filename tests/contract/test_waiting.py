@@ -1,10 +1,13 @@
 """Places in vLLM's own queues: the order against a plain sort, and that no move walks through."""
 
+import itertools
 import random
 import time
 from types import SimpleNamespace
 
 import pytest
+from full_pool import BLOCKS, newcomer, share_time_alone, taught_driver
+from full_pool import job as full_job
 from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, preempt, step_until
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
@@ -39,10 +42,12 @@ def names(queue):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_that_of_a_plain_sort(seed):
-    """Newcomers of all priorities, displaced ones, upstream's own preemptions, and departures."""
+    """Newcomers of all priorities, preempted ones of all levels, and departures."""
     rng = random.Random(seed)
     order, queue, number = WaitingOrder(AGING_S), FCFSRequestQueue(), 0
-    front, newcomers, behind = [], [], []
+    front, arrivals, sorted_ones = [], {}, []
+    # Of equal places the one that was placed first goes first.
+    placed = itertools.count()
     for now_s in range(400):
         move = rng.random()
         if move < 0.5:
@@ -52,37 +57,37 @@ def test_the_order_is_that_of_a_plain_sort(seed):
             queue.add_request(one)
             order.on_added(one, queue, priority, float(now_s))
             steps = max(-MOST_STEPS, min(MOST_STEPS, priority))
-            newcomers.append((now_s + steps * AGING_S, number, one))
-            newcomers.sort(key=lambda row: row[:2])
+            arrivals[one] = now_s + steps * AGING_S
+            sorted_ones.append((0, arrivals[one], next(placed), one))
         elif move < 0.7 and queue:
-            # What the next step admits; some of it runs on, some is preempted or displaced.
+            # What the next step admits; some of it runs on, some is preempted.
             one = queue.pop_request()
             front = [other for other in front if other is not one]
-            newcomers = [row for row in newcomers if row[2] is not one]
-            behind = [other for other in behind if other is not one]
+            sorted_ones = [row for row in sorted_ones if row[3] is not one]
             if rng.random() < 0.3:
                 order.on_removed(one)
                 continue
             queue.prepend_request(one)
             order.moved_to_front(one)
-            if rng.random() < 0.5:
-                order.put_behind(one, queue)
-                behind.append(one)
+            if rng.random() < 0.7:
+                level = rng.randrange(5)
+                order.put_at_level(one, level, queue)
+                sorted_ones.append((level, arrivals[one], next(placed), one))
             else:
                 front.insert(0, one)
-        elif move < 0.85 and behind:
-            chosen = rng.sample(behind, min(2, len(behind)))
+        elif move < 0.85 and sorted_ones:
+            chosen = [row[3] for row in rng.sample(sorted_ones, min(2, len(sorted_ones)))]
             order.bring_forward(chosen, queue)
-            behind = [other for other in behind if other not in chosen]
+            sorted_ones = [row for row in sorted_ones if row[3] not in chosen]
             front = chosen + front
         elif queue:
             one = rng.choice(list(queue))
             queue.remove_requests([one])
             order.on_removed(one)
-            front, behind = ([x for x in xs if x is not one] for xs in (front, behind))
-            newcomers = [row for row in newcomers if row[2] is not one]
-        expected = [*front, *(row[2] for row in newcomers), *behind]
-        assert names(queue) == names(expected)
+            front = [other for other in front if other is not one]
+            sorted_ones = [row for row in sorted_ones if row[3] is not one]
+        sorted_ones.sort(key=lambda row: row[:3])
+        assert names(queue) == names([*front, *(row[3] for row in sorted_ones)])
 
 
 def test_the_first_of_a_heap_are_those_of_its_order():
@@ -117,7 +122,7 @@ def deep_queue(waiting, num_displaced=40):
     for one in displaced:
         queue.prepend_request(one)
         order.moved_to_front(one)
-        order.put_behind(one, queue)
+        order.put_at_level(one, 1, queue)
     return order, queue, displaced
 
 
@@ -143,7 +148,7 @@ def test_making_room_and_coming_back_cost_the_same_however_many_wait():
         one = Waiter("one")
         queue.prepend_request(one)
         order.moved_to_front(one)
-        order.put_behind(one, queue)
+        order.put_at_level(one, 1, queue)
 
     assert least_seconds(lambda: deep_queue(5000), displace) < MOST_S
     assert (
@@ -176,7 +181,7 @@ def test_a_preempted_request_enters_the_heap_with_its_true_time():
 
 @pytest.fixture
 def sharing(monkeypatch):
-    for name, value in {"time_budget_us": "10000000", "admission": "false", "aging_s": "5"}.items():
+    for name, value in {"time_budget_us": "10000000", "aging_s": "5"}.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
 
 
@@ -185,8 +190,12 @@ def job(name, seed, think=400, **more):
     return Job(name, tuple(tokens), think, 20, **more)
 
 
-def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(demo_model, sharing):
+def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(
+    demo_model, sharing, monkeypatch
+):
     """It stands behind all newcomers, becomes an answer there, and goes before them."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS", "50")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD", "0")
     driver = driver_for(demo_model, is_async=True, max_num_seqs=2)
     scheduler = driver.scheduler
     driver.add(job("thinker", 1, think=100))
@@ -198,16 +207,37 @@ def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(demo_mo
     scheduler.running.remove(request)
     # Its output on the way is delivered, as when upstream preempts.
     scheduler._preempt_request(request, 0.0, drop_stale_output=False)
-    scheduler.step_limiter.waiting_order.put_behind(request, scheduler.waiting)
     scheduler.max_num_active_reqs = 1
-    seen = []
+    driver.step()
+    assert names(scheduler.waiting).index("thinker") == 5
     for _ in range(4):
         driver.step()
-        seen.append(names(scheduler.waiting).index("thinker"))
-    assert seen[0] == 5
-    assert seen[-1] == 0
+    # An answer may take the place of any thinker.
+    assert names(scheduler.running) == ["thinker"]
     scheduler.max_num_active_reqs = 2
     driver.drain()
+
+
+@pytest.mark.parametrize("in_flight", ["boundary", "thought"])
+def test_a_thinker_whose_boundary_is_in_flight_makes_no_room(demo_model, in_flight, monkeypatch):
+    """Whether the token in flight ends its thought is seen first; it costs one step."""
+    share_time_alone(monkeypatch)
+    driver = taught_driver(demo_model, is_async=True)
+    scheduler = driver.scheduler
+    think = 285 if in_flight == "boundary" else 286
+    driver.add(full_job("reads", 50, think=think, answer=30))
+    driver.add(full_job("other", 51, think=500, answer=5))
+    step_until(driver, "reads", Phase.THINK, 285)
+    scheduler.requests["other"].priority = -1
+    driver.add(newcomer(BLOCKS - 22))
+    lengths = []
+    while "reads" in scheduler.requests:
+        driver.step()
+        lengths.append(len(driver.deliveries["reads"]))
+    is_displaced = bool(scheduler.phase_counters.totals.get("preemption:think"))
+    assert is_displaced is (in_flight == "thought")
+    pauses = len(lengths) - len(set(lengths))
+    assert pauses > 5 if is_displaced else pauses <= 2
 
 
 def test_the_heap_is_in_order_after_preemptions(demo_model, sharing, monkeypatch):
@@ -249,7 +279,7 @@ def test_preempting_leaves_nothing_behind(demo_model, sharing):
     driver.abort("a")
     driver.drain()
     order = driver.scheduler.step_limiter.waiting_order
-    assert not (order._places or order._preempted_for_room or order._with_priority)
+    assert not (order._places or order._arrivals)
 
 
 def test_an_answer_that_was_displaced_before_stays_first(demo_model, sharing):
@@ -261,7 +291,7 @@ def test_an_answer_that_was_displaced_before_stays_first(demo_model, sharing):
     step_until(driver, "reader", Phase.THINK, 20)
     reader = scheduler.requests["reader"]
     preempt(driver, "reader")
-    order.put_behind(reader, scheduler.waiting)
+    order.put_at_level(reader, 3, scheduler.waiting)
     step_until(driver, "reader", Phase.ANSWER, 3)
     for number in range(REACH + 20):
         driver.add(job(f"new{number}", 10 + number))

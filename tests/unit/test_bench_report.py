@@ -204,7 +204,7 @@ def test_report_is_written_when_an_arm_failed(tmp_path):
 def test_pictures_hold_all_their_words(tmp_path, monkeypatch, number, stall_s):
     """With one arm and with many, with and without stalls, and a command of several lines."""
     cut = watch_pictures(monkeypatch)
-    long = replace(origin(), command="demo " + "--arm calm:policy.max_preemptions=5 " * 8)
+    long = replace(origin(), command="demo " + "--arm calm:policy.level_tokens=5 " * 8)
     names = ("stock", "patched", "exit", "calm", "policy-without-time-sharing")[:number]
     runs = [ArmRun(name, [seed_run(1, stall_s, {})]) for name in names]
     for record in runs[0].seeds[0].records if number == 1 else ():

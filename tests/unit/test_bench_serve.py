@@ -74,7 +74,7 @@ def refused(capsys, *arguments: str) -> str:
         (["--arm", "stock:policy.name=noop"], "stock has no settings of ours"),
         (["--arm", "fast:policy.name"], "--arm is 'fast:policy.name', expected NAME:KEY=VALUE"),
         (["--arm", "fast:policy.nam=noop"], "arm 'fast': "),
-        (["--arm", "fast:policy.max_preemptions=0"], "policy.max_preemptions"),
+        (["--arm", "fast:policy.level_tokens=0"], "policy.level_tokens"),
         (["--pairs", "0"], "--pairs is '0', expected a whole number above 0"),
         (["--pairs", "2", "--seeds", "11-15"], "--pairs is 2 and --seeds is '11-15', which are 5"),
         (["--seeds", "x"], "--seeds is 'x'"),
@@ -123,9 +123,9 @@ def test_every_policy_profile_is_an_arm():
 
 def test_described_arm_sets_its_keys():
     """Keys of a described arm reach the configuration of its server and of no other."""
-    stock, calm = read_arms("stock", ["calm:policy.max_preemptions=7,kv.tiers=false"], {})
+    stock, calm = read_arms("stock", ["calm:policy.level_tokens=7,kv.tiers=false"], {})
     config = load_config(arm_environment(calm.environment, {})).config
-    assert (config.policy.max_preemptions, config.kv.tiers) == (7, False)
+    assert (config.policy.level_tokens, config.kv.tiers) == (7, False)
     assert arm_environment(stock.environment, {})["MERIDIAN_PATCH"] == "0"
 
 

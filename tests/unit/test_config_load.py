@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from meridian_patch.config.left import LEFT_KEYS, LEFT_VALUES
 from meridian_patch.config.load import load_config
 from meridian_patch.config.request_options import RequestOptions, allowed_names
 from meridian_patch.config.schema import Config, RequestField
@@ -35,20 +36,18 @@ def test_defaults():
     assert loaded.config == Config()
     assert loaded.config.policy.name == "latency"
     assert set(loaded.origins.values()) == {"default"}
-    assert "policy.max_preemptions" in loaded.origins
+    assert "policy.level_tokens" in loaded.origins
 
 
 def test_environment_beats_file_beats_default(config_file):
     """Each value comes from the highest source that sets it, and its origin is told."""
-    env = config_file("version: 1\npolicy:\n  max_preemptions: 5\n  protected_answer_tokens: 4\n")
-    env["MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS"] = "7"
+    env = config_file("version: 1\npolicy:\n  level_tokens: 5\n  protected_answer_tokens: 4\n")
+    env["MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS"] = "7"
     loaded = load_config(env)
     policy = loaded.config.policy
-    assert (policy.max_preemptions, policy.protected_answer_tokens) == (7, 4)
+    assert (policy.level_tokens, policy.protected_answer_tokens) == (7, 4)
     assert policy.time_budget_us == Config().policy.time_budget_us
-    assert loaded.origins["policy.max_preemptions"] == (
-        "env MERIDIAN_PATCH_SET_POLICY__MAX_PREEMPTIONS"
-    )
+    assert loaded.origins["policy.level_tokens"] == ("env MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS")
     file = env["MERIDIAN_PATCH_CONFIG"]
     assert loaded.origins["policy.protected_answer_tokens"] == f"file {file}"
     assert loaded.origins["policy.time_budget_us"] == "default"
@@ -81,9 +80,9 @@ def test_digest_follows_values_not_origins(config_file):
         ("version: 1\npolicy:\n  nmae: noop\n", ["policy.nmae", "did you mean name?"]),
         ("version: 1\npolcy: {}\n", ["unknown key polcy", "did you mean policy?"]),
         ("version: 1\npolicy:\n  name: fast\n", ["policy.name is 'fast'", "latency", "noop"]),
-        ("version: 1\npolicy:\n  max_preemptions: 0\n", ["max_preemptions is 0", "equal to 1"]),
-        ("version: 1\npolicy:\n  max_preemptions: '3'\n", ["max_preemptions is '3'", "integer"]),
-        ("version: 1\npolicy:\n  max_preemptions: true\n", ["max_preemptions is True", "integer"]),
+        ("version: 1\npolicy:\n  level_tokens: 0\n", ["level_tokens is 0", "equal to 1"]),
+        ("version: 1\npolicy:\n  level_tokens: '3'\n", ["level_tokens is '3'", "integer"]),
+        ("version: 1\npolicy:\n  level_tokens: true\n", ["level_tokens is True", "integer"]),
         ("version: 1\npolicy:\n  protected_answer_tokens: -1\n", ["is -1", "equal to 0"]),
         ("version: 1\npolicy:\n  time_budget_us: 49\n", ["time_budget_us is 49", "equal to 50"]),
         ("version: 1\npolicy: 3\n", ["policy is 3", "PolicyConfig"]),
@@ -124,9 +123,9 @@ def test_wrong_file(config_file, text, parts):
 
 def test_every_wrong_field_is_named_at_once(config_file):
     """An operator mends a file in one go."""
-    message = error_of(config_file("version: 1\nfamily: 3\npolicy: {max_preemptions: 0}\n"))
+    message = error_of(config_file("version: 1\nfamily: 3\npolicy: {level_tokens: 0}\n"))
     assert "family is 3" in message
-    assert "policy.max_preemptions is 0" in message
+    assert "policy.level_tokens is 0" in message
 
 
 def test_missing_file():
@@ -153,7 +152,7 @@ def test_file_that_is_not_text(tmp_path):
     ("name", "value", "parts"),
     [
         ("POLICY__NAME", "fast", ["policy.name is 'fast'", "latency"]),
-        ("POLICY__MAX_PREEMPTIONS", "many", ["policy.max_preemptions is 'many'", "integer"]),
+        ("POLICY__LEVEL_TOKENS", "many", ["policy.level_tokens is 'many'", "integer"]),
         ("POLICY__NMAE", "noop", ["unknown key policy.nmae", "did you mean name?"]),
         ("POLCY__NAME", "noop", ["unknown key polcy.name", "policy"]),
         ("POLICY__NAME__X", "noop", ["unknown key policy.name.x"]),
@@ -207,3 +206,16 @@ def test_allowed_fields(value, allowed):
 def test_every_request_field_can_be_allowed():
     """The names in the configuration's schema are those of the fields themselves."""
     assert list(get_args(RequestField)) == list(RequestOptions.model_fields)
+
+
+@pytest.mark.parametrize("key", [key for key in LEFT_KEYS if key.startswith("policy.")])
+def test_a_key_that_left_is_refused_with_its_reason(key):
+    """One sentence, the same from a file and a variable."""
+    name = f"MERIDIAN_PATCH_SET_{key.upper().replace('.', '__')}"
+    assert error_of({name: "1"}) == f"environment variable {name}: {key} left: {LEFT_KEYS[key]}"
+
+
+@pytest.mark.parametrize("policy", ["throughput", "fair"])
+def test_a_policy_that_left_is_refused_with_its_reason(policy):
+    message = error_of({"MERIDIAN_PATCH_SET_POLICY__NAME": policy})
+    assert f"policy.name={policy} left: {LEFT_VALUES['policy.name', policy]}" in message

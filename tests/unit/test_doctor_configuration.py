@@ -61,12 +61,12 @@ def test_a_wrong_name_does_not_hide_a_wrong_value():
 def test_which_source_wins(tmp_path):
     """A variable over the file, and the file over the default."""
     path = tmp_path / "config.yaml"
-    path.write_text("version: 1\npolicy:\n  name: fair\n  max_preemptions: 5\n")
+    path.write_text("version: 1\npolicy:\n  name: noop\n  level_tokens: 5\n")
     env = {"MERIDIAN_PATCH_CONFIG": str(path), "MERIDIAN_PATCH_SET_POLICY__NAME": "noop"}
     *_, values = found(env, State.OK)
     variable = "env MERIDIAN_PATCH_SET_POLICY__NAME"
     assert f"policy.name=noop ({variable}, wins over file {path})" in values.found
-    assert f"policy.max_preemptions=5 (file {path})" in values.found
+    assert f"policy.level_tokens=5 (file {path})" in values.found
 
 
 def test_modes():

@@ -4,27 +4,34 @@ from typing import get_args
 
 from meridian_patch.config.policy import RULES, PolicyConfig, PolicyName, PolicyRules
 from meridian_patch.phase.tracker import Phase
+from meridian_patch.policy.levels import level_of
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 
-def view(phase, computed=100, *, tokens=50, handed=True, prefilling=False, preemptions=0, kept=0):
-    return RequestView(phase, tokens, handed, prefilling, computed, preemptions, kept)
+def view(phase, thought=100, *, tokens=50, handed=True, prefilling=False, priority=0):
+    return RequestView(phase, tokens, handed, prefilling, thought, priority)
 
 
 def order(**views):
-    policy = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3)
+    policy = LatencyPolicy(protected_answer_tokens=16, level_tokens=512)
     return sorted(views, key=lambda name: policy.rank(views[name]))
 
 
+def test_levels_double():
+    """Up to 512 tokens, then 1,024, then 2,048."""
+    assert [level_of(n, 512) for n in (0, 511, 512, 1023, 1024, 2048, 30_000)] == [
+        *(0, 0, 1, 1, 2, 3, 6)
+    ]
+
+
 def test_standing_of_all_kinds():
-    """Hand-off, answer, resuming answer, protected thinker, thinkers by work, prefill."""
+    """Hand-off, answer, resuming answer, thinkers by level, prefill by level."""
     assert order(
-        prefill=view(Phase.PREFILL, 900, prefilling=True),
-        small_thinker=view(Phase.THINK, 10),
         resuming_thinker=view(Phase.THINK, 800, prefilling=True),
-        big_thinker=view(Phase.THINK, 700),
-        often_preempted=view(Phase.THINK, 1, preemptions=3),
+        prefill=view(Phase.PREFILL, 0, prefilling=True),
+        long_thinker=view(Phase.THINK, 700),
+        short_thinker=view(Phase.THINK, 10),
         resuming_answer=view(Phase.ANSWER, prefilling=True),
         answer=view(Phase.ANSWER),
         handoff=view(Phase.ANSWER, tokens=15),
@@ -32,12 +39,19 @@ def test_standing_of_all_kinds():
         "handoff",
         "answer",
         "resuming_answer",
-        "often_preempted",
-        "big_thinker",
-        "small_thinker",
+        "short_thinker",
+        "long_thinker",
         "prefill",
         "resuming_thinker",
     ]
+
+
+def test_thinkers_of_one_level_keep_the_stock_order():
+    """Their exact lengths do not matter, their priorities do."""
+    one, other = view(Phase.THINK, 1000), view(Phase.THINK, 600)
+    assert order(a=one, b=other) == ["a", "b"]
+    assert order(b=other, a=one) == ["b", "a"]
+    assert order(a=view(Phase.THINK, 10), b=view(Phase.THINK, 900, priority=-1)) == ["b", "a"]
 
 
 def test_answers_keep_the_stock_order():
@@ -51,33 +65,6 @@ def test_plain_answers_have_no_handoff():
         "old",
         "new",
     ]
-
-
-def test_thinkers_keep_the_stock_order_without_the_victims_rule():
-    """What they have computed is of no account then, in rank or drift."""
-    by_arrival = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3, by_work=False)
-    assert by_arrival.rank(view(Phase.THINK, 10)) == by_arrival.rank(view(Phase.THINK, 700))
-    assert by_arrival.drift == {}
-
-
-def test_what_an_offload_tier_keeps_is_no_work_lost():
-    """Thinkers stand by what they would lose; prefill by what it has computed."""
-    assert order(
-        big_kept=view(Phase.THINK, 900, kept=880),
-        small=view(Phase.THINK, 100),
-        big=view(Phase.THINK, 700, kept=300),
-        often_preempted=view(Phase.THINK, 900, preemptions=3, kept=900),
-        resuming=view(Phase.THINK, 800, prefilling=True, kept=800),
-        prefill=view(Phase.PREFILL, 200, prefilling=True),
-    ) == ["often_preempted", "big", "small", "big_kept", "resuming", "prefill"]
-
-
-def test_thinkers_whose_thinking_is_kept_do_not_drift():
-    """What they lose stays the same while they go on."""
-    policy = LatencyPolicy(protected_answer_tokens=16, max_preemptions=3, keeps_thinking=True)
-    first, later = (policy.rank(view(Phase.THINK, n, kept=n)) for n in (10, 700))
-    assert first == later
-    assert policy.drift == {}
 
 
 def test_each_rule_can_be_switched_off_alone():
@@ -97,8 +84,6 @@ def test_each_policy_has_its_rules():
     }
     assert not chosen["noop"]
     assert chosen["latency"] >= {"order", "step_cut", "time_sharing"}
-    assert chosen["throughput"] >= {"order", "victims", "step_cut", "pacing", "admission"}
-    assert chosen["fair"] >= {"order", "step_cut", "admission"}
 
 
 def test_each_switch_of_the_section_is_a_rule():

@@ -83,7 +83,7 @@ def test_verbose_shows_every_patch_within_80_columns():
         ({"probes": "off: several KV groups"}, "off probes: several KV groups"),
         ({"exit_signals": "none: a worker is not patched"}, "signals: a worker is not patched"),
         ({"kv_tiers_off": "prefix caching is off"}, "off KV tiers: prefix caching is off"),
-        ({"rules_off": {"admission": "no group grows"}}, "off rule admission: no group grows"),
+        ({"rules_off": {"balance": "no rank"}}, "off rule balance: no rank"),
         ({"limited_by": "the external launcher"}, "limits the external launcher"),
         ({"family": None}, "off phases: the model's think boundaries are unknown"),
     ),

@@ -5,76 +5,85 @@ import pytest
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.config.request_options import NO_OPTIONS, parse_options
 from meridian_patch.errors import ConfigError
-from meridian_patch.policy.pacing import MOST_TARGETS, Reading, next_due_s
+from meridian_patch.policy.step_time import StepShape
 from meridian_patch.policy.time_sharing import SharingSettings, Thinker, TimeSharing
+
+SHAPE = StepShape(0, 10, 1000)
 
 
 class PricedModel:
-    """Computing a token again takes a millisecond."""
+    """Computing a token again takes a millisecond; in ``price`` decoded tokens it costs as much."""
+
+    def __init__(self, price: float = 0.0) -> None:
+        self.price = price
+
+    def recompute_price(self, shape: StepShape) -> float:
+        return self.price
 
     def prefill_seconds(self, tokens: int) -> float:
         return tokens * 1e-3
 
-    def tokens_within(self, seconds: float) -> int:
-        return round(seconds * 1e3)
 
-
-def sharing(seconds: float = 100.0, **config) -> TimeSharing:
-    one = TimeSharing(SharingSettings.of(PolicyConfig(**config)), PricedModel())
+def sharing(seconds: float = 100.0, price: float = 0.0, **config) -> TimeSharing:
+    one = TimeSharing(SharingSettings.of(PolicyConfig(**config)), PricedModel(price))
+    one.choose([], 0, lambda _: 0, SHAPE)
     one.advance(0.0)
     one.advance(seconds)
     return one
 
 
-def thinker(name: str, attained: int, *, held: int = 100, preemptions: int = 0) -> Thinker:
-    return Thinker(name, held, attained, preemptions)
+def thinker(name: str, *, held: int = 100, thought: int = 1000) -> Thinker:
+    return Thinker(name, held, thought)
 
 
 def chosen(one: TimeSharing, thinkers, missing: int = 0, **freed: int) -> list[str]:
     return [
         each.request_id
-        for each in one.choose(thinkers, missing, lambda each: freed.get(each.request_id, 0))
+        for each in one.choose(thinkers, missing, lambda each: freed.get(each.request_id, 0), SHAPE)
     ]
 
 
-def test_the_longest_thinker_makes_room():
-    """The most attained service, above the least, and not too often."""
-    some = [thinker("a", 2500), thinker("b", 9000), thinker("c", 1999)]
-    assert chosen(sharing(), some) == ["b"]
-    assert chosen(sharing(), [thinker("c", 1999)]) == []
-    assert chosen(sharing(), [thinker("d", 5000, preemptions=3), some[0]]) == ["a"]
-
-
 def test_recompute_is_paid_from_a_share_of_the_time():
-    """5 % of ten seconds buy half a second of recomputing, once."""
+    """A debt is earned first; none is made where nothing is earned."""
     one = sharing(10.0, sharing_overhead=0.05)
-    assert chosen(one, [thinker("a", 9000, held=600), thinker("b", 3000, held=400)]) == ["b"]
-    assert chosen(one, [thinker("c", 3000, held=200)]) == []
-    one.advance(13.0)
-    assert chosen(one, [thinker("c", 3000, held=200)]) == ["c"]
-    assert chosen(sharing(10.0, sharing_overhead=0.0), [thinker("a", 9000)]) == []
+    assert chosen(one, [thinker("a", held=1500)]) == ["a"]
+    assert chosen(one, [thinker("b", held=1)]) == []
+    one.advance(29.0)
+    assert chosen(one, [thinker("b", held=1)]) == []
+    one.advance(31.0)
+    assert chosen(one, [thinker("b", held=1)]) == ["b"]
+    assert chosen(sharing(10.0, sharing_overhead=0.0), [thinker("a")]) == []
+
+
+def test_the_dearer_a_recompute_the_less_is_shared():
+    """Half as dear as a decode: half is earned; as dear or dearer: a tenth."""
+    for price, earned_s in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.05), (9.0, 0.05)):
+        one = sharing(10.0, price, sharing_overhead=0.05)
+        assert one._credit_s == pytest.approx(earned_s)
+
+
+def test_a_thinker_makes_no_room_before_it_has_paid_off():
+    """Recomputing 1,000 tokens at half the price of decoding them: 250 tokens of thought."""
+    for thought, names in ((249, []), (250, ["a"])):
+        one = sharing(price=0.5)
+        assert chosen(one, [thinker("a", held=1000, thought=thought)]) == names
 
 
 def test_only_thinkers_that_make_enough_room_are_displaced():
-    """One whose blocks suffice, else several together that can be paid for, else none."""
-    some = [thinker("a", 9000), thinker("b", 8000), thinker("c", 7000)]
+    """The first one whose blocks suffice, else several from the first on, else none."""
+    some = [thinker("a"), thinker("b"), thinker("c")]
     assert chosen(sharing(), some, 10, a=5, b=12, c=20) == ["b"]
     assert chosen(sharing(), some, 14, a=5, b=9, c=9) == ["a", "b"]
     assert chosen(sharing(), some, 24, a=5, b=9, c=9) == []
-    dear = [thinker("a", 9000, held=400), thinker("b", 8000, held=400)]
+    assert chosen(sharing(), some, -3) == ["a"]
+    assert chosen(sharing(), [], 0) == []
+
+
+def test_thinkers_that_were_not_preempted_after_all_cost_nothing():
+    """Their price goes back."""
     one = sharing(10.0, sharing_overhead=0.05)
-    assert chosen(one, dear, 14, a=5, b=9) == []
-    assert chosen(one, dear, 5, a=5, b=9) == ["a"]
-
-
-def test_a_reader_with_tokens_in_hand_can_wait():
-    """Due when the first has read what there is; bounded by the tightest target on both sides."""
-    fast, slow = Reading(0.0, 13, 0.05), Reading(0.0, 100, 0.05)
-    assert next_due_s([fast, slow], 0.5) == pytest.approx(0.15)
-    assert next_due_s([slow], 0.5) == pytest.approx(MOST_TARGETS * 0.05)
-    assert next_due_s([Reading(0.0, 1, 0.05), slow], 9.0) == pytest.approx(0.05)
-    assert next_due_s([slow, Reading(0.0, 1000, 0.01)], 0.5) == pytest.approx(0.04)
-    assert next_due_s([], 0.0) is None
+    one.refund(one.choose([thinker("a", held=400)], 0, lambda _: 1, SHAPE))
+    assert one._credit_s == pytest.approx(0.5)
 
 
 def test_options_are_read_and_the_fields_of_others_left_alone():

@@ -35,7 +35,7 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,...",
-        help="one more arm with settings of its own, such as calm:policy.max_preemptions=5, or a "
+        help="one more arm with settings of its own, such as calm:policy.level_tokens=1024, or a "
         "configuration file, such as early:config=profile.yaml",
     )
     serve.add_argument(

@@ -30,22 +30,28 @@ class NextStep(NamedTuple):
         decode_tokens: part of the budget that decoding requests take, drafts included; None: one
             per running request that is not computing its prompt.
         least_chunk: fewest prompt tokens that upstream schedules at once, unless fewer are left.
+        context_tokens: KV tokens that the running requests hold.
     """
 
     token_budget: int | None = None
     decode_tokens: int | None = None
     least_chunk: int = 1
+    context_tokens: int = 0
 
 
 def next_in_line(
-    scheduler: Any, step: NextStep | None = None, without: Collection[str] = ()
+    scheduler: Any,
+    step: NextStep | None = None,
+    without: Collection[str] = (),
+    free_seats: int = 0,
 ) -> Any | None:
-    """The first waiting request that lacks nothing, or nothing but blocks.
+    """The first waiting request that lacks nothing, or nothing but blocks and so many seats.
 
     Args:
         scheduler: upstream's scheduler.
         step: what is known of the next step.
         without: ids of running requests to treat as preempted; their LoRA adapters are free then.
+        free_seats: number of seats to treat as free although requests hold them.
 
     Load-bearing: these are the reasons for which ``schedule()`` does not admit a request.
 
@@ -63,7 +69,7 @@ def next_in_line(
     encoder connector knows its answer yet (see ``Refusals``), and whether prefill is delayed for
     data-parallel balance.
     """
-    is_full = num_seated(scheduler) >= scheduler.max_num_active_reqs
+    is_full = num_seated(scheduler) - free_seats >= scheduler.max_num_active_reqs
     if scheduler._pause_state != PauseState.UNPAUSED or is_full:
         return None
     step = step or NextStep()

@@ -23,7 +23,7 @@ from meridian_patch.engine.scheduler import rank_exchange
 from meridian_patch.engine.scheduler.balance_part import build_balance
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
-from meridian_patch.engine.scheduler.kv_units import KVUnits, kv_units
+from meridian_patch.engine.scheduler.kv_units import pool_tokens
 from meridian_patch.engine.scheduler.offload_estimate import build_reloads
 from meridian_patch.engine.scheduler.options_parser import OptionsParser
 from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
@@ -89,7 +89,7 @@ def assemble(
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
     tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
     chunks = IndivisibleChunks(scheduler)
-    rules, exchange = _rules_of(scheduler, config.policy, kv_units(scheduler))
+    rules, exchange = _rules_of(scheduler, config.policy)
     policy_part = _build_policy(scheduler, config.policy, rules, tracker, chunks, counters)
     balance = build_balance(scheduler, exchange, config.policy, tracker, policy_part, counters)
     kv_tiers = build_kv_tiers(config, boundaries, tracker, guard, counters, scheduler)
@@ -153,19 +153,13 @@ def _build_policy(
     chunks: IndivisibleChunks,
     counters: PhaseCounters,
 ) -> PolicyPart:
-    units = kv_units(scheduler)
     kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
-    order = LatencyPolicy(
-        config.protected_answer_tokens,
-        config.max_preemptions,
-        by_work=bool(rules.victims),
-        keeps_thinking=kept is not None and kept.has_thinking,
-    )
+    order = LatencyPolicy(config.protected_answer_tokens, config.level_tokens)
     limiter = StepLimiter(
         rules,
         config,
         tracker,
-        units,
+        pool_tokens(scheduler),
         scheduler.max_num_scheduled_tokens,
         chunks,
         kept,
@@ -175,7 +169,7 @@ def _build_policy(
         scheduler,
         rules,
         limiter,
-        RunningOrder(order, tracker, config.time_budget_us, kept),
+        RunningOrder(order, tracker, config.time_budget_us),
         tracker,
         counters,
         config.time_budget_us,
@@ -183,9 +177,7 @@ def _build_policy(
     )
 
 
-def _rules_of(
-    scheduler: Any, config: PolicyConfig, units: KVUnits
-) -> tuple[PolicyRules, Exchange | None]:
+def _rules_of(scheduler: Any, config: PolicyConfig) -> tuple[PolicyRules, Exchange | None]:
     """The rules that this engine can follow, and where it meets the ranks to balance with."""
     rules, exchange = choose_rules(config), None
     off = {}
@@ -201,13 +193,6 @@ def _rules_of(
         # The operator's priorities alone decide then which request is preempted for another.
         rules = rules.without("time_sharing")
         off["time_sharing"] = "vLLM schedules by the operator's priorities"
-    if rules.admission and not units.is_growing:
-        rules = rules.without("admission")
-        off["admission"] = "no cache group of the model grows with a request"
-        logger.warning(
-            "meridian_patch: the rule admission is off: no cache group of the model grows with "
-            "a request, so the KV pool's peak cannot be forecast"
-        )
     if off:
         status.publish(rules_off=off)
     return rules, exchange

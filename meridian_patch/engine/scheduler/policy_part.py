@@ -168,11 +168,9 @@ class PolicyPart(SchedulerPart):
         return is_roomy and rows * (1 + drafts) <= scheduler.max_num_scheduled_tokens
 
     def _arrange(self, plan: StepPlan) -> None:
-        if not self._tracker.num_reasoning and not self.limiter.is_answered_elsewhere:
+        is_stock = not self._tracker.num_reasoning and not self.limiter.is_answered_elsewhere
+        if is_stock or self.is_uncontended():
             self.limiter.decodes(self._scheduler)
-        elif self.is_uncontended():
-            self.limiter.decodes(self._scheduler)
-            self.order.advance_clock()
         else:
             plan.token_budget, most = self._planned = self._limits()
             if most is not None:

@@ -3,13 +3,12 @@
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import filterfalse
 from typing import Any
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase, PhaseTracker
-from meridian_patch.policy.running_order import OrderPolicy, RequestView
+from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 # Requests per step that are ranked again although no change is known.
 AUDITED_PER_STEP = 2
@@ -20,12 +19,11 @@ _PROBE = RequestView(
     tokens_in_phase=0,
     is_handed_off=False,
     is_prefilling=True,
-    num_computed_tokens=0,
-    num_preemptions=0,
+    think_tokens=0,
     priority=sys.maxsize,
 )
 
-# Rank without its drift, and the index in stock order, which makes keys unique.
+# Rank, and the index in stock order, which makes keys unique.
 Key = tuple[tuple[int, ...], int]
 
 
@@ -41,32 +39,26 @@ class RunningOrder:
     """Keeps the running requests sorted by rank; equal ranks stay in order of admission.
 
     The cost of a step depends on the number of changes, not on the number of requests. Only new
-    requests, those that ``changed`` was called for, and prefilling ones are ranked. Ranks that
-    drift as requests decode (see ``OrderPolicy.drift``) are stored relative to a clock that
-    advances with every step, so that they stay valid while all requests decode.
+    requests, those that ``changed`` was called for, and prefilling ones are ranked.
 
-    Other changes, such as a request that got no token in a step or an offload tier that evicts,
-    are not reported. To find them, a few requests are ranked again in each step, in turn. So every
-    request is ranked at least once in ``running / AUDITED_PER_STEP`` steps.
+    Other changes, such as a thinker that reached the next level, are not reported. To find them, a
+    few requests are ranked again in each step, in turn. So every request is ranked at least once in
+    ``running / AUDITED_PER_STEP`` steps.
 
     Args:
         policy: gives the ranks.
         tracker: phases of all requests.
         time_budget_us: ranking stops when it takes longer, and the step keeps its given order.
-        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
     """
 
     def __init__(
         self,
-        policy: OrderPolicy,
+        policy: LatencyPolicy,
         tracker: PhaseTracker,
         time_budget_us: int,
-        offloaded_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._policy = policy
-        self._drift = policy.drift
         self._tracker = tracker
-        self._offloaded_tokens = offloaded_tokens
         self._time_budget_s = time_budget_us * 1e-6
         # The ranked requests in order, and their keys at the same indices.
         self._order: list[Any] = []
@@ -76,7 +68,6 @@ class RunningOrder:
         self._changed: dict[Any, None] = {}
         # Their ranks change without an event, so they are ranked in each step.
         self._prefilling: dict[Any, None] = {}
-        self._clock = 0
         self._num_admitted = 0
         self._next_audited = 0
 
@@ -89,10 +80,6 @@ class RunningOrder:
     def has_prefilling(self) -> bool:
         """Whether any request was prefilling when it was ranked last."""
         return bool(self._prefilling)
-
-    def advance_clock(self) -> None:
-        """Advance the clock for a step that needs no order; all requests decode in it."""
-        self._clock += 1
 
     def forget(self, request: Any) -> None:
         """Remove a request that no longer runs; if it runs again it is ranked as new."""
@@ -113,7 +100,6 @@ class RunningOrder:
             RankError: the policy failed; it names the request.
         """
         deadline = time.perf_counter() + self._time_budget_s
-        self._clock += 1
         # Requests compare by identity, so any change that upstream made to the list is found.
         new = self._follow(running) if running != self._order else ()
         for request in (*new, *self._changed, *self._prefilling):
@@ -172,22 +158,18 @@ class RunningOrder:
 
     def _rank(self, request: Any, view: RequestView) -> tuple[int, ...]:
         try:
-            rank = self._policy.rank(view)
-            drift = self._drift.get(rank[0])
+            return self._policy.rank(view)
         except Exception as error:
             raise RankError(request.request_id) from error
-        if drift is None:
-            return rank
-        return (*rank[:-1], rank[-1] - drift * self._clock)
 
     def _view(self, request: Any) -> RequestView:
         if isinstance(request, ProbeRequest):
             return _PROBE
         state = self._tracker.get(request.request_id)
         if state is None:
-            phase, tokens_in_phase, is_handed_off = Phase.ANSWER, 0, False
+            phase, tokens_in_phase, is_handed_off, think_tokens = Phase.ANSWER, 0, False, 0
         else:
-            phase = state.phase
+            phase, think_tokens = state.phase, state.think_tokens
             tokens_in_phase = state.tokens_in_phase
             is_handed_off = state.is_handed_off
         return RequestView(
@@ -196,9 +178,7 @@ class RunningOrder:
             is_handed_off,
             # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
             bool(request.is_prefill_chunk),
-            request.num_computed_tokens,
-            request.num_preemptions,
-            self._offloaded_tokens(request) if self._offloaded_tokens else 0,
+            think_tokens,
             request.priority,
         )
 

@@ -1,4 +1,4 @@
-"""Computes the limits of each step: token budget, admissions, and preemptions for newcomers."""
+"""Computes the limits of each step: its token budget, and preemptions for waiting requests."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -10,12 +10,10 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler.admission import Admission
 from meridian_patch.engine.scheduler.admission_checks import NextStep, taken_blocks
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
+from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
-from meridian_patch.engine.scheduler.kv_demand import KVDemand
-from meridian_patch.engine.scheduler.kv_units import KVUnits
 from meridian_patch.engine.scheduler.reloads import Reloads
 from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_timer import StepTimer
@@ -46,7 +44,7 @@ class StepLimiter:
 
     Args:
         rules: the rules that are on.
-        units: size of the KV pool.
+        pool_tokens: size of the KV pool.
         full_tokens: the engine's token budget per step.
         pieces: the least prefill that a lowered budget must have room for.
         reloads: tokens of a request that a preemption would not lose; None: all are lost.
@@ -69,7 +67,7 @@ class StepLimiter:
         rules: PolicyRules,
         config: PolicyConfig,
         tracker: PhaseTracker,
-        units: KVUnits,
+        pool_tokens: int,
         full_tokens: int,
         pieces: IndivisibleChunks,
         reloads: Reloads | None = None,
@@ -81,7 +79,6 @@ class StepLimiter:
             reloads.model = self.model
             # The limiter's clock may be replaced later.
             reloads.clock = lambda: self.clock()  # noqa: PLW0108 - read late
-        self.kv_demand = KVDemand(tracker, config.admission_reserve_tokens, units.fixed_tokens)
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
         self.makes_room = self.left_out = False
@@ -90,7 +87,7 @@ class StepLimiter:
         self._reported_steps = 0, 0
         # Seconds of predicted steps since the last report, and by how much predictions missed them.
         self._predicted_s = self._missed_s = 0.0
-        self._pool_tokens = units.pool_tokens
+        self._pool_tokens = pool_tokens
         self._chunks = pieces
         self._stages = stages
         self._timer = StepTimer()
@@ -102,19 +99,15 @@ class StepLimiter:
         self._options: dict[str, RequestOptions] = {}
         # Priorities that `meridian_priority` replaced, of live requests.
         self._own_priority: dict[str, int] = {}
-        self._sharing = None
+        self._sharing = self._displacing = None
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
-        self._admission = None
-        if rules.admission or rules.time_sharing:
-            self._admission = Admission(
-                self.kv_demand,
+            self._displacing = Displacing(
                 self.waiting_order,
                 self._sharing,
                 tracker,
-                units.pool_tokens * config.admission_overcommit,
                 config.aging_s,
-                is_forecasting=bool(rules.admission),
+                config.level_tokens,
                 offloaded_tokens=reloads,
             )
         self._shape = StepShape(0, 0, 0)
@@ -138,7 +131,6 @@ class StepLimiter:
             own = request.priority if queue == SchedulingPolicy.PRIORITY else 0
             # A session's next chunk does not inherit the `meridian_priority` of the one before.
             request.priority = self._own_priority.pop(request.request_id, own)
-        sampling = request.sampling_params
         self._chunks.waits(request)
         self._options.pop(request.request_id, None)  # of a session's earlier chunk
         if options is not NO_OPTIONS:
@@ -146,12 +138,6 @@ class StepLimiter:
         if options.meridian_priority and self._rules.order:
             self._own_priority[request.request_id] = request.priority
             request.priority = options.meridian_priority
-        bounds = (
-            options.meridian_max_think_tokens,
-            getattr(sampling, "thinking_token_budget", None),
-        )
-        known = [bound for bound in bounds if bound is not None]
-        self.kv_demand.limit(request.request_id, min(known, default=None))
 
     @property
     def num_answering(self) -> int:
@@ -169,7 +155,7 @@ class StepLimiter:
     def changed(self, request: Any) -> None:
         """Update the pacing of a request whose phase may have changed."""
         name = request.request_id
-        self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS), self.clock())
+        self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS))
 
     def pauses(self, session: Any) -> None:
         """Stop pacing a session that waits for its next chunk."""
@@ -178,6 +164,8 @@ class StepLimiter:
     def goes_on(self, session: Any) -> None:
         """Note a session with its next chunk: without KV blocks it waits at the front."""
         self.waiting_order.moved_to_front(session)
+        if self._displacing:
+            self._displacing.on_continued(session)
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that finished or was aborted."""
@@ -187,22 +175,16 @@ class StepLimiter:
         self._chunks.on_removed(request)
         self._stops_prefilling(request)
         self.waiting_order.on_removed(request)
-        if self._admission:
-            self._admission.on_removed(request)
-        # Last: if its lengths cannot be learnt, the request is forgotten all the same.
-        self.kv_demand.on_removed(
-            request, is_whole=request.status != RequestStatus.FINISHED_ABORTED
-        )
+        if self._displacing:
+            self._displacing.on_removed(request)
 
     def preempted(self, request: Any, *, is_answer: bool) -> None:
         """Register a preempted request, which waits now."""
         self._chunks.waits(request)
         self._stops_prefilling(request)
         self.waiting_order.moved_to_front(request)
-        if is_answer:
-            return
-        if self._admission:
-            self._admission.preempted(request, self.clock())
+        if self._displacing and not is_answer:
+            self._displacing.preempted(request, self.clock())
 
     def _stops_prefilling(self, request: Any) -> None:
         """Remove a request from the list of prefilling ones, which is short."""
@@ -217,8 +199,8 @@ class StepLimiter:
             answers: answers that were preempted; they go before all other waiting requests.
         """
         now_s = self.clock()
-        if self._admission:
-            self._admission.bring_aged(scheduler, now_s)
+        if self._displacing:
+            self._displacing.order_waiting(scheduler, now_s)
         # First, because room is made for the request at the front.
         if answers:
             self.waiting_order.bring_forward(
@@ -238,10 +220,14 @@ class StepLimiter:
             self._budget = budget
             return StepLimits(budget, max_active=0)
         # While no request is admitted, none is preempted to make room for it.
-        if self._admission and not self.is_held:
+        if self._displacing and not self.is_held:
             rows = len(scheduler.running)
-            step = NextStep(budget, self._shape.decode_tokens, self._chunks.least)
-            max_active = self._admission.max_active(scheduler, now_s, step)
+            shape, least = self._shape, self._chunks.least
+            step = NextStep(budget, shape.decode_tokens, least, shape.context_tokens)
+            self._displacing.make_room(scheduler, now_s, step)
+            if self._displacing.skips_adapter:
+                # As above: no other adapter may come in beside one that is left out.
+                max_active = 0
             if len(scheduler.running) < rows:
                 self.decodes(scheduler)
                 self.makes_room = True
@@ -262,7 +248,7 @@ class StepLimiter:
         if least is None:
             return None
         self._least = least
-        before, target_s = self._tokens_before(scheduler), self._target_s(now_s)
+        before, target_s = self._tokens_before(scheduler), self._target_s()
         return self._cut.token_budget(self._shape, before, target_s, now_s, least)
 
     def _may_skip_adapter(self, scheduler: Any) -> bool:
@@ -410,7 +396,7 @@ class StepLimiter:
         """Ids of the live probes, including those that were not scheduled in the step."""
         return self.probes.live if self.probes else ()
 
-    def _target_s(self, now_s: float) -> float | None:
+    def _target_s(self) -> float | None:
         # The context of prompts in progress is subtracted: only their prefill reads it.
         held = sum(request.num_computed_tokens for request in self._prefilling)
         context = max(self._shape.context_tokens - held, 0)
@@ -419,8 +405,6 @@ class StepLimiter:
             return None
         # With pipeline parallelism a request gets a token in one of `stages` steps.
         default_s *= self._stages
-        if self._rules.pacing:
-            return self._answer_pacing.due_s(default_s, now_s) / self._stages
         return self._answer_pacing.target_s(default_s) / self._stages
 
 

@@ -1,32 +1,33 @@
 """Orders vLLM's queue of waiting requests; no operation iterates over the whole queue."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 
 # Priorities are clamped to -4..4.
 MOST_STEPS = 4
-# A request is searched among so many requests at an end of the queue.
+# A request is searched among so many requests from the place on where it should be.
 REACH = 256
 
-_FRONT, _BEHIND = float("-inf"), float("inf")
+# Level and time, by which the queue is sorted.
+_Place = tuple[int, float]
+_FRONT: _Place = (-1, 0.0)
 
 
 class WaitingOrder:
     """Keeps the FCFS (first come, first served) waiting queue in its own order.
 
-    1. Preempted requests, which upstream puts at the front; those brought forward come first.
-    2. New requests by arrival time. A step of priority counts as ``aging_s`` seconds of waiting,
-       at most ``MOST_STEPS`` steps. So the order is total, and limits how much later a request may
-       arrive and still overtake another.
-    3. Requests that were preempted to make room, in the order of their preemption.
+    1. Requests that upstream or ``bring_forward`` put at the front.
+    2. Others by level, the lowest first; new requests have level 0.
+    3. Within a level by arrival time. A step of priority counts as ``aging_s`` seconds of waiting,
+       at most ``MOST_STEPS`` steps.
 
-    A new request is placed by bisection. Preempted requests are searched only at the end of the
-    queue where they usually are: those of item 3 at the back, others at the front. One that is not
-    found keeps its position until the requests before it have left.
+    So the order is total. Places are found by bisection. A request that does not stand where it
+    should is searched nearby; if it is not found, it keeps its position until the requests before
+    it have left.
 
     Load-bearing: the FCFS queue is a deque, and upstream appends new requests. A priority queue
     keeps its own order; only ``first`` applies to it.
@@ -34,11 +35,10 @@ class WaitingOrder:
 
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
-        # Sort keys of live requests; a request without one is at the front.
-        self._places: dict[Any, float] = {}
-        self._preempted_for_room: dict[Any, None] = {}
-        # Live requests of a priority other than 0.
-        self._with_priority: set[Any] = set()
+        # Arrival times of live requests, moved by their priorities.
+        self._arrivals: dict[Any, float] = {}
+        # Where live requests stand; a request without a place is at the front.
+        self._places: dict[Any, _Place] = {}
 
     def on_added(self, request: Any, waiting: Any, priority: int, now_s: float) -> None:
         """Place a new request, which is last in ``waiting`` unless upstream put it elsewhere.
@@ -50,55 +50,51 @@ class WaitingOrder:
             now_s: time of a monotonic clock.
         """
         steps = max(-MOST_STEPS, min(priority, MOST_STEPS))
-        place = self._places[request] = now_s + steps * self._aging_s
-        if priority:
-            self._with_priority.add(request)
-        if not (self._preempted_for_room or self._with_priority):
+        arrival = self._arrivals[request] = now_s + steps * self._aging_s
+        place = self._places[request] = (0, arrival)
+        if not (isinstance(waiting, deque) and len(waiting) > 1 and waiting[-1] is request):
             return
-        if not (isinstance(waiting, deque) and waiting and waiting[-1] is request):
-            return
-        index = bisect_right(waiting, place, hi=len(waiting) - 1, key=self._place)
-        if index < len(waiting) - 1:
+        if self._place(waiting[-2]) > place:
             waiting.pop()
-            waiting.insert(index, request)
+            waiting.insert(bisect_right(waiting, place, key=self._place), request)
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler."""
+        self._arrivals.pop(request, None)
         self._places.pop(request, None)
-        self._preempted_for_room.pop(request, None)
-        self._with_priority.discard(request)
 
     def moved_to_front(self, request: Any) -> None:
         """Note a request that stands at the front now, as one that upstream preempted."""
         self._places[request] = _FRONT
-        self._preempted_for_room.pop(request, None)
 
-    def put_behind(self, request: Any, waiting: Any) -> None:
-        """Move a request that was just preempted to the back, until it is brought forward."""
-        if not isinstance(waiting, deque):
-            return
-        if _take({request}, REACH, waiting.popleft, waiting.extendleft, len(waiting)):
-            waiting.append(request)
-            self._places[request] = _BEHIND
-            self._preempted_for_room[request] = None
+    def put_at_level(self, request: Any, level: int, waiting: Any) -> None:
+        """Move a request that was preempted to the place of its level; ignored if it is gone."""
+        if isinstance(waiting, deque) and self._take(request, waiting):
+            place = self._places[request] = (level, self._arrivals.get(request, 0.0))
+            waiting.insert(bisect_right(waiting, place, key=self._place), request)
 
     def bring_forward(self, requests: Collection[Any], waiting: Any) -> None:
         """Move those of ``requests`` that wait to the front, in this order."""
-        if not isinstance(waiting, deque) or all(
-            one is other for one, other in zip(requests, waiting, strict=False)
-        ):
+        if not isinstance(waiting, deque):
             return
-        wanted = set(requests)
-        behind = wanted.intersection(self._preempted_for_room)
-        found = _take(wanted - behind, REACH, waiting.popleft, waiting.extendleft, len(waiting))
-        if behind:
-            reach = len(self._preempted_for_room) + REACH
-            found |= _take(behind, reach, waiting.pop, waiting.extend, len(waiting))
-        waiting.extendleft(request for request in reversed([*requests]) if request in found)
-        for request in found:
-            self.moved_to_front(request)
+        are_first = all(one is other for one, other in zip(requests, waiting, strict=False))
+        for request in reversed([*requests]):
+            if are_first:
+                self._places[request] = _FRONT
+            elif self._take(request, waiting):
+                waiting.appendleft(request)
+                self._places[request] = _FRONT
 
-    def _place(self, request: Any) -> float:
+    def _take(self, request: Any, waiting: Any) -> bool:
+        """Remove a request from the queue if it stands about where it should."""
+        start = bisect_left(waiting, self._place(request), key=self._place)
+        try:
+            del waiting[waiting.index(request, start, start + REACH)]
+        except ValueError:
+            return False
+        return True
+
+    def _place(self, request: Any) -> _Place:
         return self._places.get(request, _FRONT)
 
 
@@ -116,37 +112,4 @@ def first(waiting: Any, count: int) -> list[Any]:
         for child in (2 * index + 1, 2 * index + 2):
             if child < len(heap):
                 heappush(nearest, (heap[child], child))
-    return found
-
-
-def _take(
-    wanted: Collection[Any],
-    reach: int,
-    pop: Callable[[], Any],
-    extend: Callable[[Iterable[Any]], None],
-    length: int,
-) -> set[Any]:
-    """Remove those of ``wanted`` that are among the first ``reach`` at one end of a queue.
-
-    Args:
-        wanted: requests to remove.
-        reach: upper bound of requests to examine.
-        pop: removes a request at that end.
-        extend: puts requests back at that end, one after the other.
-        length: length of the queue.
-
-    Returns:
-        The requests that were removed.
-    """
-    found: set[Any] = set()
-    passed = []
-    for _ in range(min(reach, length)):
-        if len(found) == len(wanted):
-            break
-        request = pop()
-        if request in wanted:
-            found.add(request)
-        else:
-            passed.append(request)
-    extend(reversed(passed))
     return found

@@ -54,7 +54,7 @@ AXES: dict[str, Axis] = {
     "grammar": Axis("never", ("never", "behind", "within"), (4, 1, 1)),
     "lora": Axis("none", ("none", "scarce"), (3, 1)),
     "connector": Axis("none", ("none", "load", "delayed", "offload"), (9, 1, 1, 1)),
-    "profile": Axis("latency", ("latency", "throughput", "fair", "noop"), (4, 1, 1, 1)),
+    "profile": Axis("latency", ("latency", "noop"), (4, 1)),
     "rule": Axis("profile", ("profile", *RULES), (6, *[1] * len(RULES))),
     "machine": Axis("slow", ("slow", "fast")),
     "haste": Axis("default", ("default", "eager")),

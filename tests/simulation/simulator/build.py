@@ -258,7 +258,7 @@ def _settings(case: Case) -> dict[str, str]:
     }
     if case.haste == "eager":
         settings |= {
-            "POLICY__SHARING_MIN_TOKENS": "40",
+            "POLICY__LEVEL_TOKENS": "40",
             "POLICY__AGING_S": "2.0",
             "POLICY__DRAIN_S": "0.05",
             "POLICY__PROTECTED_ANSWER_TOKENS": "4",

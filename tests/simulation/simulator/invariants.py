@@ -137,7 +137,7 @@ def check_tables(arm: Arm) -> None:
         queue.retention is not None for queue in getattr(scheduler.kv_cache_manager, "queues", ())
     ):
         raise Failure("tables", "the next blocks to be freed count as those of a request before")
-    known = scheduler.step_limiter._answer_pacing._since_s
+    known = scheduler.step_limiter._answer_pacing._answering
     for name in known:
         request = scheduler.requests.get(name)
         if request is not None and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:

@@ -13,9 +13,8 @@ def share_time_alone(monkeypatch):
     """Time-sharing may preempt any thought of 200 tokens, and nothing else decides."""
     for name, value in {
         "time_budget_us": "10000000",
-        "admission": "false",
         "step_cut": "false",
-        "sharing_min_tokens": "200",
+        "level_tokens": "200",
         "sharing_overhead": "1.0",
     }.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)

@@ -1,0 +1,344 @@
+"""Preempts thinkers for waiting requests of lower levels, and places them in the queue."""
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice, takewhile
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.engine.scheduler.admission_checks import (
+    NextStep,
+    freed_blocks,
+    needed_blocks,
+    next_in_line,
+    num_seated,
+    num_steps_until_freed,
+    taken_blocks,
+)
+from meridian_patch.engine.scheduler.refusals import Refusals
+from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
+from meridian_patch.phase.tracker import Phase, PhaseTracker
+from meridian_patch.policy.levels import level_of
+from meridian_patch.policy.step_time import StepShape
+from meridian_patch.policy.time_sharing import MOST_TRIED, Thinker, TimeSharing
+
+# Bounds that keep the cost of a step independent of how many requests wait.
+_REFRESH_STEPS = 8
+_MOST_AGED = 8
+
+
+class Displacing:
+    """Makes room for the waiting request that comes first, at the cost of longer thinkers.
+
+    Args:
+        waiting_order: the order of the scheduler's waiting queue.
+        sharing: chooses the thinkers to preempt.
+        tracker: phases of all requests.
+        aging_s: a preempted request that has waited this long goes before all others (the longest
+            waiting first), and thinkers of any level are preempted for it.
+        level_tokens: think tokens with which the first level ends.
+        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
+
+    Attributes:
+        skips_adapter: the next step leaves out a request with a LoRA adapter.
+    """
+
+    def __init__(
+        self,
+        waiting_order: WaitingOrder,
+        sharing: TimeSharing,
+        tracker: PhaseTracker,
+        aging_s: float,
+        level_tokens: int,
+        offloaded_tokens: Callable[[Any], int] | None = None,
+    ) -> None:
+        self._waiting_order = waiting_order
+        self._sharing = sharing
+        self._tracker = tracker
+        self._aging_s = aging_s
+        self._level_tokens = level_tokens
+        self._offloaded_tokens = offloaded_tokens
+        # Preempted requests that wait, and the time of their preemption; the oldest first.
+        self._away: dict[Any, float] = {}
+        # Preempted thinkers that still stand at the front, where upstream put them.
+        self._to_place: list[Any] = []
+        # Think tokens of preempted requests at their last preemption.
+        self._attained_before: dict[Any, int] = {}
+        # Think tokens before which a thinker that had aged makes no room again.
+        self._safe_until: dict[Any, int] = {}
+        # Requests for which others were preempted, and their own number of preemptions then.
+        self._made_room: dict[Any, int] = {}
+        # Created on first use, and only with a connector: its answers cannot be predicted.
+        self._refusals: Refusals | None = None
+        # The first request of the queue when there was no room, and for how many more steps that is
+        # taken as the answer.
+        self._head: Any | None = None
+        # Whether the next step leaves out a request with a LoRA adapter.
+        self.skips_adapter = False
+        self._steps_left = 0
+
+    def on_removed(self, request: Any) -> None:
+        """Forget a request that left the scheduler; its blocks are free now."""
+        self._away.pop(request, None)
+        self._attained_before.pop(request, None)
+        self._safe_until.pop(request, None)
+        self._made_room.pop(request, None)
+        if self._refusals:
+            self._refusals.on_removed(request)
+        self._head, self._steps_left = None, 0
+
+    def preempted(self, request: Any, now_s: float) -> None:
+        """Note that a thinker or a prompt was preempted, by upstream or by this class."""
+        self._away.pop(request, None)
+        self._away[request] = now_s
+        self._to_place.append(request)
+        self._attained_before[request] = self._attained(request)
+
+    def on_continued(self, session: Any) -> None:
+        """Leave a session whose next chunk waits where upstream put it."""
+        if session in self._to_place:
+            self._to_place.remove(session)
+
+    def order_waiting(self, scheduler: Any, now_s: float) -> None:
+        """Put preempted thinkers at their levels, and those that waited for ``aging_s`` first.
+
+        Of these the longest waiting goes first.
+        """
+        for request in self._to_place:
+            if request.status == RequestStatus.PREEMPTED:
+                self._put_at_level(scheduler, request)
+        self._to_place.clear()
+        if not self._away:
+            return
+        aged = list(
+            islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
+        )
+        for request in aged:
+            if request.status != RequestStatus.PREEMPTED:
+                del self._away[request]
+        self._waiting_order.bring_forward(
+            [request for request in aged if request in self._away], scheduler.waiting
+        )
+
+    def make_room(self, scheduler: Any, now_s: float, step: NextStep) -> None:
+        """Preempt thinkers of higher levels if the request that comes first lacks room.
+
+        Args:
+            scheduler: the phase-aware scheduler.
+            now_s: time of the monotonic clock.
+            step: what is known of the next step.
+        """
+        self.skips_adapter = False
+        # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
+        if not scheduler.waiting or scheduler._pause_state != PauseState.UNPAUSED:
+            self._steps_left = 0
+            return
+        head = scheduler.waiting.peek_request()
+        if self._steps_left and head is self._head:
+            self._steps_left -= 1
+            return
+        # With room, a request is admitted, and the next step checks again at once.
+        self._head = head
+        has_room = self._has_room(scheduler, now_s, step)
+        self._steps_left = 0 if has_room else _REFRESH_STEPS - 1
+
+    def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
+        """Whether the next waiting request fits; thinkers are preempted for it if need be."""
+        lacks_seat = num_seated(scheduler) >= scheduler.max_num_active_reqs
+        newcomer = next_in_line(scheduler, step, free_seats=int(lacks_seat))
+        if newcomer is None:
+            return not lacks_seat
+        missing = self._num_missing(scheduler, newcomer)
+        # One more block for each running request suffices when no prompt is being computed.
+        if not lacks_seat and missing + len(scheduler.running) <= 0:
+            return True
+        # A request that was not admitted after others made room for it lacks something else.
+        if self._made_room.get(newcomer) == newcomer.num_preemptions:
+            return False
+        # If upstream has not asked for the blocks yet, decide in a later step.
+        if not lacks_seat and not self._lacks_only_blocks(scheduler, newcomer):
+            return True
+        return self._preempt_for(scheduler, newcomer, missing, now_s, step, lacks_seat=lacks_seat)
+
+    def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
+        """Whether blocks are all that the next waiting request lacks, as far as can be known.
+
+        A connector may not know yet what it holds of a request, and upstream skips the request
+        then. So with a connector, upstream must have asked for the blocks and been refused.
+        """
+        if scheduler.connector is None and scheduler.ec_connector is None:
+            return True
+        if self._refusals is None:
+            self._refusals = Refusals(scheduler.kv_cache_manager)
+        return self._refusals.is_last(newcomer)
+
+    def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
+        """Blocks that the newcomer lacks, before the running requests take theirs."""
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
+        return int(needed_blocks(scheduler, newcomer) + reserved - free)
+
+    def _preempt_for(
+        self,
+        scheduler: Any,
+        newcomer: Any,
+        missing: int,
+        now_s: float,
+        step: NextStep,
+        *,
+        lacks_seat: bool = False,
+    ) -> bool:
+        """Preempt thinkers for a newcomer that lacks blocks or a seat, if enough may be displaced.
+
+        A preemption may also free a LoRA adapter, so that another waiting request comes first. Then
+        room is made for that request, or for none. Where blocks are free some steps after the
+        preemption only, what running requests take until then is missing, too.
+
+        A thinker whose last token is in flight may have ended its thought with it. It is left out
+        of the next step instead, and preempted in a later one, unless it answers by then.
+
+        Returns:
+            Whether the request that comes first fits now, or the next step must decide.
+        """
+        at_once = sum(taken_blocks(scheduler, step).values())
+        taken = taken_blocks(scheduler, step, num_steps_until_freed(scheduler))
+        for _ in range(2):
+            if not lacks_seat and missing + at_once <= 0:
+                return True
+            missing += sum(taken.values())
+            chosen = self._choose(scheduler, newcomer, missing, taken, now_s, step)
+            if not chosen:
+                return False
+            names = [thinker.request_id for thinker in chosen]
+            first_in = newcomer
+            if scheduler.lora_config:
+                first_in = next_in_line(scheduler, step, names, free_seats=int(lacks_seat))
+            if first_in is newcomer and self._are_in_flight(scheduler, names):
+                self._sharing.refund(chosen)
+                return True
+            if first_in is newcomer:
+                self._preempt(scheduler, names)
+                self._made_room[newcomer] = newcomer.num_preemptions
+                if self._is_aged(newcomer, now_s):
+                    # It thinks for the length of the first level before it makes room again.
+                    self._safe_until[newcomer] = self._attained(newcomer) + self._level_tokens
+                return True
+            self._sharing.refund(chosen)
+            if (
+                first_in is None
+                or not self._lacks_only_blocks(scheduler, first_in)
+                or self._made_room.get(first_in) == first_in.num_preemptions
+            ):
+                return False
+            newcomer, missing = first_in, self._num_missing(scheduler, first_in)
+        return False
+
+    def _are_in_flight(self, scheduler: Any, names: Iterable[str]) -> bool:
+        """Whether tokens of any of these requests are on their way; those are held for a step."""
+        in_flight = [
+            scheduler.requests[name]
+            for name in names
+            if scheduler.requests[name].num_in_flight_tokens
+        ]
+        for request in in_flight:
+            self.skips_adapter |= request.lora_request is not None
+            # Load-bearing: `schedule()` first counts the step, and then leaves out each running
+            # request that is eligible in a later step only.
+            request.next_decode_eligible_step = max(
+                request.next_decode_eligible_step, scheduler.current_step + 2
+            )
+        return bool(in_flight)
+
+    def _choose(
+        self,
+        scheduler: Any,
+        newcomer: Any,
+        missing: int,
+        taken: dict[str, int],
+        now_s: float,
+        step: NextStep,
+    ) -> list[Thinker]:
+        """Thinkers to preempt; empty if they would not free enough blocks."""
+        requests = scheduler.requests
+        return self._sharing.choose(
+            self._thinkers(scheduler, newcomer, now_s),
+            missing,
+            # A preempted request also does not take the blocks that it needs for the next step.
+            lambda thinker: (
+                freed_blocks(scheduler, requests[thinker.request_id], newcomer)
+                + taken.get(thinker.request_id, 0)
+            ),
+            StepShape(0, step.decode_tokens or 0, step.context_tokens),
+            is_owed=self._answers(newcomer),
+        )
+
+    def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
+        for name in names:
+            request = scheduler.requests[name]
+            scheduler.running.remove(request)
+            # Load-bearing: the call by which upstream preempts; here it comes before the step.
+            # Blocks that a step in flight writes, upstream frees when that step has ended.
+            scheduler._preempt_request(
+                request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+            )
+            # Load-bearing: upstream does not send model runner V1 the token ids of requests in this
+            # set, and a preempted request that resumes in the next step needs them.
+            scheduler.prev_step_scheduled_req_ids.discard(name)
+            self._put_at_level(scheduler, request)
+
+    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> list[Thinker]:
+        """Thinkers of higher levels than a request's, in the order in which they make room.
+
+        First come those with the least to compute again for what they have thought since they were
+        computed last. Requests that answer, or have aged, may displace thinkers of any level.
+        """
+        kept = self._offloaded_tokens
+        is_first = self._answers(newcomer) or self._is_aged(newcomer, now_s)
+        level = -1 if is_first else self._level(newcomer)
+        found = []
+        # The order of service puts the highest levels last.
+        for request in reversed(scheduler.running):
+            state = self._tracker.get(request.request_id)
+            if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
+                continue
+            attained = state.think_tokens
+            if (
+                level_of(attained, self._level_tokens) > level
+                and request.priority >= newcomer.priority
+                and attained >= self._safe_until.get(request, 0)
+            ):
+                held = request.num_computed_tokens - (kept(request) if kept else 0)
+                since = attained - self._attained_before.get(request, 0)
+                found.append(Thinker(request.request_id, held, since))
+                if len(found) == MOST_TRIED:
+                    break
+        # One that was held for a step is done with its tokens, and goes before others.
+        found.sort(
+            key=lambda thinker: (
+                scheduler.requests[thinker.request_id].num_in_flight_tokens > 0,
+                thinker.held_tokens / max(thinker.thought_tokens, 1),
+            )
+        )
+        return found
+
+    def _put_at_level(self, scheduler: Any, request: Any) -> None:
+        state = self._tracker.get(request.request_id)
+        # Preempted answers are brought forward; other requests without a thought keep their place.
+        if state is not None and state.phase is not Phase.ANSWER:
+            self._waiting_order.put_at_level(request, self._level(request), scheduler.waiting)
+
+    def _level(self, request: Any) -> int:
+        return level_of(self._attained(request), self._level_tokens)
+
+    def _attained(self, request: Any) -> int:
+        state = self._tracker.get(request.request_id)
+        return state.think_tokens if state else 0
+
+    def _answers(self, request: Any) -> bool:
+        state = self._tracker.get(request.request_id)
+        return state is not None and state.phase is Phase.ANSWER
+
+    def _is_aged(self, request: Any, now_s: float) -> bool:
+        return now_s - self._away.get(request, now_s) >= self._aging_s
