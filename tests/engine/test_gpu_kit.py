@@ -27,13 +27,13 @@ def run_kit(*arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=2400,
+        timeout=3600,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     return run.stdout
 
 
-@pytest.mark.timeout(4800)
+@pytest.mark.timeout(7200)
 def test_both_trips(tmp_path: Path) -> None:
     """Nothing is missing in the pack, and each part of both trips passes and has figures."""
     told = run_kit("prepare", "--out", str(tmp_path / "kit"))
