@@ -94,6 +94,15 @@ def test_figures_of_a_machine_that_is_too_slow_are_grey(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["is_certified"] is False
 
 
+def test_a_coarse_device_has_no_stalls_to_count():
+    """Every gap is one of several tokens; the worst one still stands."""
+    run = arm("stock", 0.0)
+    assert run.seeds[0].figures()["answer_stalls"] == 0
+    figures = replace(run.seeds[0], tokens=8).figures()
+    assert (figures["answer_stalls"], figures["answer_pauses_s"]) == (None, None)
+    assert figures["answer_gap_max_s"] == pytest.approx(0.1)
+
+
 def test_without_a_device_nothing_is_said_of_one(tmp_path):
     plain = origin()
     machine = replace(plain.machine, emulates=None)

@@ -93,6 +93,7 @@ class RunningArm:
         end_marker: token ids that end thinking; empty when there is no thinking.
         block_size: tokens per block of its KV cache; None where vLLM chose it.
         device_report: in which its emulated device says how late it was.
+        tokens: of that device that one token stands for.
     """
 
     run: ArmRun
@@ -101,6 +102,7 @@ class RunningArm:
     end_marker: tuple[int, ...]
     block_size: int | None
     device_report: Path | None = None
+    tokens: int = 1
 
     def counters(self) -> dict[str, float]:
         """The server's counters, and those of the device that it runs on."""
@@ -262,7 +264,8 @@ def launch_arm(
         end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
         client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
         _check_is_patched(run.name, envs.activation(env), client.metrics_text())
-        return RunningArm(run, server, client, end_marker, settings.block_size, report)
+        tokens = settings.device.tokens if settings.device else 1
+        return RunningArm(run, server, client, end_marker, settings.block_size, report, tokens)
 
     settings = arm.settings(settings)
     env = arm_environment(arm.environment, base_env)
@@ -292,7 +295,7 @@ def play_seed(
     Raises:
         BenchError: the server died, or a client did.
     """
-    seed_run = SeedRun(seed, arm.end_marker, block_size=arm.block_size)
+    seed_run = SeedRun(seed, arm.end_marker, block_size=arm.block_size, tokens=arm.tokens)
     arm.run.seeds.append(seed_run)
     arm.server.check_alive()
     arm.client.reset_prefix_cache()

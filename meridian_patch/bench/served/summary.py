@@ -39,6 +39,7 @@ class SeedRun:
         counters: what the server's counters rose by.
         is_complete: False when the run broke off.
         block_size: tokens per block of the server's KV cache, where it is known.
+        tokens: of an emulated device that one token stands for.
     """
 
     seed: int
@@ -47,10 +48,13 @@ class SeedRun:
     counters: dict[str, float] = field(default_factory=dict)
     is_complete: bool = False
     block_size: int | None = None
+    tokens: int = 1
 
     def figures(self) -> Figures:
         """All figures of the run."""
-        return run_figures(self.records, self.end_marker, self.counters, self.block_size)
+        return run_figures(
+            self.records, self.end_marker, self.counters, self.block_size, self.tokens
+        )
 
 
 @dataclass
