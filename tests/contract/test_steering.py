@@ -100,7 +100,7 @@ def test_a_lone_prompt_beside_a_reader_ends_in_bounded_time(demo_model, policy, 
         throttles = itertools.cycle([False, *[True] * (cadence - 1)])
         schedule = driver.scheduler.schedule
         driver.scheduler.schedule = lambda each=schedule, turns=throttles: each(next(turns))
-        driver.add(job("long", 51, prompt=4000, think=5, answer=5))
+        driver.add(job("long", 51, prompt=1900, think=5, answer=5))
         begun_s = driver.now_s
         while not driver.deliveries["long"]:
             driver.step()
