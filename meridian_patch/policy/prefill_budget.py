@@ -1,7 +1,8 @@
 """Computes the token budget of a step while any request answers."""
 
+import math
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
@@ -17,6 +18,9 @@ _LEAST_FACTOR = 1.05
 _ENOUGH_STRETCH = 6.0
 # After so many times `drain_s` of used-up steps a chunk of twice the smallest size is tried.
 _DRAINS_AT_LEAST = 2.0
+# A prompt takes at most about so many times the time that it would take with the full budget; less
+# than 3, because the step times are predicted.
+_MOST_SLOWDOWN = 2.8
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,22 @@ class PrefillBudgetSettings:
         )
 
 
+class PromptRest(NamedTuple):
+    """A prompt in progress.
+
+    Attributes:
+        tokens: its length.
+        computed: how many of them are computed.
+        begun: how many were computed when its time began.
+        spent_s: seconds since then.
+    """
+
+    tokens: int
+    computed: int
+    begun: int
+    spent_s: float
+
+
 class PrefillBudget:
     """Lowers the token budget of steps so that the tightest inter-token latency is kept.
 
@@ -60,6 +80,8 @@ class PrefillBudget:
        until a step leaves budget unused or prefill has half of the step.
     6. If only ``min_prefill_tokens`` fit even so, one chunk in ``drain_s`` seconds is twice as
        large: chunks of one size do not tell what a token takes and what is fixed.
+    7. A prompt has room for enough tokens to end in ``_MOST_SLOWDOWN`` times the time that it would
+       take with the full budget (``owed_tokens``).
     """
 
     def __init__(self, settings: PrefillBudgetSettings, model: StepTimeModel) -> None:
@@ -120,6 +142,35 @@ class PrefillBudget:
         if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):
             prefill *= 2
         return min(shape.decode_tokens + prefill, settings.full_tokens)
+
+    def owed_tokens(self, shape: StepShape, prompt: PromptRest, cadence: int) -> int:
+        """Prefill tokens of a step with which a prompt in progress ends in bounded time.
+
+        Args:
+            shape: decode tokens and context of the requests that decode.
+            prompt: the prompt.
+            cadence: of so many steps one may compute prompts.
+
+        Returns:
+            0 while step times are not known; at most the full budget.
+        """
+        decode_s = self._model.decode_seconds(shape)
+        whole_s, begun_s, computed_s = (
+            self._model.prefill_seconds(tokens)
+            for tokens in (prompt.tokens, prompt.begun, prompt.computed)
+        )
+        if decode_s is None or whole_s is None or begun_s is None or computed_s is None:
+            return 0
+        full = self._settings.full_tokens
+        left = prompt.tokens - prompt.computed
+        # Between two chunks are the decodes of the steps that may not compute prompts, too.
+        between_s = cadence * decode_s
+        more = math.ceil((prompt.tokens - prompt.begun) / full) - 1
+        alone_s = whole_s - begun_s + decode_s + more * between_s
+        rest_s = _MOST_SLOWDOWN * alone_s - prompt.spent_s - (whole_s - computed_s) - decode_s
+        if rest_s < 0:
+            return full
+        return min(math.ceil(left / (1 + rest_s // between_s)), full)
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:
         """Note a scheduled step; ``is_used_up``: a lowered budget was used up."""

@@ -87,7 +87,7 @@ class TimeSharing:
             missing_blocks: KV blocks that the request lacks; 0 or less if it lacks a seat only.
             freed: returns the KV blocks that a preemption of a thinker would free.
             shape: decode tokens and context of the next step.
-            is_owed: the request is made room for at any price, as one that answers.
+            is_owed: the request is made room for at any price, as one that answers or has aged.
         """
         price = self._model.recompute_price(shape)
         self._price = self._price if price is None else price

@@ -251,9 +251,11 @@ def test_room_that_is_free_a_step_late_suffices_then(demo_model, length):
     new = driver.scheduler.requests["new"]
     while not num_preempted_for_room(driver):
         driver.step()
+    has_come_in = new.status == RequestStatus.RUNNING
     for _ in range(2):
         driver.step()
-    assert new.status == RequestStatus.RUNNING
+        has_come_in |= new.status == RequestStatus.RUNNING
+    assert has_come_in
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -1,5 +1,6 @@
 """Step cut and time-sharing on vLLM's real scheduler; each fails when switched off."""
 
+import itertools
 import random
 
 import pytest
@@ -84,6 +85,27 @@ def test_a_seeded_prompt_comes_whole_on_a_cpu(demo_model, policy):
         driver.step()
     driver.add(job("long", 52, prompt=400, think=5, answer=5))
     assert max(driver.step().num_scheduled_tokens.values()) < 400
+
+
+@pytest.mark.parametrize("cadence", [1, 8])
+def test_a_lone_prompt_beside_a_reader_ends_in_bounded_time(demo_model, policy, cadence):
+    """At any prefill cadence of the engine: three times what stock takes."""
+    seconds = {}
+    for name in ("noop", "latency"):
+        policy(name=name)
+        driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
+        learn(driver)
+        driver.add(job("reader", 50, think=5, answer=600))
+        step_until(driver, "reader", Phase.ANSWER, 10)
+        throttles = itertools.cycle([False, *[True] * (cadence - 1)])
+        schedule = driver.scheduler.schedule
+        driver.scheduler.schedule = lambda each=schedule, turns=throttles: each(next(turns))
+        driver.add(job("long", 51, prompt=1900, think=5, answer=5))
+        begun_s = driver.now_s
+        while not driver.deliveries["long"]:
+            driver.step()
+        seconds[name] = driver.now_s - begun_s
+    assert seconds["latency"] <= 3.1 * seconds["noop"]
 
 
 def test_no_step_is_cut_while_no_request_answers(demo_model, policy):

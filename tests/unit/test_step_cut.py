@@ -6,7 +6,7 @@ import pytest
 from rooflines import random_shape, roofline, trained
 
 from meridian_patch.config.policy import PolicyConfig
-from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings
+from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 FULL = 8192
@@ -173,3 +173,47 @@ def test_a_cut_that_does_not_drain_is_widened_and_comes_back():
     assert one.token_budget(SHAPE, 0, 0.05, 1000.0) == one.token_budget(SHAPE, 0, 0.05, 0.0)
     one.ran(is_used_up=False, now_s=1000.0)
     assert prefill(1000.0) == before
+
+
+@pytest.mark.parametrize("cadence", [1, 8])
+@pytest.mark.parametrize("tokens", [400, 4000, 32_000])
+def test_a_lone_prompt_beside_answers_ends_in_bounded_time(tokens, cadence):
+    """Where prefill adds to decoding, at any cadence: three times its time without a cut."""
+
+    def machine_s(shape: StepShape) -> float:
+        return 10e-3 + 30e-6 * shape.prefill_tokens + 1e-10 * shape.attended_tokens
+
+    model, shape = StepTimeModel(), StepShape(0, 4, 8000)
+    for step in range(400):
+        chunk = (0, 100, 2000, 500)[step % 4]
+        taught = shape._replace(prefill_tokens=chunk, attended_tokens=chunk * (chunk + 1) // 2)
+        model.observe(taught, machine_s(taught))
+
+    def seconds(budget) -> float:
+        done, spent_s, step = 0, 0.0, 0
+        while done < tokens:
+            chunk = 0
+            if step % cadence == 0:
+                chunk = min(budget(done, spent_s), tokens - done)
+            attended = chunk * (2 * done + chunk + 1) // 2
+            spent_s += machine_s(shape._replace(prefill_tokens=chunk, attended_tokens=attended))
+            done, step = done + chunk, step + 1
+        return spent_s
+
+    one = cut(model)
+
+    def bounded(done: int, spent_s: float) -> int:
+        owed = one.owed_tokens(shape, PromptRest(tokens, done, 0, spent_s), cadence)
+        default_s = one.default_itl_s(shape)
+        return one.token_budget(shape, done, default_s, 0.0, max(owed, 1)) - shape.decode_tokens
+
+    assert seconds(bounded) <= 3 * seconds(lambda *_: FULL)
+
+
+def test_nothing_is_owed_before_there_is_data():
+    assert cut().owed_tokens(SHAPE, PromptRest(1000, 0, 0, 0.0), 1) == 0
+
+
+def test_a_prompt_that_is_late_gets_the_whole_budget():
+    one = cut(trained())
+    assert one.owed_tokens(SHAPE, PromptRest(30_000, 8000, 0, 60.0), 1) == FULL

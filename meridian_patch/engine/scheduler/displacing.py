@@ -271,7 +271,7 @@ class Displacing:
                 + taken.get(thinker.request_id, 0)
             ),
             StepShape(0, step.decode_tokens or 0, step.context_tokens),
-            is_owed=self._answers(newcomer),
+            is_owed=self._is_owed(newcomer, now_s),
         )
 
     def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
@@ -295,8 +295,7 @@ class Displacing:
         computed last. Requests that answer, or have aged, may displace thinkers of any level.
         """
         kept = self._offloaded_tokens
-        is_first = self._answers(newcomer) or self._is_aged(newcomer, now_s)
-        level = -1 if is_first else self._level(newcomer)
+        level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
         found = []
         # The order of service puts the highest levels last.
         for request in reversed(scheduler.running):
@@ -336,9 +335,11 @@ class Displacing:
         state = self._tracker.get(request.request_id)
         return state.think_tokens if state else 0
 
-    def _answers(self, request: Any) -> bool:
+    def _is_owed(self, request: Any, now_s: float) -> bool:
+        """Whether any thinker makes room for a request, at any price."""
         state = self._tracker.get(request.request_id)
-        return state is not None and state.phase is Phase.ANSWER
+        is_answer = state is not None and state.phase is Phase.ANSWER
+        return is_answer or self._is_aged(request, now_s)
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s

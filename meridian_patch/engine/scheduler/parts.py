@@ -29,12 +29,14 @@ class StepPlan:
     Attributes:
         token_budget: tokens of all requests together.
         max_active: number of requests that may run.
+        may_prefill: whether upstream may compute prompts in the step.
         may_probe: whether the step may have probes.
         arrivals: arrival times to restore after the step, under vLLM's priority policy.
     """
 
     token_budget: int | None = None
     max_active: int | None = None
+    may_prefill: bool = True
     may_probe: bool = True
     arrivals: ArrivalOrder | None = None
 

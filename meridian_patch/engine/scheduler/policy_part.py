@@ -172,13 +172,13 @@ class PolicyPart(SchedulerPart):
         if is_stock or self.is_uncontended():
             self.limiter.decodes(self._scheduler)
         else:
-            plan.token_budget, most = self._planned = self._limits()
+            plan.token_budget, most = self._planned = self._limits(may_prefill=plan.may_prefill)
             if most is not None:
                 plan.limit_active(most)
             if self.rules.order:
                 plan.arrivals = self.order_running()
 
-    def _limits(self) -> StepLimits:
+    def _limits(self, *, may_prefill: bool) -> StepLimits:
         """Limits of the next step; they apply even if computing them took too long.
 
         The time is already spent by then, and on a busy machine a step without limits would take
@@ -186,7 +186,7 @@ class PolicyPart(SchedulerPart):
         """
         started_s = time.perf_counter()
         answers = self.waiting_answers.values() if self.rules.order else ()
-        limits = self.limiter.plan(self._scheduler, answers)
+        limits = self.limiter.plan(self._scheduler, answers, may_prefill=may_prefill)
         spent_s = time.perf_counter() - started_s
         self._spent_s["limits"] += spent_s
         self._is_slow |= spent_s > self.time_budget_s

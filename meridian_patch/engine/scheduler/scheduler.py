@@ -106,6 +106,10 @@ class PhaseScheduling(UpstreamScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._switch_off(self._guard.new_step())
         plan = StepPlan()
+        # Load-bearing: the engine core asks for a step without prompts at most steps of a prefill
+        # cadence (`--prefill-schedule-interval`); a step that could not drain the queue overrules.
+        is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
+        plan.may_prefill = not is_throttled or self.prefill_capacity_bound
         self._parts.call("before_schedule", plan)
         self._plan = plan
         try:

@@ -19,7 +19,7 @@ from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import PhaseTracker
-from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings
+from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.telemetry import counters
@@ -114,6 +114,10 @@ class StepLimiter:
         # Requests whose known tokens are being computed, in the order in which they were admitted.
         self._prefilling: list[Any] = []
         self._budget: int | None = None
+        # Whether the step may compute prompts; of so many steps one may.
+        self._may_prefill, self._cadence, self._deferred_steps = True, 1, 0
+        # The prompt that is computed next, its computed tokens when it became that, and the time.
+        self._paced: tuple[Any, int, float] = (None, 0, 0.0)
         # The least prefill that the current budget has room for.
         self._least = 1
 
@@ -170,6 +174,8 @@ class StepLimiter:
     def on_removed(self, request: Any) -> None:
         """Forget a request that finished or was aborted."""
         self._answer_pacing.on_removed(request.request_id)
+        if self._paced[0] is request:
+            self._paced = None, 0, 0.0
         self._options.pop(request.request_id, None)
         self._own_priority.pop(request.request_id, None)
         self._chunks.on_removed(request)
@@ -191,23 +197,26 @@ class StepLimiter:
         if request in self._prefilling:
             self._prefilling.remove(request)
 
-    def plan(self, scheduler: Any, answers: Collection[Any] = ()) -> StepLimits:
+    def plan(
+        self, scheduler: Any, answers: Collection[Any] = (), *, may_prefill: bool = True
+    ) -> StepLimits:
         """Limits of the next step; may preempt running requests.
 
         Args:
             scheduler: the phase-aware scheduler.
             answers: answers that were preempted; they go before all other waiting requests.
+            may_prefill: whether the step may compute prompts.
         """
         now_s = self.clock()
-        if self._displacing:
-            self._displacing.order_waiting(scheduler, now_s)
         # First, because room is made for the request at the front.
-        if answers:
-            self.waiting_order.bring_forward(
-                [one for one in answers if one.status == RequestStatus.PREEMPTED],
-                scheduler.waiting,
-            )
+        self._order_waiting(scheduler, answers, now_s)
         self.decodes(scheduler)
+        self._may_prefill = may_prefill
+        if not may_prefill:
+            # No prompt is computed whatever the budget, and no request is admitted.
+            self._deferred_steps += 1
+            return StepLimits()
+        self._cadence, self._deferred_steps = 1 + self._deferred_steps, 0
         # Before room is made, because a newcomer is admitted only if the budget has tokens for it.
         budget = self._cut_budget(scheduler, now_s)
         max_active = None
@@ -238,6 +247,15 @@ class StepLimiter:
         self._budget = budget
         return StepLimits(budget, max_active)
 
+    def _order_waiting(self, scheduler: Any, answers: Collection[Any], now_s: float) -> None:
+        if self._displacing:
+            self._displacing.order_waiting(scheduler, now_s)
+        if answers:
+            self.waiting_order.bring_forward(
+                [one for one in answers if one.status == RequestStatus.PREEMPTED],
+                scheduler.waiting,
+            )
+
     def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
         """Lowered token budget of the next step; None: stock's."""
         if not self._rules.step_cut:
@@ -248,7 +266,13 @@ class StepLimiter:
         if least is None:
             return None
         self._least = least
-        before, target_s = self._tokens_before(scheduler), self._target_s()
+        before, default_s = self._tokens_before(scheduler), self._default_itl_s()
+        target_s = None
+        if default_s is not None:
+            target_s = self._answer_pacing.target_s(default_s * self._stages) / self._stages
+            if self._prefilling and target_s <= default_s:
+                # Where no longer latency was asked for, a prompt is not held up without bound.
+                least = max(least, self._owed_tokens(now_s))
         return self._cut.token_budget(self._shape, before, target_s, now_s, least)
 
     def _may_skip_adapter(self, scheduler: Any) -> bool:
@@ -327,7 +351,7 @@ class StepLimiter:
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """Note a scheduled step; the time of a step that is not noted is not learnt from."""
-        total = output.total_num_scheduled_tokens
+        total, now_s = output.total_num_scheduled_tokens, self.clock()
         self.left_out = False
         for name in started_requests(output):
             request = scheduler.requests[name]
@@ -347,11 +371,11 @@ class StepLimiter:
             if tokens:
                 probed += tokens
                 attended += _attended(scheduler.requests[name], tokens)
-        now_s = self.clock()
         budget, is_waited = self._budget, self.has_prefill(scheduler)
         # A rest of the budget that is smaller than the least piece cannot be used.
         is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
-        self._cut.ran(is_used_up=is_used_up, now_s=now_s)
+        if self._may_prefill:
+            self._cut.ran(is_used_up=is_used_up, now_s=now_s)
         self.left_out = is_used_up and is_waited
         if prefill or (budget is not None and budget > self._shape.decode_tokens):
             self._chunks.ran(has_prefill=prefill > 0, is_waited=is_waited)
@@ -396,16 +420,22 @@ class StepLimiter:
         """Ids of the live probes, including those that were not scheduled in the step."""
         return self.probes.live if self.probes else ()
 
-    def _target_s(self) -> float | None:
+    def _default_itl_s(self) -> float | None:
+        """Seconds that a step may take where no latency is asked for; None while not known."""
         # The context of prompts in progress is subtracted: only their prefill reads it.
         held = sum(request.num_computed_tokens for request in self._prefilling)
         context = max(self._shape.context_tokens - held, 0)
-        default_s = self._cut.default_itl_s(self._shape._replace(context_tokens=context))
-        if default_s is None:
-            return None
         # With pipeline parallelism a request gets a token in one of `stages` steps.
-        default_s *= self._stages
-        return self._answer_pacing.target_s(default_s) / self._stages
+        return self._cut.default_itl_s(self._shape._replace(context_tokens=context))
+
+    def _owed_tokens(self, now_s: float) -> int:
+        """Prefill of this step with which the prompt in progress is not held up without bound."""
+        prompt = self._prefilling[0]
+        if self._paced[0] is not prompt:
+            self._paced = prompt, prompt.num_computed_tokens, now_s
+        _, begun, since_s = self._paced
+        rest = PromptRest(prompt.num_tokens, prompt.num_computed_tokens, begun, now_s - since_s)
+        return self._cut.owed_tokens(self._shape, rest, self._cadence)
 
 
 def _attended(request: Any, tokens: int) -> int:
