@@ -152,7 +152,8 @@ class PrefillBudget:
             cadence: of so many steps one may compute prompts.
 
         Returns:
-            0 while step times are not known; at most the full budget.
+            0 while step times are not known; at most what takes as long as the decodes since the
+            last step that could compute prompts.
         """
         decode_s = self._model.decode_seconds(shape)
         whole_s, begun_s, computed_s = (
@@ -168,9 +169,11 @@ class PrefillBudget:
         more = math.ceil((prompt.tokens - prompt.begun) / full) - 1
         alone_s = whole_s - begun_s + decode_s + more * between_s
         rest_s = _MOST_SLOWDOWN * alone_s - prompt.spent_s - (whole_s - computed_s) - decode_s
-        if rest_s < 0:
-            return full
-        return min(math.ceil(left / (1 + rest_s // between_s)), full)
+        owed = math.ceil(left / (1 + max(rest_s, 0.0) // between_s))
+        # The answers' latency goes before the prompt's: prefill has half of the time at most.
+        bare_s = self._model.bare_seconds(shape) or decode_s
+        room = self._model.prefill_room(shape, bare_s + between_s, prompt.computed)
+        return min(owed, room.in_time, full) if room else 0
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:
         """Note a scheduled step; ``is_used_up``: a lowered budget was used up."""

@@ -17,7 +17,7 @@ _MOST_CREDIT_S = 2.0
 _LEAST_SHARE = 0.1
 # A thinker makes no room before it has thought for this share of the time that computing it again
 # takes.
-_LEAST_SERVICE = 0.5
+_LEAST_SERVICE = 0.1
 # Upper bound of thinkers whose blocks are counted.
 MOST_TRIED = 32
 

@@ -63,8 +63,8 @@ def test_the_dearer_a_recompute_the_less_is_shared():
 
 
 def test_a_thinker_makes_no_room_before_it_has_paid_off():
-    """Recomputing 1,000 tokens at half the price of decoding them: 250 tokens of thought."""
-    for thought, names in ((249, []), (250, ["a"])):
+    """Recomputing 1,000 tokens at half the price of decoding them: 50 tokens of thought."""
+    for thought, names in ((49, []), (50, ["a"])):
         one = sharing(price=0.5)
         assert chosen(one, [thinker("a", held=1000, thought=thought)]) == names
 

@@ -109,7 +109,8 @@ class PhaseScheduling(UpstreamScheduler):
         # Load-bearing: the engine core asks for a step without prompts at most steps of a prefill
         # cadence (`--prefill-schedule-interval`); a step that could not drain the queue overrules.
         is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
-        plan.may_prefill = not is_throttled or self.prefill_capacity_bound
+        is_bound = getattr(self, "prefill_capacity_bound", False)
+        plan.may_prefill = not is_throttled or is_bound
         self._parts.call("before_schedule", plan)
         self._plan = plan
         try:
