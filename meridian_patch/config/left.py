@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Final
 
 _LEVELS = "levels of think tokens decide who waits for whom; set policy.level_tokens or aging_s"
-_ADMISSION = "it admitted requests later than stock and gained nothing beside time_sharing"
-_VICTIMS = "it made no difference within the spread of seeds; levels choose who is preempted"
-_PACING = "it lengthened the gaps of answers and served fewer tokens per second"
+_ADMISSION = "it changed no figure beside levels (docs/adr/0021); leave it out"
+_VICTIMS = "levels of think tokens choose now who is preempted; leave it out"
+_PACING = "it lengthened the gaps of answers (docs/adr/0021); leave it out"
 
 LEFT_KEYS: Final[Mapping[str, str]] = {
     "policy.max_preemptions": _LEVELS,
@@ -19,7 +19,7 @@ LEFT_KEYS: Final[Mapping[str, str]] = {
 }
 """Dotted keys, each with the end of the sentence that refuses it."""
 
-_PROFILES = "latency is better in each figure of its page; use latency"
+_PROFILES = "requests began to answer as late as on stock (docs/adr/0021); use latency"
 
 LEFT_VALUES: Final[Mapping[tuple[str, str], str]] = {
     ("policy.name", "throughput"): _PROFILES,
