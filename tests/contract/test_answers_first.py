@@ -131,17 +131,15 @@ def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_as
     busy.scheduler.policy_part.is_uncontended = lambda: False
     totals = load(busy, seed)
     driver = driver_for(demo_model, is_async=is_async)
-    scheduler, advance_clock, quiet = (
-        driver.scheduler,
-        driver.scheduler.policy_part.order.advance_clock,
-        [],
-    )
+    scheduler, quiet = driver.scheduler, []
+    is_uncontended = scheduler.policy_part.is_uncontended
 
     def note():
-        quiet.append(len(scheduler.running))
-        advance_clock()
+        if is_quiet := is_uncontended():
+            quiet.append(len(scheduler.running))
+        return is_quiet
 
-    scheduler.policy_part.order.advance_clock = note
+    scheduler.policy_part.is_uncontended = note
     assert load(driver, seed) == totals
     assert driver.deliveries == busy.deliveries
     assert totals["preemption:think"] > 5
@@ -252,6 +250,8 @@ def test_a_failing_router_costs_a_count_and_nothing_else(demo_model):
 def test_a_slow_policy_is_dropped_for_the_step(monkeypatch, demo_model):
     """An order that took longer than its time budget is not used, and that is counted."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US", "50")
+    # It displaces thinkers alone, whatever the order is.
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__TIME_SHARING", "false")
     driver = driver_for(demo_model)
     clock = iter(range(10**9))
     monkeypatch.setattr(

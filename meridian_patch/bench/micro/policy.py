@@ -47,7 +47,7 @@ ARMS = {
 }
 # The time budget as it ships; thinking requests are displaced early and often.
 DEEP = {
-    "MERIDIAN_PATCH_SET_POLICY__SHARING_MIN_TOKENS": "200",
+    "MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS": "200",
     "MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD": "1.0",
     "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
 }

@@ -66,8 +66,7 @@ class SchedulerWatch:
         self._wrap("update_from_output", after=self._updated)
         self._wrap("_preempt_request", before=self._preempting)
         if hasattr(scheduler, "policy_part"):
-            order = scheduler.policy_part.order
-            self._wrap("advance_clock", before=self._passing_over, owner=order)
+            self._wrap("is_uncontended", after=self._judged, owner=scheduler.policy_part)
 
     def restart(self) -> Watched:
         self.seen = Watched()
@@ -143,8 +142,8 @@ class SchedulerWatch:
             }
         )
 
-    def _passing_over(self) -> None:
-        self.seen.passed_over += 1
+    def _judged(self, is_uncontended: bool) -> None:
+        self.seen.passed_over += is_uncontended
 
     def _is_probed(self, request_id: str) -> bool:
         probes = getattr(getattr(self.scheduler, "early_exit", None), "probes", None)
