@@ -26,6 +26,7 @@ from meridian_patch.bench.simulated.run import Workers
 from meridian_patch.bench.simulated.workloads import find_workload
 from meridian_patch.errors import BenchError
 
+_TUNING = f"{campaign.TUNING_SEEDS[0]}-{campaign.TUNING_SEEDS[-1]}"
 EVERY = (STOCK, campaign.OURS, *ARMS)
 
 
@@ -57,7 +58,10 @@ def _run(options: argparse.Namespace) -> None:
     with Workers(options.workers) as workers:
         points = campaign.find_rates(workloads, pool, rhos, workers, options.out)
         if options.tune:
-            tune(results, points, arms, options.requests, workers)
+            tuned = read_seeds(options.tune)
+            if not set(tuned) <= set(campaign.TUNING_SEEDS):
+                raise BenchError(f"--tune: {options.tune}, expected seeds of {_TUNING}")
+            tune(results, points, arms, tuned, options.requests, workers)
             return
         seeds = read_seeds(options.seeds)
         if not options.page_only:
@@ -100,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=2)
     add("--goodput", default="", help="arms whose goodput is searched, too")
     add("--goodput-seeds", type=int, default=3)
-    add("--tune", action="store_true", help="search settings on the tuning seeds; writes no page")
+    add("--tune", metavar="SEEDS", help=f"search settings on seeds of {_TUNING}; writes no page")
     add("--page-only", action="store_true", help="no replays but those of --goodput")
     add("--out", type=Path, default=Path("out/arms"))
     add("--page", type=Path, default=Path("out/arms/arms.md"))

@@ -127,8 +127,10 @@ def _scales(summary: Summary, points: Sequence[Point]) -> Iterator[str]:
     ]
     yield "## Stricter and laxer limits"
     yield ""
-    yield "Share of requests within both limits, on the slowdown and on the p99 of the own gaps in "
-    yield "decode steps."
+    yield (
+        "Share of requests within both limits, on the slowdown and on the p99 of the own gaps in "
+        "decode steps."
+    )
     yield ""
     cells = [
         f"{point.workload}, ρ {point.rho:g}: ≤ {slowdown:g}, ≤ {steps:g}"

@@ -17,8 +17,6 @@ from arms.summary import Summary
 from meridian_patch.bench.arms import STOCK
 
 _INK, _BLIND, _AWARE, _ORACLE, _OURS = "#222222", "#b07c3f", "#4a7fb5", "#888888", "#c2283a"
-# Names of points on either side of this share stand in a column of their own.
-_MIDDLE = 0.75
 # Height of a name, over that of the panel.
 _LINE = 0.042
 _TICKS = (2, 3, 5, 10, 20, 50, 100, 200)
@@ -73,19 +71,9 @@ def _panel(axis: Axes, summary: Summary, point: Point) -> None:
 
 
 def _write_names(axis: Axes, shown: list[tuple[float, float, str]]) -> None:
-    """Names in two columns, beside the points of either half, in their order from top to bottom."""
-    left = [each for each in shown if each[0] < _MIDDLE]
-    right = [each for each in shown if each[0] >= _MIDDLE]
-    if left:
-        _write_column(axis, left, min(max(each[0] for each in left), _MIDDLE) + 0.06, "left")
-    if right:
-        _write_column(axis, right, min(each[0] for each in right) - 0.06, "right")
-
-
-def _write_column(axis: Axes, shown: list[tuple[float, float, str]], at: float, side: str) -> None:
-    """Names at one share, none above another's place, with a line to each point."""
+    """Names right of the panel, from top to bottom, with a line to each point."""
     low, high = (math.log(bound) for bound in axis.get_ylim())
-    ordered = sorted(shown, key=lambda each: -each[1])
+    ordered = sorted(shown, key=lambda each: (-each[1], each[0]))
     places = [(math.log(each[1]) - low) / (high - low) for each in ordered]
     for index in range(1, len(places)):
         places[index] = min(places[index], places[index - 1] - _LINE)
@@ -97,8 +85,8 @@ def _write_column(axis: Axes, shown: list[tuple[float, float, str]], at: float, 
         axis.annotate(
             label(arm).replace("`", ""),
             (share, slowdown),
-            xytext=(at, math.exp(low + place * (high - low))),
-            ha=side,
+            xytext=(1.04, place),
+            textcoords="axes fraction",
             va="center",
             fontsize=8,
             color=_OURS if arm == OURS else _INK,
@@ -107,7 +95,7 @@ def _write_column(axis: Axes, shown: list[tuple[float, float, str]], at: float, 
                 "color": "#bbbbbb",
                 "lw": 0.6,
                 "shrinkB": 3,
-                "relpos": (side == "right", 0.5),
+                "relpos": (0, 0.5),
             },
         )
 

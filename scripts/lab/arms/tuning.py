@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from arms.campaign import TUNING_SEEDS, Point
+from arms.campaign import Point
 from arms.registry import ARMS
 from arms.replays import Key
 from arms.results import Results
@@ -14,14 +14,19 @@ from meridian_patch.bench.simulated.run import Workers
 
 
 def tune(
-    results: Results, points: Sequence[Point], arms: Sequence[str], requests: int, workers: Workers
+    results: Results,
+    points: Sequence[Point],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    requests: int,
+    workers: Workers,
 ) -> None:
     """Print the mean over seeds and points of the ok share and of the slowdown for each setting."""
     rows = [(arm, setting) for arm in arms if arm in ARMS for setting in _settings(arm)]
     keys = {
         row: [
             Key(point.workload, point.pool, point.rate, seed, requests, *row)
-            for point, seed in product(points, TUNING_SEEDS)
+            for point, seed in product(points, seeds)
         ]
         for row in rows
     }
