@@ -77,7 +77,7 @@ def test_limits_that_leave_nothing_out_are_not_counted(demo_model, monkeypatch, 
     part = driver.scheduler.policy_part
     full = driver.scheduler.max_num_scheduled_tokens
     monkeypatch.setattr(part, "is_uncontended", lambda: False)
-    monkeypatch.setattr(part.limiter, "plan", lambda *_: StepLimits(full, 8))
+    monkeypatch.setattr(part.limiter, "plan", lambda *_, **__: StepLimits(full, 8))
     for number in range(4):
         driver.add(job(f"r{number}", prompt=100))
     driver.drain()
@@ -90,7 +90,7 @@ def test_a_limit_of_requests_that_keeps_one_waiting_is_counted(demo_model, monke
     driver = driver_for(demo_model, blocks=200, max_num_seqs=8)
     part = driver.scheduler.policy_part
     monkeypatch.setattr(part, "is_uncontended", lambda: False)
-    monkeypatch.setattr(part.limiter, "plan", lambda *_: StepLimits(None, 1))
+    monkeypatch.setattr(part.limiter, "plan", lambda *_, **__: StepLimits(None, 1))
     for number in range(2):
         driver.add(job(f"r{number}", prompt=30, think=10, answer=10))
     driver.drain()

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from vllm.v1.request import RequestStatus
+
 from meridian_patch.bench.micro.timing import time_calls
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
@@ -65,8 +67,9 @@ class DeepQueue:
 
     @property
     def num_preempted_for_room(self) -> int:
-        """Requests that stand behind newcomers now."""
-        return len(self._engine.scheduler.step_limiter.waiting_order._preempted_for_room)
+        """Requests that were displaced and wait now."""
+        waiting = self._engine.scheduler.waiting
+        return sum(request.status is RequestStatus.PREEMPTED for request in waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -89,7 +92,7 @@ class DeepQueue:
         for request in scheduler.running[-count:]:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, 0.0, drop_stale_output=True)
-            scheduler.step_limiter.waiting_order.put_behind(request, scheduler.waiting)
+            scheduler.step_limiter.waiting_order.put_at_level(request, 1, scheduler.waiting)
 
     def forget(self) -> None:
         """Drop what was measured so far."""
