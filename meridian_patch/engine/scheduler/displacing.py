@@ -63,7 +63,7 @@ class Displacing:
         # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
         # Preempted thinkers that still stand at the front, where upstream put them.
-        self._to_place: list[Any] = []
+        self._to_place: dict[Any, None] = {}
         # Think tokens of preempted requests at their last preemption.
         self._attained_before: dict[Any, int] = {}
         # Think tokens before which a thinker that had aged makes no room again.
@@ -82,6 +82,7 @@ class Displacing:
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
         self._away.pop(request, None)
+        self._to_place.pop(request, None)
         self._attained_before.pop(request, None)
         self._safe_until.pop(request, None)
         self._made_room.pop(request, None)
@@ -93,13 +94,12 @@ class Displacing:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
         self._away.pop(request, None)
         self._away[request] = now_s
-        self._to_place.append(request)
+        self._to_place[request] = None
         self._attained_before[request] = self._attained(request)
 
     def on_continued(self, session: Any) -> None:
         """Leave a session whose next chunk waits where upstream put it."""
-        if session in self._to_place:
-            self._to_place.remove(session)
+        self._to_place.pop(session, None)
 
     def order_waiting(self, scheduler: Any, now_s: float) -> None:
         """Put preempted thinkers at their levels, and those that waited for ``aging_s`` first.
