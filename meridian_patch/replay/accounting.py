@@ -34,6 +34,11 @@ class RecomputedTokens:
         self._prefilled: dict[str, int] = {}
         self._lost: dict[str, int] = {}
 
+    @property
+    def has_open(self) -> bool:
+        """Whether any request is in prefill or has lost tokens; otherwise ``ran`` does nothing."""
+        return bool(self._lost or self._prefilled)
+
     def preempted(self, request_id: str, num_known: int) -> None:
         """A request lost its blocks; outside prefill all its ``num_known`` tokens but the last."""
         lost = self._prefilled.pop(request_id, num_known - 1)

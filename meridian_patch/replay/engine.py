@@ -61,8 +61,10 @@ class ReplayEngine:
         manager = self.scheduler.kv_cache_manager
         if hasattr(manager, "clock"):
             manager.clock = lambda: self.now
-        if hasattr(self.scheduler, "step_limiter"):
-            self.scheduler.step_limiter.clock = lambda: self.now
+        # Ours has its clock in the limiter; one that an arm builds may have one itself.
+        timed = getattr(self.scheduler, "step_limiter", self.scheduler)
+        if hasattr(timed, "clock"):
+            timed.clock = lambda: self.now
         self._offload = None
         if arm.offload_gb_per_s is not None:
             self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, KV_BYTES_PER_TOKEN)
@@ -72,6 +74,8 @@ class ReplayEngine:
         self._sampling = SamplingParams(temperature=0, max_tokens=limits.max_model_len)
         self._sampling.update_from_generation_config({}, template.turn_end)
         self._live: dict[str, tuple[Request, ReplayRecord]] = {}
+        # The tokens that each of them will sample; a record makes them anew from two properties.
+        self._outputs: dict[str, list[int]] = {}
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._finished: list[ReplayRecord] = []
         self._infinite = InfiniteCache()
@@ -105,6 +109,7 @@ class ReplayEngine:
     def forget(self, request_id: str) -> None:
         """Forget a request that a caller aborted."""
         self._live.pop(request_id, None)
+        self._outputs.pop(request_id, None)
         self._recomputed.forget(request_id)
 
     def counters(self) -> dict[str, int]:
@@ -131,6 +136,7 @@ class ReplayEngine:
         )
         record = ReplayRecord(request, arrival_s)
         self._live[request.request_id] = (upstream, record)
+        self._outputs[request.request_id] = request.output
         self.scheduler.add_request(upstream)
 
     def step(self) -> StepWork:
@@ -200,28 +206,26 @@ class ReplayEngine:
         work = step_work(output.num_scheduled_tokens, self.scheduler.requests)
         request_ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
+        live, now = self._live, self.now
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            if request_id not in self._live:
+            if request_id not in live:
                 sampled.append(self._sample_of_probe(request_id))
                 continue
-            request, record = self._live[request_id]
-            computed = request.num_computed_tokens
-            again = self._recomputed.ran(
-                request_id,
-                computed - scheduled,
-                computed,
-                is_prefill_chunk=request.is_prefill_chunk,
-            )
-            if again:
-                record.recomputed_tokens[record.phase] += again
-            if record.scheduled_s is not None:
-                pause_s = self.now - record.scheduled_s
-                record.longest_pause_s = max(record.longest_pause_s, pause_s)
-            record.scheduled_s = self.now
-            if request.is_prefill_chunk:
+            request, record = live[request_id]
+            computed, is_chunk = request.num_computed_tokens, request.is_prefill_chunk
+            if self._recomputed.has_open or is_chunk:
+                again = self._recomputed.ran(
+                    request_id, computed - scheduled, computed, is_prefill_chunk=is_chunk
+                )
+                if again:
+                    record.recomputed_tokens[record.phase] += again
+            if record.scheduled_s is not None and now - record.scheduled_s > record.longest_pause_s:
+                record.longest_pause_s = now - record.scheduled_s
+            record.scheduled_s = now
+            if is_chunk:
                 sampled.append([])
                 continue
-            tokens = record.request.output
+            tokens = self._outputs[request_id]
             # Under async scheduling one more token is sampled before the stop is seen.
             index = min(computed - request.num_prompt_tokens, len(tokens) - 1)
             sampled.append([tokens[index]])
@@ -257,7 +261,7 @@ class ReplayEngine:
             self._infinite.add(request.block_hashes, request.num_tokens - 1)
             self._recomputed.forget(item.request_id)
             self.totals.recomputed_tokens = self._recomputed.total
-            del self._live[item.request_id]
+            del self._live[item.request_id], self._outputs[item.request_id]
             self._finished.append(record)
 
     def _note_statistics(self, stats: Any) -> None:

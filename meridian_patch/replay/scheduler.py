@@ -31,6 +31,7 @@ from meridian_patch.engine.scheduler.scheduler import (
     build_phase_scheduler,
 )
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.lean import lean_manager, lean_scheduler
 from meridian_patch.replay.offload import transfer_config
 from meridian_patch.replay.signals import measuring_workers
 from meridian_patch.replay.types import EngineLimits, ReplayArm, TemplateTokens
@@ -131,10 +132,13 @@ def _classes(arm: ReplayArm, *, is_async: bool) -> tuple[type, type]:
             "vLLM is already patched in this process, so there is no stock arm to compare with; "
             "run the replay in a process in which no engine was started"
         )
+    scheduler, manager = lean_scheduler(stock), lean_manager(KVCacheManager)
+    if arm.build_scheduler is not None:
+        return arm.build_scheduler(scheduler), manager
     if not arm.is_patched:
-        return stock, KVCacheManager
+        return scheduler, manager
     build = build_async_phase_scheduler if is_async else build_phase_scheduler
-    return build(stock), build_phase_kv_cache_manager(KVCacheManager)
+    return build(scheduler), build_phase_kv_cache_manager(manager)
 
 
 @functools.cache

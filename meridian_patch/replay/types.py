@@ -1,7 +1,7 @@
 """Inputs and results of a replay; imports no vLLM."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from meridian_patch.phase.tracker import Phase
@@ -17,12 +17,15 @@ class ReplayArm:
         settings: ``MERIDIAN_PATCH_SET_*`` names and values. The process environment is not read.
         offload_gb_per_s: 10^9 bytes per second, each way, to a host memory that keeps all KV;
             None: no such tier.
+        build_scheduler: of an arm that is neither stock nor ours: makes its scheduler, a subclass
+            of the class of vLLM's that it is given. Picklable.
     """
 
     name: str
     is_patched: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     offload_gb_per_s: float | None = None
+    build_scheduler: Callable[[type], type] | None = None
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ KINDS = (
     Kind("e2e_p99_s", "e2e p99, s"),
     Kind("tokens_per_s", "tokens/s", MEAN_COUNT, is_brief=True),
     Kind("steady_tokens_per_s", "steady tokens/s", MEAN_COUNT),
+    Kind("window_tokens_per_s", "tokens/s while requests arrive", MEAN_COUNT),
     Kind(GOODPUT, "goodput, requests/s", Unit(1.0, 3), is_brief=True),
     Kind("hit_share", "prefix hits, %", PERCENT, is_ratio=False, is_brief=True),
     Kind(
@@ -117,6 +118,7 @@ DEFINITIONS: Mapping[str, str] = {
     "qoe_mean": "Andes' integral at 50 ms/token",
     "tokens_per_s": "output tokens from the first arrival to the last token",
     "steady_tokens_per_s": "from 10 % to 80 % of all output tokens",
+    "window_tokens_per_s": "output tokens from the first arrival to the last",
     GOODPUT: "requests within the limits on TTFAT slowdown and own answer ITL p99",
     "hit_share": "prompt tokens found in the prefix cache when a request is first admitted",
     "hit_bound_share": "prompt tokens in full blocks that an earlier request of the run computed",

@@ -196,6 +196,10 @@ def run_figures(
         "e2e_p99_s": _quantile(requests.e2e_s, 0.99),
         "tokens_per_s": len(stamps) / busy_s,
         "steady_tokens_per_s": steady_rate(stamps, span),
+        # Afterwards the longest requests run alone: the makespan is theirs.
+        "window_tokens_per_s": steady_rate(
+            stamps, (float(requests.arrival_s.min()), float(requests.arrival_s.max()))
+        ),
         "steady_kv_usage_p99": weighted_quantile(
             steps.kv_usage[is_steady], steps.seconds[is_steady], 0.99
         ),

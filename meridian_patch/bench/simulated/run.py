@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -48,6 +48,8 @@ _DIED = (
     "each); give fewer --workers"
 )
 Key = TypeVar("Key")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -268,8 +270,14 @@ class Workers:
 
     def run(self, jobs: Mapping[Key, ReplayJob]) -> Iterator[tuple[Key, ReplayRun | str]]:
         """Replay all jobs; yields each as it ends, with its run or the text of its error."""
+        return self.apply(run_job, jobs)
+
+    def apply(
+        self, work: Callable[[Job], Result], jobs: Mapping[Key, Job]
+    ) -> Iterator[tuple[Key, Result | str]]:
+        """The same with other work than ``run_job``; function, jobs and results are pickled."""
         try:
-            futures = {self._pool.submit(run_job, job): key for key, job in jobs.items()}
+            futures = {self._pool.submit(work, job): key for key, job in jobs.items()}
         except BrokenProcessPool:
             yield from ((key, _DIED) for key in jobs)
             return
