@@ -1,17 +1,20 @@
 """The only place that reads the process environment.
 
-============================== ==================================================================
-``MERIDIAN_PATCH``             ``1`` active, ``0`` inactive whatever else is set
-``MERIDIAN_PATCH_MODE``        ``strict`` (default): refuse to start on a mismatch; ``lenient``:
-                               run stock and say so
-``MERIDIAN_PATCH_CONFIG``      path of a configuration file
-``MERIDIAN_PATCH_SET_*``       one configuration value, e.g.
-                               ``MERIDIAN_PATCH_SET_POLICY__NAME=noop``
-``MERIDIAN_PATCH_ASSUME_VLLM`` version to assume for a source build of vLLM
-``MERIDIAN_PATCH_STATUS_DIR``  where processes write what is live in them
-``XDG_RUNTIME_DIR``            the user's runtime directory; status goes there when it is set
-``VLLM_PLUGINS``               vLLM's own list of plugins to load
-============================== ==================================================================
+================================= ===============================================================
+``MERIDIAN_PATCH``                ``1`` active, ``0`` inactive whatever else is set
+``MERIDIAN_PATCH_MODE``           ``strict`` (default): refuse to start on a mismatch;
+                                  ``lenient``: run stock and say so
+``MERIDIAN_PATCH_CONFIG``         path of a configuration file
+``MERIDIAN_PATCH_SET_*``          one configuration value, e.g.
+                                  ``MERIDIAN_PATCH_SET_POLICY__NAME=noop``
+``MERIDIAN_PATCH_ASSUME_VLLM``    version to assume for a source build of vLLM
+``MERIDIAN_PATCH_STATUS_DIR``     where processes write what is live in them
+``MERIDIAN_PATCH_EMULATE``        cost model of the device that an emulated worker stands for
+``MERIDIAN_PATCH_EMULATE_TOKENS`` tokens that one token of the served model stands for there
+``MERIDIAN_PATCH_EMULATE_REPORT`` file in which that worker says how late it was
+``XDG_RUNTIME_DIR``               the user's runtime directory; status goes there when it is set
+``VLLM_PLUGINS``                  vLLM's own list of plugins to load
+================================= ===============================================================
 """
 
 import difflib
@@ -27,12 +30,18 @@ from meridian_patch.errors import ConfigError
 PREFIX = "MERIDIAN_PATCH"
 OVERRIDE_PREFIX = "MERIDIAN_PATCH_SET_"
 PLUGIN_NAME = "meridian_patch"
+EMULATE = "MERIDIAN_PATCH_EMULATE"
+EMULATE_TOKENS = "MERIDIAN_PATCH_EMULATE_TOKENS"
+EMULATE_REPORT = "MERIDIAN_PATCH_EMULATE_REPORT"
 KNOWN = (
     "MERIDIAN_PATCH",
     "MERIDIAN_PATCH_MODE",
     "MERIDIAN_PATCH_CONFIG",
     "MERIDIAN_PATCH_ASSUME_VLLM",
     "MERIDIAN_PATCH_STATUS_DIR",
+    EMULATE,
+    EMULATE_TOKENS,
+    EMULATE_REPORT,
 )
 
 logger = logging.getLogger("vllm.meridian_patch")
@@ -143,6 +152,17 @@ def config_overrides(env: Mapping[str, str]) -> dict[tuple[str, ...], tuple[str,
 
 def assumed_vllm_version(env: Mapping[str, str]) -> str | None:
     return env.get("MERIDIAN_PATCH_ASSUME_VLLM")
+
+
+def emulated_device(env: Mapping[str, str]) -> tuple[str | None, str]:
+    """Cost model of the emulated device, and how many tokens one token stands for there."""
+    return env.get(EMULATE), env.get(EMULATE_TOKENS, "1")
+
+
+def emulation_report(env: Mapping[str, str]) -> Path | None:
+    """The file in which an emulated device says how late it was."""
+    value = env.get(EMULATE_REPORT)
+    return Path(value) if value else None
 
 
 def status_directories(env: Mapping[str, str]) -> tuple[Path, ...]:

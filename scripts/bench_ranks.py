@@ -17,13 +17,13 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from meridian_patch.bench.options import read_seeds
 from meridian_patch.bench.simulated.arms import arm_settings, own_arm
-from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.metrics import AloneTimes, answer_gaps, per_request
 from meridian_patch.bench.simulated.source import TraceSource
 from meridian_patch.bench.simulated.trace import History
 from meridian_patch.bench.simulated.workloads import draw_trace
 from meridian_patch.engine.api.rank_choice import build_balancing_client
 from meridian_patch.policy.rank_choice import PlacedLoads
+from meridian_patch.replay.cost import load_cost
 from meridian_patch.replay.ranks import LockStepRanks, play_ranks
 from meridian_patch.replay.scheduler import BLOCK_SIZE, MAX_BATCHED_TOKENS, read_template_tokens
 

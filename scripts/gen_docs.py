@@ -82,8 +82,9 @@ ROLES = {
     ),
     "Between engines": ("meridian_patch/handoff", "meridian_patch/router"),
     "For operators": ("meridian_patch/operate",),
-    "Replay, calibration, benches and the demo": (
+    "Replay, emulation, calibration, benches and the demo": (
         "meridian_patch/replay",
+        "meridian_patch/emulation",
         "meridian_patch/calibrate",
         "meridian_patch/bench",
         "meridian_patch/demo",

@@ -39,18 +39,19 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "apply": (*ENGINE, "patches"),
     "plugin": ("activation", "apply"),
     "replay": PLUGIN,
+    "emulation": (*PLUGIN, "replay"),
     "demo": ("errors",),  # the tiny reasoner: weights, tokenizer, problems
-    "bench": (*PLUGIN, "replay", "demo"),
-    "demo.run": (*PLUGIN, "demo", "bench"),  # the front end of scripts/demo
+    "bench": (*PLUGIN, "replay", "emulation", "demo"),
+    "demo.run": (*PLUGIN, "emulation", "demo", "bench"),  # the front end of scripts/demo
     "serve_roles": ("errors",),
-    "serve": (*PLUGIN, "serve_roles"),
+    "serve": (*PLUGIN, "emulation", "serve_roles"),
     "router": PURE,
     "operate": PLUGIN,
     "calibrate": (*PLUGIN, "replay", "bench"),
     "cli": (*PLUGIN, "demo", "bench", "serve", "router", "operate", "calibrate"),
 }
 # Of an engine's processes, and of what plays on one.
-USES_VLLM = {"engine", "replay", "demo", "bench", "calibrate"}
+USES_VLLM = {"engine", "replay", "emulation", "demo", "bench", "calibrate"}
 MAX_LINES = 500
 
 

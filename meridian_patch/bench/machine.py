@@ -21,6 +21,7 @@ class Machine:
         python: version.
         vllm: distribution and version.
         accelerator: GPU that vLLM runs on; None: the CPU, or not looked up.
+        emulates: device on whose time vLLM's steps run, and how its cost model came about.
     """
 
     cpu: str
@@ -30,10 +31,13 @@ class Machine:
     python: str
     vllm: str
     accelerator: str | None = None
+    emulates: str | None = None
 
     @property
     def how(self) -> str:
         """How figures that are taken on this machine were obtained."""
+        if self.emulates:
+            return f"emulated {self.emulates}"
         return f"measured-gpu {self.accelerator}" if self.accelerator else "measured-cpu"
 
     @property
@@ -43,8 +47,9 @@ class Machine:
 
     def __str__(self) -> str:
         accelerator = f"{self.accelerator}, " if self.accelerator else ""
+        emulates = f"a stand-in for {self.emulates} on " if self.emulates else ""
         return (
-            f"{accelerator}{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, "
+            f"{emulates}{accelerator}{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, "
             f"load {self.load:.1f} before the run, Python {self.python}, {self.vllm}"
         )
 

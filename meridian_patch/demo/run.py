@@ -2,10 +2,11 @@
 
 Four servers of the tiny reasoner: stock vLLM, stock vLLM again (what these two differ by is chance,
 and so is as much between the others), patched, and patched with the early exit that was calibrated
-for this model. They take turns on several short traces. All first requests of a trace come at once,
-so that the queues are alike on a slower machine. ``python -P -m meridian_patch.demo.run`` is
-``meridian bench serve`` with settings that suit any machine. It takes the same options; only
-``--seeds`` is a number.
+for this model. Without a GPU they run on an emulated one: a step lasts as long as its cost model
+says, whatever this machine takes. They take turns on several short traces. All first requests of a
+trace come at once, so that the queues are alike on a slower machine. ``python -P -m
+meridian_patch.demo.run`` is ``meridian bench serve`` with settings that suit any machine. It takes
+the same options; only ``--seeds`` is a number.
 """
 
 import argparse
@@ -18,6 +19,9 @@ from meridian_patch.bench.interrupts import run_program
 from meridian_patch.bench.options import read_whole
 from meridian_patch.bench.served.arms import NOOP
 from meridian_patch.bench.served.command import add_serve, run_serve
+from meridian_patch.bench.served.plan import SIZES
+from meridian_patch.emulation.device import gpu_file
+from meridian_patch.emulation.options import DEFAULT_DEVICE
 
 _MODULE = "meridian_patch.demo.run"
 # Its requests and memory were chosen on seeds below.
@@ -58,6 +62,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--noop", action="store_true", help="one more arm: our scheduler deciding as stock does"
     )
+    parser.add_argument(
+        "--bare",
+        action="store_true",
+        help=f"steps take what they take here, and not as long as on {DEFAULT_DEVICE}",
+    )
     own, others = parser.parse_known_args(arguments)
     pairs = read_whole("--seeds", own.seeds)
     has_trace = any(option.startswith("--trace") for option in others)
@@ -68,6 +77,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = serve.parse_args([*_DEFAULTS.split(), *traces, *others])
     if not has_trace and parsed.pause is None and parsed.pause_tokens is None:
         parsed.pause_tokens = _PAUSE_TOKENS
+    if parsed.emulate is None and parsed.model is None and not own.bare and gpu_file() is None:
+        parsed.emulate = DEFAULT_DEVICE
+    if parsed.emulate is not None and parsed.blocks is None:
+        # The device's own pool would hold all of so short a trace.
+        parsed.blocks = str(SIZES[parsed.workload][0])
     if parsed.arms is None:
         parsed.arms = f"{_ARMS},{NOOP}" if own.noop else _ARMS
         if parsed.model is None and not parsed.arm:

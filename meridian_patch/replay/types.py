@@ -115,10 +115,11 @@ class StepWork:
 
     Attributes:
         prefill_tokens: tokens computed for prompts and for resumes.
-        decode_seqs: sequences that compute one token each.
+        decode_seqs: sequences that compute one token each, or check drafts.
         context_tokens: tokens whose KV is read, summed over all sequences of the step.
         attended_tokens: context length summed over all *tokens* of the step.
         prefill_seqs: sequences that compute more than one token.
+        draft_tokens: that decoding sequences check beside the one that they compute.
     """
 
     prefill_tokens: int = 0
@@ -126,6 +127,7 @@ class StepWork:
     context_tokens: int = 0
     attended_tokens: int = 0
     prefill_seqs: int = 0
+    draft_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -12,11 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector import v1
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.engine import status
 from meridian_patch.engine.scheduler import offload_estimate
 from meridian_patch.engine.scheduler.offload_estimate import build_reloads
 from meridian_patch.replay import scheduler as replay_scheduler
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest

@@ -8,7 +8,7 @@ from simple_offload import use_simple_offload
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens

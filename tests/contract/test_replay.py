@@ -6,13 +6,13 @@ import pytest
 
 from meridian_patch.bench.simulated import lengths, workloads
 from meridian_patch.bench.simulated.arms import arm_settings, named_arm, own_arm
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.bench.simulated.lengths import Lengths
 from meridian_patch.bench.simulated.run import Offer, ReplayJob, run_job
 from meridian_patch.bench.simulated.source import TraceSource
 from meridian_patch.errors import BenchError
 from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.accounting import RecomputedTokens
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN
 from meridian_patch.replay.player import play

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from meridian_patch.bench.simulated.arms import named_arm, own_arm
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.bench.simulated.grid import Plan, RunKey, SweepPoint, find_points, plan_jobs
 from meridian_patch.bench.simulated.metrics import AloneTimes
 from meridian_patch.bench.simulated.run import Offer, ReplayJob, run_job
 from meridian_patch.bench.simulated.trace import TraceRequest, write_trace
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.scheduler import BLOCK_SIZE, MAX_BATCHED_TOKENS
 
 POOL = 8 * 1024

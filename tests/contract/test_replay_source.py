@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 
 from meridian_patch.bench.simulated.arms import arm_settings, named_arm
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.bench.simulated.source import TraceSource, session_bounds
 from meridian_patch.bench.simulated.trace import History, TraceRequest
 from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens

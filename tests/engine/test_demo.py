@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 COMMAND = (sys.executable, "-P", "-m", "meridian_patch.demo.run")
 
 
-def start_demo(folder: Path, model: Path, *options: str) -> subprocess.Popen:
+def start_demo(folder: Path, *options: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [*COMMAND, "--out", str(folder), "--model", str(model), *options],
+        [*COMMAND, "--out", str(folder), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,10 +68,11 @@ def group_is_gone(group: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def demo_run(tmp_path_factory, demo_model) -> tuple[str, Path]:
-    """The demo's load, one trace of it, on three servers; its output and folder."""
+def demo_run(tmp_path_factory) -> tuple[str, Path]:
+    """The demo's load, one trace of it, on three servers of an emulated GPU; output and folder."""
     folder = tmp_path_factory.mktemp("demo")
-    demo = start_demo(folder, demo_model, "--arms", "stock,noop,patched", "--seeds", "1")
+    device = ("--emulate", "h100-32b-dense", "--emulate-beside-gpu")
+    demo = start_demo(folder, "--arms", "stock,noop,patched", "--seeds", "1", *device)
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
     return output, folder
@@ -125,15 +126,17 @@ def test_table_and_report_are_shown(demo_run):
         assert words in output
     page = (folder / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
-    assert "measured-cpu" in page
+    assert "emulated h100-32b-dense (derived)" in page
+    assert "Emulated device, " in output
+    assert results_of(demo_run)["how"] == "emulated h100-32b-dense (derived)"
 
 
 @pytest.mark.nightly
-def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
+def test_the_load_is_what_this_machine_can_take(tmp_path):
     """With --rate auto, a share of what stock completes here, and the report says so."""
     options = ("--arms", "noop", "--workload", "problems", "--requests", "20", "--rate", "auto")
     options += ("--seeds", "1")
-    demo = start_demo(tmp_path, demo_model, *options)
+    demo = start_demo(tmp_path, "--bare", *options)
     output, _ = demo.communicate(timeout=480)
     assert demo.returncode == 0, output
     said = json.loads((tmp_path / "results.json").read_text())["workload"]
@@ -145,9 +148,9 @@ def test_the_load_is_what_this_machine_can_take(tmp_path, demo_model):
 
 
 @pytest.mark.nightly
-def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
+def test_server_that_dies_mid_run_leaves_a_report(tmp_path):
     """A killed server ends its arm with the log's last lines; what it served is reported."""
-    demo = start_demo(tmp_path, demo_model, "--arms", "noop", "--requests", "60", "--rate", "2")
+    demo = start_demo(tmp_path, "--bare", "--arms", "noop", "--requests", "60", "--rate", "2")
     server = server_of(demo)
     # The third trace request at the earliest: warm-up requests come before the metrics are read.
     wait_for("Resetting prefix cache", tmp_path / "server-noop.log")
@@ -166,10 +169,10 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path, demo_model):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
 )
-def test_interrupt_leaves_no_server(tmp_path, demo_model, number):
+def test_interrupt_leaves_no_server(tmp_path, number):
     """Ctrl-C and a polite kill while the server starts end the demo and all of the server."""
     # With a rate the first server is the arm's: none measures what the machine can take.
-    demo = start_demo(tmp_path, demo_model, "--arms", "stock", "--rate", "1")
+    demo = start_demo(tmp_path, "--bare", "--arms", "stock", "--rate", "1")
     server = server_of(demo)
     wait_for("EngineCore", tmp_path / "server-stock.log")
     demo.send_signal(number)

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.types import StepWork
 
 GOOD = {

@@ -7,6 +7,7 @@ import pytest
 from meridian_patch.bench.served.arms import arm_environment, read_arms
 from meridian_patch.config.load import load_config
 from meridian_patch.demo.run import main, parse
+from meridian_patch.emulation import device as devices
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
@@ -80,6 +81,25 @@ def test_another_model_or_other_arms_leave_the_calibrated_exit_out(tmp_path):
     """The thresholds are those of the tiny reasoner."""
     assert parse(["--model", str(tmp_path)]).arm == []
     assert parse(["--arms", "stock,patched"]).arm == []
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU's device file, which is not there yet."""
+    path = tmp_path / "nvidiactl"
+    monkeypatch.setattr(devices, "_GPU_FILES", (path,))
+    return path
+
+
+def test_the_demo_plays_on_an_emulated_gpu_where_there_is_none(gpu, tmp_path):
+    """In the short pool of its workload; not for another model, and not where it is told."""
+    assert (parse([]).emulate, parse([]).blocks) == ("h100-32b-dense", "72")
+    assert parse(["--blocks", "96"]).blocks == "96"
+    assert parse(["--emulate", "h100-8b-dense"]).emulate == "h100-8b-dense"
+    assert (parse(["--bare"]).emulate, parse(["--bare"]).blocks) == (None, None)
+    assert parse(["--model", str(tmp_path)]).emulate is None
+    gpu.touch()
+    assert parse([]).emulate is None
 
 
 def test_the_demo_pauses_in_tokens_unless_told_otherwise(tmp_path):

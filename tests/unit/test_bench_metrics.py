@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (
+    EMULATED_KINDS,
     FIGURE_KINDS,
     TURN_KINDS,
     difference,
@@ -100,7 +101,7 @@ def test_figures_of_a_run():
 
 def test_every_figure_has_a_kind():
     """What is computed and what is shown are the same names."""
-    kinds = {kind.name for kind in (*FIGURE_KINDS, *TURN_KINDS)}
+    kinds = {kind.name for kind in (*FIGURE_KINDS, *TURN_KINDS, *EMULATED_KINDS)}
     assert set(run_figures([], END, {})) == kinds
 
 

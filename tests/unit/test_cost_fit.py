@@ -6,11 +6,11 @@ import pytest
 
 from meridian_patch import cli
 from meridian_patch.bench.simulated import timed
-from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.fit import Fit, fit_steps, residuals
 from meridian_patch.bench.simulated.fit_command import engine_arguments, write_cost
 from meridian_patch.bench.simulated.timed import bursts
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import load_cost
 from meridian_patch.replay.types import StepWork
 
 CPU = Fit(2e-3, 1e-3, 2e-5, 0.0, 2e-7, 2e-5, 1e-8, overlap=False)

@@ -30,7 +30,7 @@ from meridian_patch.bench.micro.timing import (
     write_figures,
 )
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm, StepWork

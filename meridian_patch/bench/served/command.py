@@ -97,6 +97,26 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         "--serve-args", default="", metavar="OPTIONS", help="vLLM's options, for every arm alike"
     )
     serve.add_argument(
+        "--emulate",
+        metavar="DEVICE",
+        help="no GPU: steps last as long as those of a device, a cost model such as "
+        "h100-32b-dense or a file of one, and the KV pool is the device's unless --blocks is given",
+    )
+    serve.add_argument(
+        "--emulate-tokens",
+        default="1",
+        metavar="N",
+        help="tokens of the device that one token of the model stands for, in time and pool",
+    )
+    serve.add_argument(
+        "--fidelity",
+        action="store_true",
+        help="with --emulate: replay what each server did with the same cost model, and compare",
+    )
+    serve.add_argument(
+        "--emulate-beside-gpu", action="store_true", help="also where this machine has a GPU"
+    )
+    serve.add_argument(
         "--port", default="0", help="of the first server, others follow; 0: any free ones"
     )
     serve.add_argument("--out", type=Path, default=Path("out/bench/serve"), help="folder")

@@ -12,8 +12,10 @@ from prometheus_client.samples import Sample
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.prefixes import reusable_tokens
 from meridian_patch.demo.problems import grade
+from meridian_patch.emulation.ledger import late_share
 
 STALL_S = 0.25
+LATE_SHARE = "late_share"
 # A gap that a reader notices.
 PAUSE_S = 0.1
 
@@ -85,6 +87,8 @@ FIGURE_KINDS = (
     FigureKind("accuracy", "graded accuracy", "%"),
     FigureKind("failed_requests", "failed requests"),
 )
+# Shown below the others where servers run on an emulated device.
+EMULATED_KINDS = (FigureKind(LATE_SHARE, "emulated time late", "%"),)
 # Shown above the others where requests are turns of conversations.
 TURN_KINDS = (
     FigureKind("hit_share", "prefix hits", "%"),
@@ -183,6 +187,7 @@ def run_figures(
     end_marker: Sequence[int],
     counters: Mapping[str, float],
     block_size: int | None = None,
+    tokens: int = 1,
 ) -> Figures:
     """All figures of one run.
 
@@ -192,6 +197,8 @@ def run_figures(
         counters: what rose during the run, from ``difference``; a missing one is reported as
             None.
         block_size: tokens per block of the server's KV cache, where it is known.
+        tokens: of an emulated device that one token stands for. Above 1 every gap is one of
+            several tokens, and limits of a reader's patience say nothing of it.
     """
     times = [t for t in (request_times(record, end_marker) for record in records) if t is not None]
     gaps = [gap for t in times for gap in t.answer_gaps_s]
@@ -217,8 +224,8 @@ def run_figures(
         "answer_itl_p50_s": quantile(gaps, 0.5),
         "answer_itl_p99_s": quantile(gaps, 0.99),
         "answer_gap_max_s": max(gaps, default=None),
-        "answer_stalls": float(sum(gap > STALL_S for gap in gaps)),
-        "answer_pauses_s": sum(gap for gap in gaps if gap > PAUSE_S),
+        "answer_stalls": float(sum(gap > STALL_S for gap in gaps)) if tokens == 1 else None,
+        "answer_pauses_s": sum(gap for gap in gaps if gap > PAUSE_S) if tokens == 1 else None,
         "silence_max_s": longest_silence(records),
         "e2e_p50_s": quantile([t.e2e_s for t in times], 0.5),
         "tokens_per_s": _tokens_per_s(records),
@@ -227,6 +234,7 @@ def run_figures(
         "computed_again_tokens": _computed_again(records, counters, block_size),
         "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
+        LATE_SHARE: late_share(counters),
         "hit_share": _hit_share(counters),
         "requests": float(len(records)),
         "unended_thoughts": float(len(times) - len(ttfat)),

@@ -31,6 +31,8 @@ from meridian_patch.bench.served.workload import (
     make_trace,
     read_trace,
 )
+from meridian_patch.emulation.device import EmulatedDevice, check_machine, load_device
+from meridian_patch.emulation.options import MOST_SEQS
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError
 
@@ -66,7 +68,8 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
     arms = read_arms(parsed.arms, parsed.arm, envs.environment())
     blocks = read_whole("--blocks", parsed.blocks) if parsed.blocks is not None else None
     extra = _serve_args(parsed.serve_args)
-    settings = any_settings(find_model(parsed.model), blocks, extra, SIZES[parsed.workload])
+    sizes, device = SIZES[parsed.workload], _device(parsed)
+    settings = any_settings(find_model(parsed.model), blocks, extra, sizes, device)
     _check_ample(arms, settings)
     if parsed.history == "kept" and settings.model == packaged_model():
         arms, settings = _keeping_thoughts(arms, settings)
@@ -106,8 +109,26 @@ def plan_comparison(parsed: argparse.Namespace, command: str, console: Console) 
         restarts=parsed.restart,
         starts_together=settings.model == packaged_model() and accelerator_name() is None,
         headlines_only=parsed.headlines,
+        has_fidelity=_has_fidelity(parsed, settings),
         pauses_in_tokens=pause.unit == "tokens" and _has_later_turns(traces),
     )
+
+
+def _device(parsed: argparse.Namespace) -> EmulatedDevice | None:
+    """The device that the servers emulate."""
+    if parsed.emulate is None:
+        return None
+    check_machine(is_allowed_beside_gpu=parsed.emulate_beside_gpu)
+    return load_device(parsed.emulate, parsed.emulate_tokens)
+
+
+def _has_fidelity(parsed: argparse.Namespace, settings: ServerSettings) -> bool:
+    if parsed.fidelity and (settings.device is None or settings.model != packaged_model()):
+        raise BenchError(
+            "--fidelity replays what emulated servers of the tiny reasoner did; give --emulate "
+            "DEVICE, and no --model"
+        )
+    return bool(parsed.fidelity)
 
 
 def _pause(parsed: argparse.Namespace) -> Pause:
@@ -187,6 +208,7 @@ def any_settings(
     blocks: int | None,
     extra: tuple[str, ...],
     sizes: tuple[int, int] = SIZES["problems"],
+    device: EmulatedDevice | None = None,
 ) -> ServerSettings:
     """Servers of a model: the tiny reasoner's own settings, or vLLM's defaults for any other.
 
@@ -195,12 +217,13 @@ def any_settings(
         blocks: KV pool of each server in blocks; None for the default.
         extra: further options of every server.
         sizes: of the tiny reasoner, one of ``SIZES``.
+        device: that the servers emulate; its pool is the default then.
 
     Raises:
         BenchError: the pool of a tiny reasoner does not hold one request.
     """
     if model != packaged_model():
-        return ServerSettings(model, blocks, extra=extra)
+        return ServerSettings(model, blocks, extra=extra, device=device)
     default_blocks, context = sizes
     needed = -(-context // _BLOCK_SIZE) + 1
     if blocks is not None and blocks < needed:
@@ -210,15 +233,16 @@ def any_settings(
         )
     return ServerSettings(
         model,
-        blocks or default_blocks,
+        blocks or (None if device else default_blocks),
         block_size=_BLOCK_SIZE,
-        max_num_seqs=40,
+        max_num_seqs=MOST_SEQS if device else 40,
         max_num_batched_tokens=512,
         max_model_len=context,
         dtype="float32",
         reasoning_parser="deepseek_r1",
         # Compiling takes half of a start here, and no step is faster for it.
         extra=("--enforce-eager", *extra),
+        device=device,
     )
 
 

@@ -18,8 +18,9 @@ from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.served import plots
 from meridian_patch.bench.served.arms import NOOP, STOCK_AGAIN
+from meridian_patch.bench.served.fidelity import Fidelity
 from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.metrics import STALL_S, FigureKind
+from meridian_patch.bench.served.metrics import LATE_SHARE, STALL_S, FigureKind
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import (
     ArmRun,
@@ -31,12 +32,14 @@ from meridian_patch.bench.served.summary import (
     compared_arms,
     counted_seeds,
     harm_over_stock,
+    is_certified,
     misses_over_stock,
     ratio_to_stock,
     shown_kinds,
     summarise,
 )
 from meridian_patch.bench.statistics import plain_interval
+from meridian_patch.emulation.ledger import MOST_LATE, NOT_CERTIFIED
 
 FORMAT_VERSION = 3
 PAGE_NAME, DATA_NAME, PICTURE_NAME = "report.html", "results.json", "answers.png"
@@ -91,19 +94,24 @@ class Origin:
         return f"{self.machine.how} · {self.date} · {self.machine} · {self.command}"
 
 
-def write_report(folder: Path, runs: Sequence[ArmRun], origin: Origin) -> Path:
+def write_report(
+    folder: Path, runs: Sequence[ArmRun], origin: Origin, fidelity: Sequence[Fidelity] = ()
+) -> Path:
     """Write the page, the same as JSON, and the picture of the answers on its own.
 
     Args:
         folder: takes them.
         runs: one per arm.
         origin: how they were obtained.
+        fidelity: figures of emulated servers against those of a replay.
 
     Returns:
         Path of the page.
     """
     arms = [summarise(run) for run in runs]
     document = report_data(arms, origin)
+    if fidelity:
+        document["fidelity"] = [asdict(each) | {"error": each.error} for each in fidelity]
     picture = picture_of(runs, origin)
     if picture is not None:
         (folder / PICTURE_NAME).write_bytes(picture)
@@ -121,13 +129,21 @@ def report_data(arms: Sequence[ArmSummary], origin: Origin) -> dict[str, Any]:
         "date": origin.date,
         "command": origin.command,
         "machine": asdict(origin.machine),
-        "settings": asdict(origin.settings) | {"model": str(origin.settings.model)},
+        "settings": _settings_data(origin.settings),
+        "is_certified": is_certified(arms) if origin.settings.device else None,
         "load": asdict(origin.load),
         "workload": origin.workload,
         "token_s": origin.token_s,
         "arms": {arm.name: _arm_data(arm) for arm in arms},
         "over_stock": {arm.name: _ratio_data(arms, arm.name) for arm in arms if arm.name != STOCK},
     }
+
+
+def _settings_data(settings: ServerSettings) -> dict[str, Any]:
+    device = settings.device
+    emulated = None if device is None else device.cost.model_dump(exclude_none=True)
+    plain = asdict(replace(settings, device=None))
+    return plain | {"model": str(settings.model), "device": emulated}
 
 
 def _arm_data(arm: ArmSummary) -> dict[str, Any]:
@@ -168,6 +184,8 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
         short_titles=short_titles,
         headlines=headlines,
         silence=silence_in_words(arms),
+        emulated=emulation_in_words(arms),
+        is_certified=is_certified(arms),
         chance_note=CHANCE_NOTE if is_played_twice(arms) else "",
         note=BORROWED_NOTE if has_borrowed(rows) else "",
         worst={name: ratio.by_seed for name, ratio in worst.items() if ratio},
@@ -351,7 +369,8 @@ def has_borrowed(rows: Sequence[FigureRow]) -> bool:
 def terminal_table(arms: Sequence[ArmSummary], title: str) -> Table:
     """The table for a terminal: every figure, with its spread over seeds."""
     rows = build_rows(arms)
-    table = _empty_table(title, BORROWED_NOTE if has_borrowed(rows) else None)
+    note = BORROWED_NOTE if has_borrowed(rows) else None
+    table = _empty_table(title, note, is_certified=is_certified(arms))
     for name in column_titles(arms):
         table.add_column(name, justify="right")
     for row in rows:
@@ -374,7 +393,8 @@ def build_headlines(arms: Sequence[ArmSummary]) -> tuple[list[str], list[FigureR
 
 def headline_table(arms: Sequence[ArmSummary], title: str) -> Table:
     """The headlines for a terminal, without their spreads."""
-    table = _empty_table(title, CHANCE_NOTE if is_played_twice(arms) else None)
+    note = CHANCE_NOTE if is_played_twice(arms) else None
+    table = _empty_table(title, note, is_certified=is_certified(arms))
     titles, rows = build_headlines(arms)
     for name in titles:
         table.add_column(name, justify="right")
@@ -403,9 +423,24 @@ def silence_in_words(arms: Sequence[ArmSummary]) -> str:
     )
 
 
-def _empty_table(title: str, note: str | None) -> Table:
+def emulation_in_words(arms: Sequence[ArmSummary]) -> str:
+    """Whether the machine kept up with the device that it emulated; nothing without one."""
+    shares = {arm.name: arm.spreads[LATE_SHARE] for arm in arms if LATE_SHARE in arm.spreads}
+    if not shares:
+        return ""
+    late = ", ".join(f"{name} {spread.high:.2%}" for name, spread in shares.items())
+    verdict = "certified" if is_certified(arms) else NOT_CERTIFIED
+    return (
+        f"Emulated device, {verdict}: of its time at most so much was late ({late}; up to "
+        f"{MOST_LATE:.0%} counts as none)."
+    )
+
+
+def _empty_table(title: str, note: str | None, *, is_certified: bool = True) -> Table:
     table = Table(
         title=title,
+        # Figures that do not count are grey.
+        style="" if is_certified else "bright_black",
         caption=note,
         title_justify="left",
         caption_justify="left",

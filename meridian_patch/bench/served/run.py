@@ -23,11 +23,13 @@ from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.progress import progress_bars
 from meridian_patch.bench.served.arms import ServedArm, arm_environment
 from meridian_patch.bench.served.client import Client, RequestRecord
+from meridian_patch.bench.served.fidelity import Fidelity, compare, fidelity_table
 from meridian_patch.bench.served.load import Load, play_in_processes
 from meridian_patch.bench.served.metrics import difference, read_counters
 from meridian_patch.bench.served.pace import paced, token_time_s
 from meridian_patch.bench.served.report import (
     Origin,
+    emulation_in_words,
     headline_table,
     silence_in_words,
     table_title,
@@ -37,6 +39,8 @@ from meridian_patch.bench.served.report import (
 from meridian_patch.bench.served.server import ServerProcess, ServerSettings, pick_port
 from meridian_patch.bench.served.summary import ArmRun, SeedRun, summarise
 from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace, write_trace
+from meridian_patch.emulation import ledger
+from meridian_patch.emulation.options import device_environment
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError
 
@@ -62,6 +66,7 @@ class Comparison:
         starts_together: the servers start beside each other; not where they profile one GPU.
         headlines_only: the table printed has the most important figures; the page has all.
         pauses_in_tokens: pauses before later turns are in tokens of a request alone.
+        has_fidelity: what the emulated servers did is replayed and compared.
     """
 
     arms: Sequence[ServedArm]
@@ -76,6 +81,7 @@ class Comparison:
     starts_together: bool = False
     headlines_only: bool = False
     pauses_in_tokens: bool = False
+    has_fidelity: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class RunningArm:
         run: takes what the arm does.
         end_marker: token ids that end thinking; empty when there is no thinking.
         block_size: tokens per block of its KV cache; None where vLLM chose it.
+        device_report: in which its emulated device says how late it was.
+        tokens: of that device that one token stands for.
     """
 
     run: ArmRun
@@ -93,6 +101,15 @@ class RunningArm:
     client: Client
     end_marker: tuple[int, ...]
     block_size: int | None
+    device_report: Path | None = None
+    tokens: int = 1
+
+    def counters(self) -> dict[str, float]:
+        """The server's counters, and those of the device that it runs on."""
+        found = read_counters(self.client.metrics_text())
+        if self.device_report is None:
+            return found
+        return found | ledger.read_counters(self.device_report)
 
 
 def run_comparison(comparison: Comparison, console: Console) -> int:
@@ -112,7 +129,12 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
         _write_traces(folder, comparison.traces)
     # Before vLLM is imported, which leaves variables of its own behind.
     base_env = dict(envs.environment())
-    machine = replace(describe_machine(), accelerator=accelerator_name())
+    device = comparison.settings.device
+    machine = replace(
+        describe_machine(),
+        accelerator=accelerator_name(),
+        emulates=str(device) if device else None,
+    )
     date = datetime.now().astimezone().isoformat(timespec="seconds")
     origin = Origin(
         date, comparison.command, machine, comparison.settings, comparison.workload, comparison.load
@@ -139,12 +161,29 @@ def run_comparison(comparison: Comparison, console: Console) -> int:
         pace = f"One request alone gets a token every {player.token_s * 1000:.2f} ms here."
         console.print(pace, highlight=False)
         origin = replace(origin, workload=f"{origin.workload} {pace}", token_s=player.token_s)
+    if emulation_in_words(arms):
+        console.print(emulation_in_words(arms), highlight=False)
     words = silence_in_words(arms)
     if words:
         _print_red(words, console)
-    page = write_report(folder, played, origin)
+    fidelity = []
+    if comparison.has_fidelity:
+        fidelity = _fidelity(comparison, runs, base_env)
+        console.print(fidelity_table(fidelity, machine.how))
+    page = write_report(folder, played, origin, fidelity)
     console.print(f"report: {page}", highlight=False)
     return code
+
+
+def _fidelity(
+    comparison: Comparison, runs: Sequence[ArmRun], base_env: Mapping[str, str]
+) -> list[Fidelity]:
+    """What each arm did, against its replay."""
+    found = []
+    for arm, run in zip(comparison.arms, runs, strict=True):
+        env = arm_environment(arm.environment, base_env)
+        found += compare(run, env, arm.settings(comparison.settings))
+    return found
 
 
 def check_ports(first: int, arms: int) -> list[int]:
@@ -225,10 +264,14 @@ def launch_arm(
         end_marker = client.end_marker(load.end_marker) if load.end_marker else ()
         client.play(make_trace(_WARM_UP, _WARM_UP_SEED), [], server.check_alive)
         _check_is_patched(run.name, envs.activation(env), client.metrics_text())
-        return RunningArm(run, server, client, end_marker, settings.block_size)
+        tokens = settings.device.tokens if settings.device else 1
+        return RunningArm(run, server, client, end_marker, settings.block_size, report, tokens)
 
     settings = arm.settings(settings)
     env = arm_environment(arm.environment, base_env)
+    report = log_path.with_suffix(".device.json") if settings.device else None
+    if settings.device:
+        env |= device_environment(settings.device, report)
     with ServerProcess(settings, env, log_path, pick_port(port), on_wait=on_wait) as server:
         yield ready
 
@@ -252,15 +295,15 @@ def play_seed(
     Raises:
         BenchError: the server died, or a client did.
     """
-    seed_run = SeedRun(seed, arm.end_marker, block_size=arm.block_size)
+    seed_run = SeedRun(seed, arm.end_marker, block_size=arm.block_size, tokens=arm.tokens)
     arm.run.seeds.append(seed_run)
     arm.server.check_alive()
     arm.client.reset_prefix_cache()
-    before = read_counters(arm.client.metrics_text())
+    before = arm.counters()
     play_in_processes(
         arm.client, trace, processes, seed_run.records, arm.server.check_alive, on_request
     )
-    seed_run.counters = difference(before, read_counters(arm.client.metrics_text()))
+    seed_run.counters = difference(before, arm.counters())
     seed_run.is_complete = True
 
 

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Self
 
 from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.emulation.device import EmulatedDevice
+from meridian_patch.emulation.options import device_options
 from meridian_patch.errors import BenchError
 from meridian_patch.replay import cpu_affinity as cores
 
 HOST = "127.0.0.1"
 _TERMINATE_S = 20.0
+_SERVER = "vllm.entrypoints.openai.api_server"
+_EMULATING_SERVER = "meridian_patch.emulation.server"
 _POLL_S = 0.25
 # In the errors of a server that did not start.
 NOT_STARTED = re.compile("the vLLM server (ended with exit code|was not healthy after)")
@@ -37,6 +41,7 @@ class ServerSettings:
         dtype: of weights and activations.
         reasoning_parser: splits thoughts from answers.
         extra: further options of the server, which win over the ones above.
+        device: on whose time the server's steps run; None: they take what they take.
     """
 
     model: Path | str
@@ -48,6 +53,7 @@ class ServerSettings:
     dtype: str | None = None
     reasoning_parser: str | None = None
     extra: tuple[str, ...] = ()
+    device: EmulatedDevice | None = None
 
     @property
     def served_name(self) -> str:
@@ -67,14 +73,15 @@ class ServerSettings:
             "--reasoning-parser": self.reasoning_parser,
         }
         pairs = [(name, str(value)) for name, value in chosen.items() if value is not None]
-        return [*(text for pair in pairs for text in pair), *self.extra]
+        options = [*(text for pair in pairs for text in pair), *self.extra]
+        return [*device_options(self.device, options), *options] if self.device else options
 
     def arguments(self, port: int) -> list[str]:
         """Command line of the server."""
         return [
             # -P keeps the working directory off sys.path: vLLM would take a folder named
             # triton_kernels there for the package it knows under that name.
-            *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
+            *(sys.executable, "-P", "-m", _EMULATING_SERVER if self.device else _SERVER),
             *("--model", str(self.model), "--served-model-name", self.served_name),
             *("--host", HOST, "--port", str(port)),
             *self.options,

@@ -11,7 +11,9 @@ from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (
+    EMULATED_KINDS,
     FIGURE_KINDS,
+    LATE_SHARE,
     TURN_KINDS,
     FigureKind,
     Figures,
@@ -20,6 +22,7 @@ from meridian_patch.bench.served.metrics import (
     run_figures,
 )
 from meridian_patch.bench.statistics import bootstrap_interval, bootstrap_quotient
+from meridian_patch.emulation.ledger import MOST_LATE
 
 # Few seeds can agree by luck: less is no difference that a comparison of this size shows.
 LEAST_CHANCE = 1.05
@@ -36,6 +39,7 @@ class SeedRun:
         counters: what the server's counters rose by.
         is_complete: False when the run broke off.
         block_size: tokens per block of the server's KV cache, where it is known.
+        tokens: of an emulated device that one token stands for.
     """
 
     seed: int
@@ -44,10 +48,13 @@ class SeedRun:
     counters: dict[str, float] = field(default_factory=dict)
     is_complete: bool = False
     block_size: int | None = None
+    tokens: int = 1
 
     def figures(self) -> Figures:
         """All figures of the run."""
-        return run_figures(self.records, self.end_marker, self.counters, self.block_size)
+        return run_figures(
+            self.records, self.end_marker, self.counters, self.block_size, self.tokens
+        )
 
 
 @dataclass
@@ -139,7 +146,7 @@ def summarise(run: ArmRun) -> ArmSummary:
     counted = counted_seeds(run)
     seeds = {seed_run.seed: seed_run.figures() for seed_run in counted}
     spreads = {}
-    for kind in (*TURN_KINDS, *FIGURE_KINDS):
+    for kind in (*TURN_KINDS, *FIGURE_KINDS, *EMULATED_KINDS):
         values = [figures[kind.name] for figures in seeds.values()]
         spread = Spread.of([value for value in values if value is not None])
         if spread is not None:
@@ -160,7 +167,15 @@ def summarise(run: ArmRun) -> ArmSummary:
 
 def shown_kinds(arms: Sequence[ArmSummary]) -> tuple[FigureKind, ...]:
     """The figures of a comparison in the order shown; those of prefix hits only for turns."""
-    return (*TURN_KINDS, *FIGURE_KINDS) if any(arm.has_turns for arm in arms) else FIGURE_KINDS
+    turns = TURN_KINDS if any(arm.has_turns for arm in arms) else ()
+    emulated = EMULATED_KINDS if any(LATE_SHARE in arm.spreads for arm in arms) else ()
+    return (*turns, *FIGURE_KINDS, *emulated)
+
+
+def is_certified(arms: Sequence[ArmSummary]) -> bool:
+    """Whether the machine kept up with the device that it emulated, if any, in every run."""
+    shares = [arm.spreads[LATE_SHARE].high for arm in arms if LATE_SHARE in arm.spreads]
+    return max(shares, default=0.0) <= MOST_LATE
 
 
 def counted_seeds(run: ArmRun) -> list[SeedRun]:

@@ -59,10 +59,10 @@ def run_replay(parsed: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from meridian_patch.bench.simulated.cost import load_cost
     from meridian_patch.bench.simulated.figures import Limits
     from meridian_patch.bench.simulated.report import Results
     from meridian_patch.bench.simulated.session import make_folder, play, show
+    from meridian_patch.replay.cost import load_cost
 
     plan = read_plan(parsed)
     slowdown = read_positive("--max-slowdown", parsed.max_slowdown)
@@ -87,8 +87,8 @@ def read_plan(parsed: argparse.Namespace) -> "Plan":
         BenchError: an option is wrong, or two options exclude each other.
     """
     from meridian_patch.bench.simulated.arms import choose_arms
-    from meridian_patch.bench.simulated.cost import DEFAULT_COST
     from meridian_patch.bench.simulated.grid import Plan
+    from meridian_patch.replay.cost import DEFAULT_COST
 
     seeds = read_seeds(parsed.seeds)
     offers = _offers(parsed)

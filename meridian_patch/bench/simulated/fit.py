@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.bench.simulated.cost import CostModel
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import CostModel
 from meridian_patch.replay.types import StepWork
 
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ from meridian_patch.bench.options import read_whole
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
-    from meridian_patch.bench.simulated.cost import CostModel
     from meridian_patch.bench.simulated.timed import TimedRun
+    from meridian_patch.replay.cost import CostModel
 
 _WIDTH = 98
 BURST = "burst"
@@ -66,8 +66,8 @@ def run_fit_cost(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meridian_patch.bench.interrupts import end_like_ctrl_c
-    from meridian_patch.bench.simulated.cost import SUFFIX
     from meridian_patch.bench.simulated.timed import run_timed_engine
+    from meridian_patch.replay.cost import SUFFIX
     from meridian_patch.replay.types import ReplayArm
 
     rounds, seed = read_whole("--rounds", parsed.rounds), read_whole("--seed", parsed.seed)

@@ -15,7 +15,6 @@ from typing import Any
 import jinja2
 
 from meridian_patch.bench.simulated import plots
-from meridian_patch.bench.simulated.cost import CostModel
 from meridian_patch.bench.simulated.figures import (
     DEFINITIONS,
     NOTE,
@@ -36,6 +35,7 @@ from meridian_patch.bench.simulated.grid import (
 )
 from meridian_patch.bench.simulated.run import ReplayRun
 from meridian_patch.bench.statistics import plain_interval
+from meridian_patch.replay.cost import CostModel
 
 HOW = "simulated"
 FORMAT_VERSION = 1

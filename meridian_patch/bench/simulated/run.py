@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meridian_patch.bench.simulated.arms import arm_settings
-from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.metrics import (
     GAP_BORDERS_S,
     AloneTimes,
@@ -31,6 +30,7 @@ from meridian_patch.bench.simulated.trace import History, TraceRequest, read_tra
 from meridian_patch.bench.simulated.workloads import WORKLOADS, draw_trace
 from meridian_patch.errors import BenchError, MeridianError
 from meridian_patch.phase.tracker import Phase
+from meridian_patch.replay.cost import load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
 from meridian_patch.replay.scheduler import (

@@ -11,10 +11,10 @@ import numpy as np
 from rich.table import Table
 
 from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.simulated.cost import CostModel
 from meridian_patch.bench.simulated.metrics import answer_gaps
 from meridian_patch.bench.simulated.timed import TimedRequest, TimedRun
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import CostModel
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import Arrival, play
 from meridian_patch.replay.scheduler import read_template_tokens

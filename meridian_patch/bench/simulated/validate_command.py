@@ -21,9 +21,9 @@ from meridian_patch.bench.simulated.fit_command import (
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
-    from meridian_patch.bench.simulated.cost import CostModel
     from meridian_patch.bench.simulated.timed import TimedRun
     from meridian_patch.bench.simulated.validate import ReplayComparison, ValidationLoad
+    from meridian_patch.replay.cost import CostModel
     from meridian_patch.replay.types import ReplayArm
 
 # Seeds of the bursts that the cost model is fitted to; no trace is drawn from them.
@@ -69,7 +69,6 @@ def run_validate(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meridian_patch.bench.interrupts import end_like_ctrl_c
-    from meridian_patch.bench.simulated.cost import load_cost
     from meridian_patch.bench.simulated.timed import run_timed_engine
     from meridian_patch.bench.simulated.validate import (
         ValidationLoad,
@@ -77,6 +76,7 @@ def run_validate(parsed: argparse.Namespace) -> int:
         validation_report,
         validation_table,
     )
+    from meridian_patch.replay.cost import load_cost
 
     load = ValidationLoad(
         read_seeds(parsed.seeds),

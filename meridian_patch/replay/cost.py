@@ -63,11 +63,14 @@ class CostModel(StrictModel):
     token_s: float = Field(gt=0, allow_inf_nan=False)
     attention_s_per_pair: float = Field(ge=0, allow_inf_nan=False)
     experts: Experts | None = None
+    kv_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens that the device holds beside the weights."
+    )
     overlap: bool = Field(default=True, description="Memory and compute run at the same time.")
 
     def step_seconds(self, work: StepWork) -> float:
         """Seconds of one step; 0 for a step without tokens."""
-        tokens = work.prefill_tokens + work.decode_seqs
+        tokens = work.prefill_tokens + work.decode_seqs + work.draft_tokens
         if not tokens:
             return 0.0
         memory = self.weights_s + self.kv_read_s_per_token * work.context_tokens
@@ -86,10 +89,8 @@ def load_cost(name_or_path: str) -> CostModel:
     Raises:
         BenchError: unknown name, unreadable file, wrong value; the message names file and field.
     """
-    path = _packaged_directory() / f"{name_or_path}{SUFFIX}"
-    if "/" in name_or_path or name_or_path.endswith((SUFFIX, ".yml")):
-        path = Path(name_or_path)
-    elif not path.is_file():
+    path = cost_path(name_or_path)
+    if not path.is_file() and path.parent == _packaged_directory():
         known = ", ".join(sorted(file.stem for file in _packaged_directory().glob(f"*{SUFFIX}")))
         raise BenchError(
             f"unknown cost model {name_or_path!r}; known: {known}. A file of your own is given as "
@@ -100,6 +101,13 @@ def load_cost(name_or_path: str) -> CostModel:
         return validate(CostModel, parse_mapping(read_text(path), origin), lambda _: origin)
     except ConfigError as error:
         raise BenchError(str(error)) from error
+
+
+def cost_path(name_or_path: str) -> Path:
+    """The file of a packaged cost model, or a file of one's own."""
+    if "/" in name_or_path or name_or_path.endswith((SUFFIX, ".yml")):
+        return Path(name_or_path)
+    return _packaged_directory() / f"{name_or_path}{SUFFIX}"
 
 
 def _packaged_directory() -> Path:
