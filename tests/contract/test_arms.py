@@ -9,7 +9,7 @@ from arms.base import build_arm
 from arms.facts import Facts, Lengths
 from arms.registry import ARMS
 
-from meridian_patch.bench.simulated.cost import load_cost
+from meridian_patch.replay.cost import load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import play
 from meridian_patch.replay.scheduler import read_template_tokens

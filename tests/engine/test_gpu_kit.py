@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.envs import environment
+from meridian_patch.replay.cost import load_cost
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 

@@ -20,9 +20,9 @@ from meridian_patch.bench.served.report import DATA_NAME, Origin, report_data
 from meridian_patch.bench.served.run import describe_failures, play_seed, start_arm
 from meridian_patch.bench.served.summary import ArmRun, summarise
 from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
-from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.workloads import draw_trace
 from meridian_patch.errors import BenchError
+from meridian_patch.replay.cost import load_cost
 from meridian_patch.replay.types import StepWork
 
 WORKLOAD = "s-prod"

@@ -10,9 +10,9 @@ from arms.registry import ARMS
 from arms.replays import Key, digest
 from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.simulated.arms import named_arm
-from meridian_patch.bench.simulated.cost import DEFAULT_COST
 from meridian_patch.bench.simulated.grid import Plan, find_points
 from meridian_patch.bench.simulated.run import Offer, Workers
+from meridian_patch.replay.cost import DEFAULT_COST
 
 OURS = "latency"
 SHORT_POOL = 100_000

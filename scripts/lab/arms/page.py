@@ -11,7 +11,7 @@ from arms.registry import ARMS
 from arms.replays import LONGEST_SHARE, MAX_DECODE_STEPS, MAX_SLOWDOWN
 from arms.summary import COLUMNS, Summary, text
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.simulated.cost import DEFAULT_COST, load_cost
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 
 _HOW = (
     "`simulated`: every arm arranges the queues of vLLM 0.32's real scheduler and KV cache "

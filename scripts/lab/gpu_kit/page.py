@@ -15,8 +15,8 @@ from typing import Any
 
 from prepare import ROOT
 
-from meridian_patch.bench.simulated.cost import load_cost
 from meridian_patch.bench.simulated.fit_command import write_cost
+from meridian_patch.replay.cost import load_cost
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 COSTS = ROOT / "configs" / "cost"
