@@ -1,4 +1,4 @@
-"""Leaves out what vLLM computes for nobody in a replay: most of a decoded token's bookkeeping.
+"""Leaves out bookkeeping of vLLM that no replay reads: most of that of a decoded token.
 
 A decoded token usually needs no KV block and completes none. Upstream then asks every layer of its
 KV manager, twice, and changes nothing. No worker exists that would read what a step's output tells

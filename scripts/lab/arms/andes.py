@@ -1,4 +1,4 @@
-"""Andes: whoever gains most quality of experience per KV block is served.
+"""Andes: the request that gains most quality of experience per KV block is served.
 
 Source: Liu et al., "Andes" (arXiv 2404.16283), first version. While the KV pool is nearly full,
 every few steps all requests are valued: the quality that a reader would have after a horizon if

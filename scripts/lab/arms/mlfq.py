@@ -14,7 +14,7 @@ from meridian_patch.replay.types import StepWork
 
 
 class Mlfq(Arm):
-    """Phase-blind: whoever got least goes first; in a level, first come, first served.
+    """Phase-blind: the least attained service goes first; in a level, first come, first served.
 
     A prompt counts as the output tokens that would take as long, so that a long one joins a lower
     level (skip-join). A request that has waited for ``aging_s`` starts again at the top.
