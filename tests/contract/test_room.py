@@ -263,7 +263,7 @@ def test_blocks_taken_until_a_free_count_only_where_one_is_needed(demo_model, mo
     """A newcomer that fits in the next step comes in then, whatever is taken in later steps."""
     driver = full_pool(demo_model)
     driver.add(newcomer(BLOCKS - 22))
-    monkeypatch.setattr(displacing, "num_steps_until_freed", lambda _: 1)
+    monkeypatch.setattr(displacing, "num_steps_until_admitted", lambda _: 1)
     monkeypatch.setattr(displacing, "taken_blocks", lambda _, __, later=0: {"other": later})
     scheduler = driver.scheduler
     fits = scheduler.step_limiter._displacing._preempt_for(

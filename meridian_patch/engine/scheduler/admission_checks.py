@@ -126,15 +126,18 @@ def needed_blocks(scheduler: Any, request: Any) -> int:
     return int(whole + watermark - held)
 
 
-def num_steps_until_freed(scheduler: Any) -> int:
-    """Steps to be scheduled before the blocks of a request preempted now are free; mostly 0.
+def num_steps_until_admitted(scheduler: Any) -> int:
+    """Steps to be scheduled before a request takes the room that a preemption makes now.
+
+    Mostly 0. With a connector it is at least 1, as room is used in the step after a preemption.
 
     Load-bearing: a connector may fill blocks while a step still writes them. With batches in
     flight, upstream frees them when the steps scheduled before the preemption have ended. While so
     many batches as may be are in flight, one ends per step that is scheduled; before, none does.
     """
+    waits = int(scheduler.connector is not None)
     is_late = scheduler.defer_block_free and scheduler.sched_step_seq > scheduler.processed_step_seq
-    return int(scheduler.vllm_config.max_concurrent_batches - 1) if is_late else 0
+    return max(int(scheduler.vllm_config.max_concurrent_batches - 1) if is_late else 0, waits)
 
 
 def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> dict[str, int]:

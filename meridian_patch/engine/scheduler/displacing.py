@@ -14,7 +14,7 @@ from meridian_patch.engine.scheduler.admission_checks import (
     needed_blocks,
     next_in_line,
     num_seated,
-    num_steps_until_freed,
+    num_steps_until_admitted,
     taken_blocks,
 )
 from meridian_patch.engine.scheduler.refusals import Refusals
@@ -193,7 +193,7 @@ class Displacing:
         """Preempt thinkers for a newcomer that lacks blocks or a seat, if enough may be displaced.
 
         A preemption may also free a LoRA adapter, so that another waiting request comes first. Then
-        room is made for that request, or for none. Where blocks are free some steps after the
+        room is made for that request, or for none. Where it is admitted some steps after the
         preemption only, what running requests take until then is missing, too.
 
         A thinker whose last token is in flight may have ended its thought with it. It is left out
@@ -203,7 +203,7 @@ class Displacing:
             Whether the request that comes first fits now, or the next step must decide.
         """
         at_once = sum(taken_blocks(scheduler, step).values())
-        taken = taken_blocks(scheduler, step, num_steps_until_freed(scheduler))
+        taken = taken_blocks(scheduler, step, num_steps_until_admitted(scheduler))
         for _ in range(2):
             if not lacks_seat and missing + at_once <= 0:
                 return True
