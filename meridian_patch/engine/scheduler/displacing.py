@@ -221,6 +221,9 @@ class Displacing:
             if first_in is newcomer:
                 self._preempt(scheduler, names)
                 self._made_room[newcomer] = newcomer.num_preemptions
+                if self._is_owed(newcomer, now_s):
+                    # Before those of its own level, too, that made room for it.
+                    self._waiting_order.bring_forward([newcomer], scheduler.waiting)
                 if self._is_aged(newcomer, now_s):
                     # It thinks for the length of the first level before it makes room again.
                     self._safe_until[newcomer] = self._attained(newcomer) + self._level_tokens
