@@ -4,8 +4,9 @@ The levels are those of multi-level feedback queues (Corbató et al., 1962), as 
 for generated tokens (Wu et al., 2023).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Self
 
 from meridian_patch.config.policy import PolicyConfig
@@ -18,8 +19,8 @@ _LEAST_SHARE = 0.1
 # A thinker makes no room before it has thought for this share of the time that computing it again
 # takes.
 _LEAST_SERVICE = 0.1
-# Upper bound of thinkers whose blocks are counted.
-MOST_TRIED = 32
+# Upper bound of thinkers that are looked at for one request.
+_MOST_TRIED = 32
 
 
 class Thinker(NamedTuple):
@@ -70,7 +71,7 @@ class TimeSharing:
 
     def choose(
         self,
-        thinkers: Sequence[Thinker],
+        thinkers: Iterable[Thinker],
         missing_blocks: int,
         freed: Callable[[Thinker], int],
         shape: StepShape,
@@ -79,8 +80,8 @@ class TimeSharing:
     ) -> list[Thinker]:
         """The thinkers to preempt for a request; empty if they would not free enough blocks.
 
-        This is the first thinker whose blocks suffice. If no single one suffices, it is several,
-        from the first on. The credit must cover what they compute again.
+        These are the first ones that suffice together, less those among them that the others do
+        without. The credit must cover what they compute again.
 
         Args:
             thinkers: running thinkers that may be preempted, in the order in which they make room.
@@ -93,18 +94,25 @@ class TimeSharing:
         self._price = self._price if price is None else price
         if self._credit_s <= 0 and not is_owed:
             return []
-        paid_off = [one for one in thinkers if is_owed or self._is_paid_off(one)]
-        blocks: list[int] = []
-        for thinker in paid_off:
-            blocks.append(freed(thinker))
-            if blocks[-1] >= missing_blocks:
-                return self._pay([thinker])
-        total = 0
-        for index, count in enumerate(blocks):
-            total += count
-            if total >= missing_blocks:
-                return self._pay(paid_off[: index + 1])
-        return []
+        tried: list[tuple[Thinker, int]] = []
+        surplus = -missing_blocks
+        for thinker in islice(thinkers, _MOST_TRIED):
+            if not is_owed and not self._is_paid_off(thinker):
+                continue
+            blocks = freed(thinker)
+            tried.append((thinker, blocks))
+            surplus += blocks
+            if surplus >= 0:
+                break
+        else:
+            return []
+        chosen = []
+        for thinker, blocks in tried[:-1]:
+            if surplus >= blocks:
+                surplus -= blocks
+            else:
+                chosen.append(thinker)
+        return self._pay([*chosen, tried[-1][0]])
 
     def _is_paid_off(self, thinker: Thinker) -> bool:
         """Whether a thinker has thought long enough for what it cost to compute it."""

@@ -20,6 +20,8 @@ from meridian_patch.engine.scheduler.waiting_order import first
 
 # At most so many waiting requests are examined: vLLM may skip many of them.
 _MOST_LOOKED_AT = 16
+# So many rows more than on average may take a block in the same step.
+_MOST_AT_ONCE = 8
 
 
 class NextStep(NamedTuple):
@@ -140,77 +142,32 @@ def num_steps_until_admitted(scheduler: Any) -> int:
     return max(int(scheduler.vllm_config.max_concurrent_batches - 1) if is_late else 0, waits)
 
 
-def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> dict[str, int]:
-    """Upper bound of the free KV blocks that each running request takes in a step, by id.
+def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> int:
+    """About how many free KV blocks the running requests take in a step; mostly too many.
 
-    Requests that take none are left out. Load-bearing: running requests get their blocks before
-    waiting requests are considered, and none is admitted in a step in which one lacks blocks.
+    Load-bearing: running requests get their blocks before waiting requests are considered, and none
+    is admitted in a step in which one lacks blocks.
 
     Args:
         scheduler: upstream's scheduler.
         step: what is known of the step.
         num_later: how many further steps count too.
     """
-    manager = scheduler.kv_cache_manager
-    managers = manager.coordinator.single_type_managers
-    groups = [(group.block_size, group.req_to_blocks) for group in managers]
-    chunks = _chunks(scheduler)
-    # Tokens that a prompt which ends in the first step decodes in the later ones.
-    after = num_later * int(1 + scheduler.num_spec_tokens)
-    left = max(_prefill_tokens(scheduler, step), 0) * (1 + num_later)
-    most, lookahead = scheduler.max_model_len, scheduler.num_lookahead_tokens
-    taken = {}
-    for request in scheduler.running:
-        name, computed = request.request_id, request.num_computed_tokens
-        chunk = chunks.get(name)
-        if chunk is None:
-            tokens = _decode_tokens(scheduler, request, num_later)
-        else:
-            known = min(chunk * (1 + num_later), request.num_tokens - computed, left)
-            left -= known
-            tokens = known + after if known else 0
-        if tokens <= 0:
-            continue
-        end = min(computed + tokens, most)
-        slots = min(end + lookahead, most)
-        if all(size * len(held.get(name, ())) >= slots for size, held in groups):
-            continue
-        # Load-bearing: the step's own allocation asks the same, and replaces the one thing that is
-        # noted here: where a recurrent group would keep the state of a prompt.
-        taken[name] = manager.coordinator.get_num_blocks_to_allocate(
-            request_id=name,
-            num_tokens=slots,
-            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=computed,
-            num_local_computed_tokens=computed,
-            num_tokens_main_model=end,
-        )
-    return taken
-
-
-def _decode_tokens(scheduler: Any, request: Any, num_later: int) -> int:
-    """Upper bound of the tokens that a decoding request gets in a step and so many later ones."""
-    known = request.num_tokens_with_spec + request.num_output_placeholders
-    tokens = int(known - request.num_computed_tokens)
-    stride = _decode_stride(scheduler)
-    rounds = num_later // stride
-    # Load-bearing: with pipeline parallelism a request decodes in one of several steps.
-    if tokens <= 0 or request.next_decode_eligible_step > scheduler.current_step + 1:
-        tokens, rounds = 0, -(-num_later // stride)
-    return tokens + rounds * int(1 + scheduler.num_spec_tokens)
-
-
-def _decode_stride(scheduler: Any) -> int:
-    """Of so many steps a request that decodes is in one.
-
-    Load-bearing: asynchronous scheduling staggers decodes for model runner V2 alone. Synchronous
-    scheduling waits for a token before it schedules the request again.
-    """
-    stagger = getattr(scheduler, "decode_stagger", None)
-    if stagger is None:
-        return int(scheduler.parallel_config.pipeline_parallel_size)
-    return int(stagger) if scheduler.use_v2_model_runner else 1
+    sizes = [
+        group.block_size for group in scheduler.kv_cache_manager.coordinator.single_type_managers
+    ]
+    steps = 1 + num_later
+    rows = len(scheduler.running)
+    tokens = steps * rows * int(1 + scheduler.num_spec_tokens)
+    prefill = (
+        min(sum(_chunks(scheduler).values()), max(_prefill_tokens(scheduler, step), 0)) * steps
+    )
+    # A row takes a block whenever it has filled one; which rows do so in this step is left to
+    # chance, but for a few.
+    return sum(
+        min(tokens, tokens // size + _MOST_AT_ONCE) + -(-prefill // size) + bool(prefill)
+        for size in sizes
+    )
 
 
 def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:

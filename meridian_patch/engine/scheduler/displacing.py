@@ -1,8 +1,8 @@
 """Preempts thinkers for waiting requests of lower levels, and places them in the queue."""
 
 import time
-from collections.abc import Callable, Iterable
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, filterfalse, islice, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
@@ -22,7 +22,7 @@ from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import level_of
 from meridian_patch.policy.step_time import StepShape
-from meridian_patch.policy.time_sharing import MOST_TRIED, Thinker, TimeSharing
+from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 
 # Bounds that keep the cost of a step independent of how many requests wait.
 _REFRESH_STEPS = 8
@@ -68,6 +68,8 @@ class Displacing:
         self._attained_before: dict[Any, int] = {}
         # Think tokens before which a thinker that had aged makes no room again.
         self._safe_until: dict[Any, int] = {}
+        # Thinkers that are left out of a step and make room after it.
+        self._held: list[Any] = []
         # Requests for which others were preempted, and their own number of preemptions then.
         self._made_room: dict[Any, int] = {}
         # Created on first use, and only with a connector: its answers cannot be predicted.
@@ -86,6 +88,8 @@ class Displacing:
         self._attained_before.pop(request, None)
         self._safe_until.pop(request, None)
         self._made_room.pop(request, None)
+        if request in self._held:
+            self._held.remove(request)
         if self._refusals:
             self._refusals.on_removed(request)
         self._head, self._steps_left = None, 0
@@ -131,6 +135,8 @@ class Displacing:
             step: what is known of the next step.
         """
         self.skips_adapter = False
+        if not scheduler.waiting:
+            self._held.clear()
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
         if not scheduler.waiting or scheduler._pause_state != PauseState.UNPAUSED:
             self._steps_left = 0
@@ -151,11 +157,9 @@ class Displacing:
         if newcomer is None:
             return not lacks_seat
         missing = self._num_missing(scheduler, newcomer)
-        # One more block for each running request suffices when no prompt is being computed.
-        if not lacks_seat and missing + len(scheduler.running) <= 0:
-            return True
-        # A request that was not admitted after others made room for it lacks something else.
-        if self._made_room.get(newcomer) == newcomer.num_preemptions:
+        has_got_room = self._made_room.get(newcomer) == newcomer.num_preemptions
+        if has_got_room and not lacks_seat and missing <= 0:
+            # It was not admitted all the same, so it lacks something else.
             return False
         # If upstream has not asked for the blocks yet, decide in a later step.
         if not lacks_seat and not self._lacks_only_blocks(scheduler, newcomer):
@@ -202,20 +206,19 @@ class Displacing:
         Returns:
             Whether the request that comes first fits now, or the next step must decide.
         """
-        at_once = sum(taken_blocks(scheduler, step).values())
         taken = taken_blocks(scheduler, step, num_steps_until_admitted(scheduler))
         for _ in range(2):
-            if not lacks_seat and missing + at_once <= 0:
+            if not lacks_seat and missing <= 0:
+                # Upstream finds out; if it does not fit, it lacks blocks in the next step.
                 return True
-            missing += sum(taken.values())
-            chosen = self._choose(scheduler, newcomer, missing, taken, now_s, step)
+            chosen = self._choose(scheduler, newcomer, missing + taken, now_s, step)
             if not chosen:
                 return False
             names = [thinker.request_id for thinker in chosen]
             first_in = newcomer
             if scheduler.lora_config:
                 first_in = next_in_line(scheduler, step, names, free_seats=int(lacks_seat))
-            if first_in is newcomer and self._are_in_flight(scheduler, names):
+            if first_in is newcomer and self._are_held(scheduler, names):
                 self._sharing.refund(chosen)
                 return True
             if first_in is newcomer:
@@ -229,22 +232,15 @@ class Displacing:
                     self._safe_until[newcomer] = self._attained(newcomer) + self._level_tokens
                 return True
             self._sharing.refund(chosen)
-            if (
-                first_in is None
-                or not self._lacks_only_blocks(scheduler, first_in)
-                or self._made_room.get(first_in) == first_in.num_preemptions
-            ):
+            if first_in is None or not self._lacks_only_blocks(scheduler, first_in):
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
         return False
 
-    def _are_in_flight(self, scheduler: Any, names: Iterable[str]) -> bool:
-        """Whether tokens of any of these requests are on their way; those are held for a step."""
-        in_flight = [
-            scheduler.requests[name]
-            for name in names
-            if scheduler.requests[name].num_in_flight_tokens
-        ]
+    def _are_held(self, scheduler: Any, names: Iterable[str]) -> bool:
+        """Hold for a step those of these requests whose tokens are on their way, if any are."""
+        requests = [scheduler.requests[name] for name in names]
+        in_flight = [request for request in requests if request.num_in_flight_tokens]
         for request in in_flight:
             self.skips_adapter |= request.lora_request is not None
             # Load-bearing: `schedule()` first counts the step, and then leaves out each running
@@ -252,6 +248,7 @@ class Displacing:
             request.next_decode_eligible_step = max(
                 request.next_decode_eligible_step, scheduler.current_step + 2
             )
+        self._held = requests if in_flight else []
         return bool(in_flight)
 
     def _choose(
@@ -259,7 +256,6 @@ class Displacing:
         scheduler: Any,
         newcomer: Any,
         missing: int,
-        taken: dict[str, int],
         now_s: float,
         step: NextStep,
     ) -> list[Thinker]:
@@ -268,11 +264,7 @@ class Displacing:
         return self._sharing.choose(
             self._thinkers(scheduler, newcomer, now_s),
             missing,
-            # A preempted request also does not take the blocks that it needs for the next step.
-            lambda thinker: (
-                freed_blocks(scheduler, requests[thinker.request_id], newcomer)
-                + taken.get(thinker.request_id, 0)
-            ),
+            lambda thinker: freed_blocks(scheduler, requests[thinker.request_id], newcomer),
             StepShape(0, step.decode_tokens or 0, step.context_tokens),
             is_owed=self._is_owed(newcomer, now_s),
         )
@@ -291,39 +283,31 @@ class Displacing:
             scheduler.prev_step_scheduled_req_ids.discard(name)
             self._put_at_level(scheduler, request)
 
-    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> list[Thinker]:
+    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> Iterator[Thinker]:
         """Thinkers of higher levels than a request's, in the order in which they make room.
 
-        First come those with the least to compute again for what they have thought since they were
-        computed last. Requests that answer, or have aged, may displace thinkers of any level.
+        First come those that were held for a step, then the highest levels. Requests that answer,
+        or have aged, may displace thinkers of any level.
         """
         kept = self._offloaded_tokens
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
-        found = []
+        held = [one for one in self._held if one.status == RequestStatus.RUNNING]
         # The order of service puts the highest levels last.
-        for request in reversed(scheduler.running):
+        for request in chain(held, filterfalse(held.__contains__, reversed(scheduler.running))):
             state = self._tracker.get(request.request_id)
             if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
                 continue
             attained = state.think_tokens
-            if (
-                level_of(attained, self._level_tokens) > level
-                and request.priority >= newcomer.priority
-                and attained >= self._safe_until.get(request, 0)
-            ):
-                held = request.num_computed_tokens - (kept(request) if kept else 0)
-                since = attained - self._attained_before.get(request, 0)
-                found.append(Thinker(request.request_id, held, since))
-                if len(found) == MOST_TRIED:
-                    break
-        # One that was held for a step is done with its tokens, and goes before others.
-        found.sort(
-            key=lambda thinker: (
-                scheduler.requests[thinker.request_id].num_in_flight_tokens > 0,
-                thinker.held_tokens / max(thinker.thought_tokens, 1),
-            )
-        )
-        return found
+            if level_of(attained, self._level_tokens) <= level:
+                if request in held:
+                    continue
+                return
+            is_safe = attained < self._safe_until.get(request, 0)
+            if is_safe or request.priority < newcomer.priority:
+                continue
+            kept_tokens = kept(request) if kept else 0
+            since = attained - self._attained_before.get(request, 0)
+            yield Thinker(request.request_id, request.num_computed_tokens - kept_tokens, since)
 
     def _put_at_level(self, scheduler: Any, request: Any) -> None:
         state = self._tracker.get(request.request_id)

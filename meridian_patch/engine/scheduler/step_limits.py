@@ -301,7 +301,7 @@ class StepLimiter:
             return False
         taken = taken_blocks(scheduler, NextStep(budget, self._shape.decode_tokens))
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return sum(taken.values()) > int(free)
+        return taken > int(free)
 
     def num_prefilling(self) -> int:
         """Number of running requests with known tokens that are not computed yet."""
