@@ -79,7 +79,7 @@ MUTANTS = (
            "np.ones(len(off))\n",
            fixed={**TIGHT, "flow": "async", "fault_late": True}),
     Mutant("counts include probes", "engine.scheduler.scheduler",
-           "        return self.early_exit.without_probes(counts) if self.early_exit else counts\n",
+           "        return counts if probes is None else probes.subtract_from(counts)\n",
            "        return counts\n", fixed=ENFORCE),
     Mutant("probes leave the engine", "engine.early_exit.part",
            "                    strip(results, ended)\n", "                    pass\n",

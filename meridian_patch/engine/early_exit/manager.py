@@ -285,10 +285,6 @@ class EarlyExit:
             self._trace.probed(due.parent.request_id, due.probe, entropy_nats, watched.controller)
         self._act(watched, action)
 
-    def without_probes(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Numbers of running and of waiting requests, without probes."""
-        return counts if self.probes is None else self.probes.subtract_from(counts)
-
     def on_probe_preempted(self, request: Any) -> None:
         """Note a preempted probe."""
         assert self.probes is not None

@@ -1,5 +1,6 @@
 """Connects early exit to the scheduler's hooks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -71,7 +72,7 @@ class EarlyExitPart(SchedulerPart):
             if seats is not None:
                 plan.limit_active(seats)
 
-    def after_schedule(self, output: Any) -> None:
+    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
         if self._is_arranged:
             self._early_exit.scheduled(output)
 

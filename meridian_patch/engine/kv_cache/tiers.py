@@ -1,7 +1,7 @@
 """Sets the retention of freed KV blocks by the phases of requests; counts hits and evictions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -88,7 +88,7 @@ class KVTiers(SchedulerPart):
             if self._offloaded and retention and retention.tier is Tier.THINK_COMPLETE:
                 self._offloaded.drop(request, retention.kept_tokens)
 
-    def after_schedule(self, output: Any) -> None:
+    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
         # Load-bearing: after the last request ended, upstream schedules one more step without
         # tokens, which tells the workers. So the check delays no request.
         if not self._requests:

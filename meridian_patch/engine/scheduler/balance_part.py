@@ -1,6 +1,6 @@
 """Applies the rule ``balance``: a rank's prefill spares the answers of other ranks."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Final
 
 from meridian_patch.config.policy import PolicyConfig
@@ -84,7 +84,7 @@ class BalancePart(SchedulerPart):
             plan.limit_active(0)
             self._counters.count(counters.LIMITED, "ranks")
 
-    def after_schedule(self, output: Any) -> None:
+    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
         self.exchange.tell(self.load())
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:

@@ -74,12 +74,12 @@ class Displacing:
         self._made_room: dict[Any, int] = {}
         # Created on first use, and only with a connector: its answers cannot be predicted.
         self._refusals: Refusals | None = None
-        # The first request of the queue when there was no room, and for how many more steps that is
-        # taken as the answer.
+        # The first request of the queue when there was no room, and before which step that is taken
+        # as the answer.
         self._head: Any | None = None
         # Whether the next step leaves out a request with a LoRA adapter.
         self.skips_adapter = False
-        self._steps_left = 0
+        self._no_room_until = 0
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
@@ -92,7 +92,7 @@ class Displacing:
             self._held.remove(request)
         if self._refusals:
             self._refusals.on_removed(request)
-        self._head, self._steps_left = None, 0
+        self._head, self._no_room_until = None, 0
 
     def preempted(self, request: Any, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
@@ -126,6 +126,14 @@ class Displacing:
             [request for request in aged if request in self._away], scheduler.waiting
         )
 
+    def found_no_room(self, scheduler: Any) -> bool:
+        """Whether the request that comes first had no room a few steps ago, and none came free."""
+        return (
+            scheduler.current_step < self._no_room_until
+            and bool(scheduler.waiting)
+            and scheduler.waiting.peek_request() is self._head
+        )
+
     def make_room(self, scheduler: Any, now_s: float, step: NextStep) -> None:
         """Preempt thinkers of higher levels if the request that comes first lacks room.
 
@@ -139,16 +147,14 @@ class Displacing:
             self._held.clear()
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
         if not scheduler.waiting or scheduler._pause_state != PauseState.UNPAUSED:
-            self._steps_left = 0
+            self._no_room_until = 0
             return
-        head = scheduler.waiting.peek_request()
-        if self._steps_left and head is self._head:
-            self._steps_left -= 1
+        if self.found_no_room(scheduler):
             return
         # With room, a request is admitted, and the next step checks again at once.
-        self._head = head
+        self._head = scheduler.waiting.peek_request()
         has_room = self._has_room(scheduler, now_s, step)
-        self._steps_left = 0 if has_room else _REFRESH_STEPS - 1
+        self._no_room_until = 0 if has_room else scheduler.current_step + _REFRESH_STEPS
 
     def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
         """Whether the next waiting request fits; thinkers are preempted for it if need be."""

@@ -109,8 +109,13 @@ class SchedulerPart:
     def before_schedule(self, plan: StepPlan) -> None:
         """A step is about to be scheduled; the part may change its plan."""
 
-    def after_schedule(self, output: Any) -> None:
-        """A step was scheduled; ``output`` is upstream's ``SchedulerOutput``."""
+    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+        """A step was scheduled.
+
+        Args:
+            output: upstream's ``SchedulerOutput``.
+            started: ids of the requests that it begins or resumes, probes included.
+        """
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
         """A step's output arrived; its tokens are not appended to the requests yet."""

@@ -1,6 +1,6 @@
 """Keeps the phase tracker up to date with a scheduler's requests."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -9,7 +9,6 @@ from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.api.phase_changes import attach_changes
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import SchedulerPart
-from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.phase.progress import PhaseChange
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.telemetry import counters
@@ -63,9 +62,9 @@ class PhasePart(SchedulerPart):
         self._sessions.pop(request.request_id, None)
         self._tracker.remove(request.request_id)
 
-    def after_schedule(self, output: Any) -> None:
+    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
         # Load-bearing: first tokens come only from requests that a step begins or resumes.
-        for request_id in started_requests(output):
+        for request_id in started:
             self._tracker.runs(request_id)
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:

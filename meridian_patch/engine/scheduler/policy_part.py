@@ -1,6 +1,7 @@
 """Applies the policy before each step: its limits, and the order of the running requests."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -11,7 +12,6 @@ from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.reloads import Reloads
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder, RunningOrder
-from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_limits import StepLimiter, StepLimits
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
@@ -126,13 +126,13 @@ class PolicyPart(SchedulerPart):
             if self._is_slow:
                 self._counters.count(counters.FALLBACK, Fallback.SLOW)
 
-    def after_schedule(self, output: Any) -> None:
-        for request_id in started_requests(output):
+    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+        for request_id in started:
             self.waiting_answers.pop(request_id, None)
             self._count_recomputed(request_id, output)
         if not self.rules.are_all_off:
             # Every step must be noted: the time of one that is not cannot be learnt.
-            self.limiter.scheduled(self._scheduler, output)
+            self.limiter.scheduled(self._scheduler, output, started)
             self._count_limited()
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
@@ -154,9 +154,9 @@ class PolicyPart(SchedulerPart):
             self._reloads.stop()
 
     def is_uncontended(self) -> bool:
-        """True if every running request fits without preemption; order is then irrelevant."""
+        """True if the next step only decodes, with room for all: order is then irrelevant."""
         scheduler = self._scheduler
-        if self.limiter.has_prefill(scheduler) or self.order.has_prefilling:
+        if self.limiter.may_prefill(scheduler) or self.order.has_prefilling:
             return False
         probes = self.limiter.probes
         if probes and probes.are_next:

@@ -16,6 +16,7 @@ from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan
 from meridian_patch.engine.scheduler.preempted_sessions import known_as_computed, put_back
+from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -118,7 +119,7 @@ class PhaseScheduling(UpstreamScheduler):
                 output = super().schedule(*args, **kwargs)
         finally:
             self._plan = _NO_PLAN
-        self._parts.call("after_schedule", output)
+        self._parts.call("after_schedule", output, started_requests(output))
         return output
 
     def update_from_output(
@@ -224,7 +225,8 @@ class PhaseScheduling(UpstreamScheduler):
     def get_request_counts(self) -> tuple[int, int]:
         # Load-bearing: vLLM computes data-parallel load, idleness and statistics from these two.
         counts = super().get_request_counts()
-        return self.early_exit.without_probes(counts) if self.early_exit else counts
+        probes = self.step_limiter.probes
+        return counts if probes is None else probes.subtract_from(counts)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)

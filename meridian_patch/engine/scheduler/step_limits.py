@@ -15,7 +15,6 @@ from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
 from meridian_patch.engine.scheduler.reloads import Reloads
-from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import PhaseTracker
@@ -321,6 +320,15 @@ class StepLimiter:
         holding = len(scheduler.kv_holding_waiting) - scheduler.num_waiting_for_streaming_input
         return bool(scheduler.waiting) or holding > 0 or self.num_prefilling() > 0
 
+    def may_prefill(self, scheduler: Any) -> bool:
+        """Whether the next step may compute prompts, as far as can be known.
+
+        It does not while the request that comes first has found no room, and no room came free.
+        """
+        if self._displacing and self._displacing.found_no_room(scheduler):
+            return len(scheduler.kv_holding_waiting) > 0 or self.num_prefilling() > 0
+        return self.has_prefill(scheduler)
+
     def decodes(self, scheduler: Any) -> None:
         """Record the next step's decode tokens and KV context, and reset its other limits."""
         held = int(scheduler.kv_cache_manager.usage * self._pool_tokens)
@@ -349,11 +357,11 @@ class StepLimiter:
         # first chunk is smaller than necessary.
         return int(head.num_computed_tokens or head.num_tokens)
 
-    def scheduled(self, scheduler: Any, output: Any) -> None:
+    def scheduled(self, scheduler: Any, output: Any, started: Sequence[str]) -> None:
         """Note a scheduled step; the time of a step that is not noted is not learnt from."""
         total, now_s = output.total_num_scheduled_tokens, self.clock()
         self.left_out = False
-        for name in started_requests(output):
+        for name in started:
             request = scheduler.requests[name]
             if not isinstance(request, ProbeRequest):
                 self._prefilling.append(request)
