@@ -156,6 +156,13 @@ class PolicyConfig(PolicyRules):
         description="Think tokens with which the first level ends; each further level ends with "
         "twice as many. A lower level is admitted before a higher one, and may displace it.",
     )
+    prompt_weight: float = Field(
+        default=0.5,
+        ge=0,
+        le=10,
+        description="Think tokens that a prompt token counts as in a request's level. 0: all new "
+        "requests have the first level.",
+    )
     sharing_overhead: float = Field(
         default=0.5,
         ge=0,

@@ -4,7 +4,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from meridian_patch.phase.tracker import Phase
-from meridian_patch.policy.levels import level_of
+from meridian_patch.policy.levels import Levels
 
 
 class RequestView(NamedTuple):
@@ -17,8 +17,9 @@ class RequestView(NamedTuple):
     is_handed_off: bool
     # True while its known tokens are being computed: a new prompt, or a resume after preemption.
     is_prefilling: bool
-    # Think tokens so far, which are its attained service.
+    # Think tokens so far, and tokens of the prompt, which decide its level.
     think_tokens: int
+    prompt_tokens: int
     # As in vLLM, lower goes first.
     priority: int = 0
 
@@ -47,12 +48,12 @@ class LatencyPolicy:
 
     Args:
         protected_answer_tokens: length of the hand-off, in answer tokens.
-        level_tokens: think tokens with which the first level ends.
+        levels: the levels of requests.
     """
 
-    def __init__(self, protected_answer_tokens: int, level_tokens: int) -> None:
+    def __init__(self, protected_answer_tokens: int, levels: Levels) -> None:
         self._protected_answer_tokens = protected_answer_tokens
-        self._level_tokens = level_tokens
+        self._levels = levels
 
     def rank(self, view: RequestView) -> tuple[int, int, int]:
         """The request's class, its priority, and its level.
@@ -63,7 +64,8 @@ class LatencyPolicy:
         standing = self._standing(view)
         if standing < Standing.THINK:
             return standing, view.priority, 0
-        return standing, view.priority, level_of(view.think_tokens, self._level_tokens)
+        level = self._levels.of(view.think_tokens, view.prompt_tokens)
+        return standing, view.priority, level
 
     def _standing(self, view: RequestView) -> Standing:
         if view.phase is Phase.ANSWER:

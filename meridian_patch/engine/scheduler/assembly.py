@@ -37,6 +37,7 @@ from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -154,7 +155,7 @@ def _build_policy(
     counters: PhaseCounters,
 ) -> PolicyPart:
     kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
-    order = LatencyPolicy(config.protected_answer_tokens, config.level_tokens)
+    order = LatencyPolicy(config.protected_answer_tokens, Levels.of_config(config))
     limiter = StepLimiter(
         rules,
         config,

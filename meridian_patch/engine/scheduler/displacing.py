@@ -20,7 +20,7 @@ from meridian_patch.engine.scheduler.admission_checks import (
 from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import Phase, PhaseTracker
-from meridian_patch.policy.levels import level_of
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.step_time import StepShape
 from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 
@@ -36,9 +36,9 @@ class Displacing:
         waiting_order: the order of the scheduler's waiting queue.
         sharing: chooses the thinkers to preempt.
         tracker: phases of all requests.
-        aging_s: a preempted request that has waited this long goes before all others (the longest
+        aging_s: a request that has waited this long behind later ones goes before all others (the longest
             waiting first), and thinkers of any level are preempted for it.
-        level_tokens: think tokens with which the first level ends.
+        levels: the levels of requests.
         offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
 
     Attributes:
@@ -51,16 +51,17 @@ class Displacing:
         sharing: TimeSharing,
         tracker: PhaseTracker,
         aging_s: float,
-        level_tokens: int,
+        levels: Levels,
         offloaded_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._waiting_order = waiting_order
         self._sharing = sharing
         self._tracker = tracker
         self._aging_s = aging_s
-        self._level_tokens = level_tokens
+        self._levels = levels
         self._offloaded_tokens = offloaded_tokens
-        # Preempted requests that wait, and the time of their preemption; the oldest first.
+        # Requests that others may overtake while they wait, and since when they wait; the oldest
+        # first. Some run meanwhile.
         self._away: dict[Any, float] = {}
         # Preempted thinkers that still stand at the front, where upstream put them.
         self._to_place: dict[Any, None] = {}
@@ -94,6 +95,11 @@ class Displacing:
             self._refusals.on_removed(request)
         self._head, self._no_room_until = None, 0
 
+    def added(self, request: Any, level: int, now_s: float) -> None:
+        """Note a new request; one with a long prompt waits behind later ones, but not for ever."""
+        if level:
+            self._away[request] = now_s
+
     def preempted(self, request: Any, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
         self._away.pop(request, None)
@@ -120,7 +126,7 @@ class Displacing:
             islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
         )
         for request in aged:
-            if request.status != RequestStatus.PREEMPTED:
+            if request.status == RequestStatus.RUNNING:
                 del self._away[request]
         self._waiting_order.bring_forward(
             [request for request in aged if request in self._away], scheduler.waiting
@@ -235,7 +241,9 @@ class Displacing:
                     self._waiting_order.bring_forward([newcomer], scheduler.waiting)
                 if self._is_aged(newcomer, now_s):
                     # It thinks for the length of the first level before it makes room again.
-                    self._safe_until[newcomer] = self._attained(newcomer) + self._level_tokens
+                    self._safe_until[newcomer] = (
+                        self._attained(newcomer) + self._levels.first_tokens
+                    )
                 return True
             self._sharing.refund(chosen)
             if first_in is None or not self._lacks_only_blocks(scheduler, first_in):
@@ -304,7 +312,7 @@ class Displacing:
             if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
                 continue
             attained = state.think_tokens
-            if level_of(attained, self._level_tokens) <= level:
+            if self._level(request) <= level:
                 if request in held:
                     continue
                 return
@@ -322,7 +330,7 @@ class Displacing:
             self._waiting_order.put_at_level(request, self._level(request), scheduler.waiting)
 
     def _level(self, request: Any) -> int:
-        return level_of(self._attained(request), self._level_tokens)
+        return self._levels.of(self._attained(request), request.num_prompt_tokens)
 
     def _attained(self, request: Any) -> int:
         state = self._tracker.get(request.request_id)

@@ -20,6 +20,7 @@ _PROBE = RequestView(
     is_handed_off=False,
     is_prefilling=True,
     think_tokens=0,
+    prompt_tokens=0,
     priority=sys.maxsize,
 )
 
@@ -179,6 +180,7 @@ class RunningOrder:
             # Load-bearing: True while a scheduled chunk leaves known tokens uncomputed.
             bool(request.is_prefill_chunk),
             think_tokens,
+            request.num_prompt_tokens,
             request.priority,
         )
 

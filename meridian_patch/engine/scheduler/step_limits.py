@@ -18,6 +18,7 @@ from meridian_patch.engine.scheduler.reloads import Reloads
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
@@ -99,6 +100,7 @@ class StepLimiter:
         # Priorities that `meridian_priority` replaced, of live requests.
         self._own_priority: dict[str, int] = {}
         self._sharing = self._displacing = None
+        self._levels = Levels.of_config(config)
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
             self._displacing = Displacing(
@@ -106,7 +108,7 @@ class StepLimiter:
                 self._sharing,
                 tracker,
                 config.aging_s,
-                config.level_tokens,
+                self._levels,
                 offloaded_tokens=reloads,
             )
         self._shape = StepShape(0, 0, 0)
@@ -153,7 +155,11 @@ class StepLimiter:
             return
         options = self._options.get(request.request_id, NO_OPTIONS)
         priority = options.meridian_priority if self._rules.order else 0
-        self.waiting_order.on_added(request, waiting, priority, self.clock())
+        level, now_s = 0, self.clock()
+        if self._displacing:
+            level = self._levels.of(0, request.num_prompt_tokens)
+            self._displacing.added(request, level, now_s)
+        self.waiting_order.on_added(request, waiting, level, priority, now_s)
 
     def changed(self, request: Any) -> None:
         """Update the pacing of a request whose phase may have changed."""

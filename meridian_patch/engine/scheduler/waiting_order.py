@@ -21,7 +21,7 @@ class WaitingOrder:
     """Keeps the FCFS (first come, first served) waiting queue in its own order.
 
     1. Requests that upstream or ``bring_forward`` put at the front.
-    2. Others by level, the lowest first; new requests have level 0.
+    2. Others by level, the lowest first.
     3. Within a level by arrival time. A step of priority counts as ``aging_s`` seconds of waiting,
        at most ``MOST_STEPS`` steps.
 
@@ -40,18 +40,19 @@ class WaitingOrder:
         # Where live requests stand; a request without a place is at the front.
         self._places: dict[Any, _Place] = {}
 
-    def on_added(self, request: Any, waiting: Any, priority: int, now_s: float) -> None:
+    def on_added(self, request: Any, waiting: Any, level: int, priority: int, now_s: float) -> None:
         """Place a new request, which is last in ``waiting`` unless upstream put it elsewhere.
 
         Args:
             request: the new request.
             waiting: the scheduler's queue.
+            level: its level.
             priority: lower goes first.
             now_s: time of a monotonic clock.
         """
         steps = max(-MOST_STEPS, min(priority, MOST_STEPS))
         arrival = self._arrivals[request] = now_s + steps * self._aging_s
-        place = self._places[request] = (0, arrival)
+        place = self._places[request] = (level, arrival)
         if not (isinstance(waiting, deque) and len(waiting) > 1 and waiting[-1] is request):
             return
         if self._place(waiting[-2]) > place:
