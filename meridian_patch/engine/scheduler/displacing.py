@@ -36,8 +36,8 @@ class Displacing:
         waiting_order: the order of the scheduler's waiting queue.
         sharing: chooses the thinkers to preempt.
         tracker: phases of all requests.
-        aging_s: a request that has waited this long behind later ones goes before all others (the longest
-            waiting first), and thinkers of any level are preempted for it.
+        aging_s: a request that later ones may overtake, and that has waited this long, goes before
+            all others (the longest waiting first), and thinkers of any level are preempted for it.
         levels: the levels of requests.
         offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
 
