@@ -94,7 +94,6 @@ SCHEDULER_CONTRACT: Final = Contract(
         "sched_step_seq",
         "scheduler_config",
         "scheduler_reserve_full_isl",
-        "use_v2_model_runner",
         "vllm_config",
         "waiting",
     ),

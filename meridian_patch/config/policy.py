@@ -157,7 +157,7 @@ class PolicyConfig(PolicyRules):
         "twice as many. A lower level is admitted before a higher one, and may displace it.",
     )
     prompt_weight: float = Field(
-        default=0.5,
+        default=0.25,
         ge=0,
         le=10,
         description="Think tokens that a prompt token counts as in a request's level. 0: all new "

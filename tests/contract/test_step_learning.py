@@ -67,10 +67,10 @@ def test_a_step_that_was_not_noted_costs_its_own_note_only(demo_model, is_async)
     steering = driver.scheduler.step_limiter
     noted, steps = steering.scheduled, iter(range(10_000))
 
-    def fails_now_and_then(scheduler, output):
+    def fails_now_and_then(scheduler, output, started):
         if next(steps) % 20 == 5:
             raise RuntimeError("not noted")
-        noted(scheduler, output)
+        noted(scheduler, output, started)
 
     steering.scheduled = fails_now_and_then
     driver.add(job("r", think=400))
@@ -116,13 +116,13 @@ def watch_plans(driver):
     scheduler, seen = driver.scheduler, []
     noted = scheduler.step_limiter.scheduled
 
-    def scheduled(inner, output):
+    def scheduled(inner, output, started):
         prefilling = {r.request_id for r in inner.running if r.num_output_tokens == 0}
         prefilling |= {new.req_id for new in output.scheduled_new_reqs}
         ran = [n for name, n in output.num_scheduled_tokens.items() if name not in prefilling]
         if ran and len(ran) == len(output.num_scheduled_tokens):
             seen.append((inner.step_limiter._shape.decode_tokens, sum(ran)))
-        noted(inner, output)
+        noted(inner, output, started)
 
     scheduler.step_limiter.scheduled = scheduled
     return seen

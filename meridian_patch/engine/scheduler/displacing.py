@@ -27,6 +27,11 @@ from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 # Bounds that keep the cost of a step independent of how many requests wait.
 _REFRESH_STEPS = 8
 _MOST_AGED = 8
+# A new request that others overtake waits for so many times `aging_s` before it goes first: where
+# long prompts went first sooner, every request waited longer.
+_PATIENCE = 10
+# So often at most others make room for a request that waits: running ones may take the room first.
+_MOST_TIMES = 3
 
 
 class Displacing:
@@ -36,8 +41,9 @@ class Displacing:
         waiting_order: the order of the scheduler's waiting queue.
         sharing: chooses the thinkers to preempt.
         tracker: phases of all requests.
-        aging_s: a request that later ones may overtake, and that has waited this long, goes before
-            all others (the longest waiting first), and thinkers of any level are preempted for it.
+        aging_s: a preempted request that has waited this long goes before all others (the longest
+            waiting first), and thinkers of any level are preempted for it. A new one with a long
+            prompt goes before others after ``_PATIENCE`` times as long.
         levels: the levels of requests.
         offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
 
@@ -60,8 +66,9 @@ class Displacing:
         self._aging_s = aging_s
         self._levels = levels
         self._offloaded_tokens = offloaded_tokens
-        # Requests that others may overtake while they wait, and since when they wait; the oldest
-        # first. Some run meanwhile.
+        # New requests with long prompts, and when they arrived; the oldest first. Some have begun.
+        self._overtaken: dict[Any, float] = {}
+        # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
         # Preempted thinkers that still stand at the front, where upstream put them.
         self._to_place: dict[Any, None] = {}
@@ -71,8 +78,9 @@ class Displacing:
         self._safe_until: dict[Any, int] = {}
         # Thinkers that are left out of a step and make room after it.
         self._held: list[Any] = []
-        # Requests for which others were preempted, and their own number of preemptions then.
-        self._made_room: dict[Any, int] = {}
+        # Requests for which others were preempted, their own number of preemptions then, and how
+        # often that was since.
+        self._made_room: dict[Any, tuple[int, int]] = {}
         # Created on first use, and only with a connector: its answers cannot be predicted.
         self._refusals: Refusals | None = None
         # The first request of the queue when there was no room, and before which step that is taken
@@ -85,6 +93,7 @@ class Displacing:
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
         self._away.pop(request, None)
+        self._overtaken.pop(request, None)
         self._to_place.pop(request, None)
         self._attained_before.pop(request, None)
         self._safe_until.pop(request, None)
@@ -98,7 +107,7 @@ class Displacing:
     def added(self, request: Any, level: int, now_s: float) -> None:
         """Note a new request; one with a long prompt waits behind later ones, but not for ever."""
         if level:
-            self._away[request] = now_s
+            self._overtaken[request] = now_s
 
     def preempted(self, request: Any, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
@@ -120,17 +129,30 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
         self._to_place.clear()
+        self._bring_overtaken(scheduler, now_s)
         if not self._away:
             return
         aged = list(
             islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
         )
         for request in aged:
-            if request.status == RequestStatus.RUNNING:
+            if request.status != RequestStatus.PREEMPTED:
                 del self._away[request]
         self._waiting_order.bring_forward(
             [request for request in aged if request in self._away], scheduler.waiting
         )
+
+    def _bring_overtaken(self, scheduler: Any, now_s: float) -> None:
+        """Put the new request that has waited longest at the front once it has waited enough."""
+        request = next(iter(self._overtaken), None)
+        if request is None:
+            return
+        has_begun = request.status == RequestStatus.RUNNING or request.num_preemptions > 0
+        is_late = now_s - self._overtaken[request] >= _PATIENCE * self._aging_s
+        if has_begun or is_late:
+            del self._overtaken[request]
+        if is_late and not has_begun:
+            self._waiting_order.bring_forward([request], scheduler.waiting)
 
     def found_no_room(self, scheduler: Any) -> bool:
         """Whether the request that comes first had no room a few steps ago, and none came free."""
@@ -169,9 +191,8 @@ class Displacing:
         if newcomer is None:
             return not lacks_seat
         missing = self._num_missing(scheduler, newcomer)
-        has_got_room = self._made_room.get(newcomer) == newcomer.num_preemptions
-        if has_got_room and not lacks_seat and missing <= 0:
-            # It was not admitted all the same, so it lacks something else.
+        # A request that was not admitted after others made room for it lacks something else.
+        if self._times_made_room(newcomer) >= _MOST_TIMES:
             return False
         # If upstream has not asked for the blocks yet, decide in a later step.
         if not lacks_seat and not self._lacks_only_blocks(scheduler, newcomer):
@@ -235,7 +256,8 @@ class Displacing:
                 return True
             if first_in is newcomer:
                 self._preempt(scheduler, names)
-                self._made_room[newcomer] = newcomer.num_preemptions
+                times = self._times_made_room(newcomer) + 1
+                self._made_room[newcomer] = newcomer.num_preemptions, times
                 if self._is_owed(newcomer, now_s):
                     # Before those of its own level, too, that made room for it.
                     self._waiting_order.bring_forward([newcomer], scheduler.waiting)
@@ -246,7 +268,11 @@ class Displacing:
                     )
                 return True
             self._sharing.refund(chosen)
-            if first_in is None or not self._lacks_only_blocks(scheduler, first_in):
+            if (
+                first_in is None
+                or not self._lacks_only_blocks(scheduler, first_in)
+                or self._times_made_room(first_in) >= _MOST_TIMES
+            ):
                 return False
             newcomer, missing = first_in, self._num_missing(scheduler, first_in)
         return False
@@ -322,6 +348,11 @@ class Displacing:
             kept_tokens = kept(request) if kept else 0
             since = attained - self._attained_before.get(request, 0)
             yield Thinker(request.request_id, request.num_computed_tokens - kept_tokens, since)
+
+    def _times_made_room(self, request: Any) -> int:
+        """How often others made room for a request since it waits."""
+        since, times = self._made_room.get(request, (0, 0))
+        return times if since == request.num_preemptions else 0
 
     def _put_at_level(self, scheduler: Any, request: Any) -> None:
         state = self._tracker.get(request.request_id)
