@@ -34,6 +34,7 @@ from meridian_patch.engine.scheduler.admission_checks import (
     next_in_line,
 )
 from meridian_patch.phase.tracker import Phase
+from meridian_patch.policy.levels import Levels
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +167,7 @@ def test_a_newcomer_that_lacks_a_seat_takes_that_of_a_thinker(demo_model, is_asy
 def test_no_request_makes_room_for_one_of_its_own_level(demo_model, is_async):
     """A newcomer waits while all that run have thought as little."""
     driver = full_pool(demo_model, is_async=is_async)
-    driver.scheduler.step_limiter._displacing._level_tokens = 1000
+    driver.scheduler.step_limiter._displacing._levels = Levels(1000, 0.0)
     driver.add(newcomer(BLOCKS - 22))
     for _ in range(50):
         driver.step()
@@ -264,7 +265,7 @@ def test_blocks_taken_until_a_free_count_only_where_one_is_needed(demo_model, mo
     driver = full_pool(demo_model)
     driver.add(newcomer(BLOCKS - 22))
     monkeypatch.setattr(displacing, "num_steps_until_admitted", lambda _: 1)
-    monkeypatch.setattr(displacing, "taken_blocks", lambda _, __, later=0: {"other": later})
+    monkeypatch.setattr(displacing, "taken_blocks", lambda _, __, later=0: later)
     scheduler = driver.scheduler
     fits = scheduler.step_limiter._displacing._preempt_for(
         scheduler, scheduler.requests["new"], missing, 0.0, NextStep()
@@ -473,6 +474,7 @@ def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkey
     driver.add(job("reads", 70, think=2, answer=300))
     step_until(driver, "reads", Phase.ANSWER, 5)
     driver.add(job("prompt", 71, prompt=500, think=2, answer=3))
+    prompt = scheduler.requests["prompt"]
     monkeypatch.setattr(scheduler.step_limiter._cut, "token_budget", lambda *_: 20)
     driver.step()
     assert not num_preempted_for_room(driver)
@@ -485,7 +487,7 @@ def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkey
     # With a connector the room is used in the next step.
     driver.step()
     assert new.status == RequestStatus.RUNNING
-    assert not scheduler.requests["prompt"].is_prefill_chunk
+    assert not prompt.is_prefill_chunk
 
 
 def test_the_policy_keeps_no_request_that_is_gone(demo_model):

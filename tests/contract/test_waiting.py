@@ -42,7 +42,7 @@ def names(queue):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_that_of_a_plain_sort(seed):
-    """Newcomers of all priorities, preempted ones of all levels, and departures."""
+    """Newcomers of all priorities and levels, preempted ones of all levels, and departures."""
     rng = random.Random(seed)
     order, queue, number = WaitingOrder(AGING_S), FCFSRequestQueue(), 0
     front, arrivals, sorted_ones = [], {}, []
@@ -55,10 +55,11 @@ def test_the_order_is_that_of_a_plain_sort(seed):
             one = Waiter(f"r{number}")
             priority = rng.choice([-9, -1, 0, 0, 0, 1])
             queue.add_request(one)
-            order.on_added(one, queue, priority, float(now_s))
+            level = rng.choice([0, 0, 0, 1, 3])
+            order.on_added(one, queue, level, priority, float(now_s))
             steps = max(-MOST_STEPS, min(MOST_STEPS, priority))
             arrivals[one] = now_s + steps * AGING_S
-            sorted_ones.append((0, arrivals[one], next(placed), one))
+            sorted_ones.append((level, arrivals[one], next(placed), one))
         elif move < 0.7 and queue:
             # What the next step admits; some of it runs on, some is preempted.
             one = queue.pop_request()
@@ -117,7 +118,7 @@ def deep_queue(waiting, num_displaced=40):
     newcomers = [Waiter(f"r{number}") for number in range(waiting)]
     for number, one in enumerate(newcomers):
         queue.append(one)
-        order.on_added(one, SimpleNamespace(), 0, float(number))
+        order.on_added(one, SimpleNamespace(), 0, 0, float(number))
     displaced = [Waiter(f"d{number}") for number in range(num_displaced)]
     for one in displaced:
         queue.prepend_request(one)
@@ -136,7 +137,7 @@ def test_an_arrival_costs_the_same_however_many_wait(priority):
         queue.add_request(one)
         return order, queue, one
 
-    seconds = least_seconds(prepare, lambda g: g[0].on_added(g[2], g[1], priority, 5000.0))
+    seconds = least_seconds(prepare, lambda g: g[0].on_added(g[2], g[1], 0, priority, 5000.0))
     assert seconds < MOST_S
 
 

@@ -20,8 +20,6 @@ from meridian_patch.engine.scheduler.waiting_order import first
 
 # At most so many waiting requests are examined: vLLM may skip many of them.
 _MOST_LOOKED_AT = 16
-# So many rows more than on average may take a block in the same step.
-_MOST_AT_ONCE = 8
 
 
 class NextStep(NamedTuple):
@@ -143,7 +141,7 @@ def num_steps_until_admitted(scheduler: Any) -> int:
 
 
 def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> int:
-    """About how many free KV blocks the running requests take in a step; mostly too many.
+    """Upper bound of the free KV blocks that the running requests take in a step.
 
     Load-bearing: running requests get their blocks before waiting requests are considered, and none
     is admitted in a step in which one lacks blocks.
@@ -153,21 +151,20 @@ def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> int:
         step: what is known of the step.
         num_later: how many further steps count too.
     """
-    sizes = [
-        group.block_size for group in scheduler.kv_cache_manager.coordinator.single_type_managers
-    ]
     steps = 1 + num_later
-    rows = len(scheduler.running)
-    tokens = steps * rows * int(1 + scheduler.num_spec_tokens)
+    ahead = steps * int(1 + scheduler.num_spec_tokens) + int(scheduler.num_lookahead_tokens)
     prefill = (
         min(sum(_chunks(scheduler).values()), max(_prefill_tokens(scheduler, step), 0)) * steps
     )
-    # A row takes a block whenever it has filled one; which rows do so in this step is left to
-    # chance, but for a few.
-    return sum(
-        min(tokens, tokens // size + _MOST_AT_ONCE) + -(-prefill // size) + bool(prefill)
-        for size in sizes
-    )
+    decoding = [request for request in scheduler.running if not request.is_prefill_chunk]
+    taken = 0
+    for group in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        size, held = group.block_size, group.req_to_blocks
+        for request in decoding:
+            blocks = (request.num_computed_tokens + ahead + size - 1) // size
+            taken += max(blocks - len(held.get(request.request_id, ())), 0)
+        taken += -(-prefill // size) + bool(prefill)
+    return taken
 
 
 def freed_blocks(scheduler: Any, request: Any, newcomer: Any) -> int:

@@ -27,6 +27,7 @@ from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 # Bounds that keep the cost of a step independent of how many requests wait.
 _REFRESH_STEPS = 8
 _MOST_AGED = 8
+_MOST_PASSED = 8
 # A new request that others overtake waits for so many times `aging_s` before it goes first: where
 # long prompts went first sooner, every request waited longer.
 _PATIENCE = 10
@@ -332,16 +333,18 @@ class Displacing:
         kept = self._offloaded_tokens
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
         held = [one for one in self._held if one.status == RequestStatus.RUNNING]
-        # The order of service puts the highest levels last.
+        num_passed = 0
+        # The order of service puts the highest levels last, but for some that were not ranked yet.
         for request in chain(held, filterfalse(held.__contains__, reversed(scheduler.running))):
             state = self._tracker.get(request.request_id)
             if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
                 continue
             attained = state.think_tokens
             if self._level(request) <= level:
-                if request in held:
-                    continue
-                return
+                num_passed += 1
+                if num_passed == _MOST_PASSED:
+                    return
+                continue
             is_safe = attained < self._safe_until.get(request, 0)
             if is_safe or request.priority < newcomer.priority:
                 continue

@@ -156,7 +156,9 @@ class PolicyPart(SchedulerPart):
     def is_uncontended(self) -> bool:
         """True if the next step only decodes, with room for all: order is then irrelevant."""
         scheduler = self._scheduler
-        if self.limiter.may_prefill(scheduler) or self.order.has_prefilling:
+        if self.waiting_answers or self.order.has_prefilling:
+            return False
+        if self.limiter.may_prefill(scheduler):
             return False
         probes = self.limiter.probes
         if probes and probes.are_next:
