@@ -88,6 +88,7 @@ class StepLimiter:
         # Seconds of predicted steps since the last report, and by how much predictions missed them.
         self._predicted_s = self._missed_s = 0.0
         self._pool_tokens = pool_tokens
+        self._tracker = tracker
         self._chunks = pieces
         self._stages = stages
         self._timer = StepTimer()
@@ -156,7 +157,8 @@ class StepLimiter:
         options = self._options.get(request.request_id, NO_OPTIONS)
         priority = options.meridian_priority if self._rules.order else 0
         level, now_s = 0, self.clock()
-        if self._displacing:
+        # Without thinkers the queue is stock's.
+        if self._displacing and self._tracker.num_reasoning:
             level = self._levels.of(0, request.num_prompt_tokens)
             self._displacing.added(request, level, now_s)
         self.waiting_order.on_added(request, waiting, level, priority, now_s)

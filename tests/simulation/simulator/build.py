@@ -97,7 +97,8 @@ def pool_blocks(case: Case) -> int:
     """Blocks of the KV pool, the null block included; one request of full length always fits."""
     one = -(-(case.length + case.drafts) // case.block) + 1
     if case.cache == "window":
-        one += -(-(WINDOW + case.budget * 2) // case.block) + 2
+        # What batches in flight hold counts, too: as many as a pipeline has stages.
+        one += -(-(WINDOW + case.budget * 4) // case.block) + 2
         one = min(one, 2 * (-(-case.length // case.block) + 2))
     if case.cache == "hybrid":
         one += 4 + case.drafts
