@@ -7,6 +7,7 @@ import pytest
 from meridian_patch.engine.scheduler import running_order
 from meridian_patch.engine.scheduler.running_order import RankError, RunningOrder
 from meridian_patch.phase.tracker import Phase, RequestPhase
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.running_order import LatencyPolicy
 
 PATIENCE_US = 10**9
@@ -14,6 +15,8 @@ PATIENCE_US = 10**9
 
 class Request(SimpleNamespace):
     """What the order reads of a request; the same only as itself."""
+
+    num_prompt_tokens = 0
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -46,7 +49,7 @@ def phases():
 
 @pytest.fixture
 def policy():
-    return CountingPolicy(protected_answer_tokens=16, level_tokens=512)
+    return CountingPolicy(protected_answer_tokens=16, levels=Levels(512, 0.25))
 
 
 def router_over(phases):

@@ -10,6 +10,7 @@ from spoken import SpokenTracker
 
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 START, END, WORD = 1, 2, 3
@@ -20,6 +21,8 @@ PLACE = st.integers(0, 10**6)
 
 class Request(SimpleNamespace):
     """What the order reads of a request; the same only as itself."""
+
+    num_prompt_tokens = 0
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -34,7 +37,7 @@ class Upstream(RuleBasedStateMachine):
         self.no_audit = patch("meridian_patch.engine.scheduler.running_order.AUDITED_PER_STEP", 0)
         self.no_audit.start()
         self.tracker = SpokenTracker(BOUNDARIES, PROTECTED)
-        self.policy = LatencyPolicy(PROTECTED, level_tokens=10**9)
+        self.policy = LatencyPolicy(PROTECTED, levels=Levels(10**9, 0.0))
         self.order = RunningOrder(self.policy, self.tracker, time_budget_us=10**9)
         self.running = []
         self.waiting = []
@@ -129,6 +132,7 @@ class Upstream(RuleBasedStateMachine):
             state.is_handed_off,
             one.is_prefill_chunk,
             state.think_tokens,
+            one.num_prompt_tokens,
             one.priority,
         )
 

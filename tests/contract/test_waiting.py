@@ -219,6 +219,33 @@ def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(
     driver.drain()
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_long_prompt_waits_behind_short_ones_but_not_for_ever(demo_model, thinks, monkeypatch):
+    """Where anyone thinks; else the queue is stock's."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS", "50")
+    driver = driver_for(demo_model, max_num_seqs=1)
+    scheduler = driver.scheduler
+    if thinks:
+        driver.add(job("runs", 1, think=500))
+    else:
+        tokens = make_prompt(random.Random(1), 60, thinks=False, shared=1)
+        driver.add(Job("runs", tuple(tokens), 0, 500))
+    driver.step()
+    for number, prompt in enumerate((400, 20, 30)):
+        tokens = make_prompt(random.Random(number), prompt, thinks=thinks, shared=number)
+        driver.add(Job(f"new{number}", tuple(tokens), 5 * thinks, 5))
+    driver.step()
+    if not thinks:
+        assert names(scheduler.waiting) == ["new0", "new1", "new2"]
+        return
+    assert names(scheduler.waiting) == ["new1", "new2", "new0"]
+    now_s = scheduler.step_limiter.clock()
+    scheduler.step_limiter.clock = lambda: now_s + 301
+    while "new0" not in {request.request_id for request in scheduler.running}:
+        assert "new1" in scheduler.requests
+        driver.step()
+
+
 @pytest.mark.parametrize("in_flight", ["boundary", "thought"])
 def test_a_thinker_whose_boundary_is_in_flight_makes_no_room(demo_model, in_flight, monkeypatch):
     """Whether the token in flight ends its thought is seen first; it costs one step."""

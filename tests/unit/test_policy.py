@@ -4,25 +4,32 @@ from typing import get_args
 
 from meridian_patch.config.policy import RULES, PolicyConfig, PolicyName, PolicyRules
 from meridian_patch.phase.tracker import Phase
-from meridian_patch.policy.levels import level_of
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 
 
-def view(phase, thought=100, *, tokens=50, handed=True, prefilling=False, priority=0):
-    return RequestView(phase, tokens, handed, prefilling, thought, priority)
+def view(phase, thought=100, *, tokens=50, handed=True, prefilling=False, prompt=0, priority=0):
+    return RequestView(phase, tokens, handed, prefilling, thought, prompt, priority)
 
 
 def order(**views):
-    policy = LatencyPolicy(protected_answer_tokens=16, level_tokens=512)
+    policy = LatencyPolicy(protected_answer_tokens=16, levels=Levels(512, 0.25))
     return sorted(views, key=lambda name: policy.rank(views[name]))
 
 
 def test_levels_double():
     """Up to 512 tokens, then 1,024, then 2,048."""
-    assert [level_of(n, 512) for n in (0, 511, 512, 1023, 1024, 2048, 30_000)] == [
-        *(0, 0, 1, 1, 2, 3, 6)
-    ]
+    thoughts = (0, 511, 512, 1023, 1024, 2048, 30_000)
+    assert [Levels(512, 0.25).of(n, 0) for n in thoughts] == [0, 0, 1, 1, 2, 3, 6]
+
+
+def test_a_prompt_counts_by_its_weight():
+    """A quarter of it, as if it had been thought."""
+    assert [Levels(512, 0.25).of(n, 2000) for n in (0, 11, 12)] == [0, 0, 1]
+    assert Levels(512, 0.0).of(0, 100_000) == 0
+    short, long = view(Phase.THINK, 600), view(Phase.THINK, 100, prompt=16_000)
+    assert order(long=long, short=short) == ["short", "long"]
 
 
 def test_standing_of_all_kinds():
