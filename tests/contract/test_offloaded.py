@@ -131,7 +131,7 @@ def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
     # Nothing is in flight that writes the blocks.
     engine._deliver_down_to(0)
     room = engine.scheduler.step_limiter._displacing
-    room._level = lambda _: -1
+    room._is_owed = lambda *_: True
     (thinker,) = room._thinkers(engine.scheduler, engine.requests["one"], 0.0)
     prompt = BIG // BLOCK_SIZE * BLOCK_SIZE
     assert thinker.held_tokens == engine.requests["one"].num_computed_tokens - prompt > 0

@@ -165,7 +165,7 @@ def test_a_displacement_costs_nothing(make, is_async):
     engine.until(lambda: len(one.output_token_ids) > 20)
     engine._deliver_down_to(0)
     room = engine.scheduler.step_limiter._displacing
-    room._level = lambda _: -1
+    room._is_owed = lambda *_: True
     (thinker,) = room._thinkers(engine.scheduler, one, 0.0)
     assert thinker.held_tokens <= 1
 

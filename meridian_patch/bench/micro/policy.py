@@ -35,12 +35,14 @@ from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 STOCK, AGAIN = "stock", "stock again"
 # No time budget: a long step must show as one. ANSWER_ITL_MS lets steps hold as much as stock's:
-# otherwise a thousand prompts take minutes, and the arms' steps hold different work.
+# otherwise a thousand prompts take minutes, and the arms' steps hold different work. All requests
+# have the same level, so that none takes the seat of another.
 ARMS = {
     name: {
         "MERIDIAN_PATCH_SET_POLICY__NAME": name,
         "MERIDIAN_PATCH_SET_POLICY__TIME_BUDGET_US": "10000000",
         "MERIDIAN_PATCH_SET_POLICY__ANSWER_ITL_MS": "10000",
+        "MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS": "1000000",
         "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
     }
     for name in ("noop", "latency")
