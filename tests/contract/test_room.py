@@ -443,29 +443,6 @@ def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, i
     assert num_preempted_for_room(driver) == before
 
 
-@SYNC_AND_ASYNC
-def test_an_answer_goes_before_a_thinker_of_its_level_that_made_room(
-    demo_model, is_async, monkeypatch
-):
-    """Without the rule `order` it stands among thinkers, and the longest is before it."""
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__ORDER", "false")
-    driver = full_pool(demo_model, is_async=is_async)
-    scheduler = driver.scheduler
-    driver.add(newcomer(2, "reads"))
-    step_until(driver, "reads", Phase.ANSWER, 1)
-    preempt(driver, "reads")
-    reads = scheduler.requests["reads"]
-    displacing_part = scheduler.step_limiter._displacing
-    displacing_part.order_waiting(scheduler, scheduler.step_limiter.clock())
-    displacing_part._waiting_order.put_at_level(reads, 9, scheduler.waiting)
-    pool = scheduler.kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks())
-    while not num_preempted_for_room(driver):
-        driver.step()
-    driver.step()
-    assert reads.status == RequestStatus.RUNNING
-
-
 def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkeypatch):
     """Prompts under way take up what a cut leaves of a step: no other request would come in."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "true")

@@ -6,10 +6,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from full_pool import BLOCKS, newcomer, share_time_alone, taught_driver
+from full_pool import (
+    BLOCKS,
+    newcomer,
+    num_preempted_for_room,
+    share_time_alone,
+    taught_driver,
+)
 from full_pool import job as full_job
 from scheduler_driver import Job, make_prompt
-from tier_driver import driver_for, preempt, step_until
+from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import RequestStatus
 
@@ -244,6 +250,32 @@ def test_a_long_prompt_waits_behind_short_ones_but_not_for_ever(demo_model, thin
     while "new0" not in {request.request_id for request in scheduler.running}:
         assert "new1" in scheduler.requests
         driver.step()
+
+
+@SYNC_AND_ASYNC
+def test_an_answer_goes_before_a_thinker_of_its_level_that_made_room(
+    demo_model, is_async, monkeypatch
+):
+    """Without the rule `order` it stands among thinkers, and the longest is before it."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__ORDER", "false")
+    share_time_alone(monkeypatch)
+    driver = taught_driver(demo_model, is_async=is_async)
+    scheduler = driver.scheduler
+    driver.add(full_job("long", 50, think=700, answer=5))
+    step_until(driver, "long", Phase.THINK, 290)
+    driver.add(newcomer(2, "reads"))
+    step_until(driver, "reads", Phase.ANSWER, 1)
+    preempt(driver, "reads")
+    reads = scheduler.requests["reads"]
+    displacing_part = scheduler.step_limiter._displacing
+    displacing_part.order_waiting(scheduler, scheduler.step_limiter.clock())
+    displacing_part._waiting_order.put_at_level(reads, 9, scheduler.waiting)
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    while not num_preempted_for_room(driver):
+        driver.step()
+    driver.step()
+    assert reads.status == RequestStatus.RUNNING
 
 
 @pytest.mark.parametrize("in_flight", ["boundary", "thought"])
