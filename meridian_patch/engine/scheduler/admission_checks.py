@@ -153,9 +153,8 @@ def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> int:
     """
     steps = 1 + num_later
     ahead = steps * int(1 + scheduler.num_spec_tokens) + int(scheduler.num_lookahead_tokens)
-    prefill = (
-        min(sum(_chunks(scheduler).values()), max(_prefill_tokens(scheduler, step), 0)) * steps
-    )
+    chunks = _chunks(scheduler)
+    prefill = min(sum(chunks.values()), max(_prefill_tokens(scheduler, step), 0)) * steps
     decoding = [request for request in scheduler.running if not request.is_prefill_chunk]
     taken = 0
     for group in scheduler.kv_cache_manager.coordinator.single_type_managers:
@@ -163,7 +162,8 @@ def taken_blocks(scheduler: Any, step: NextStep, num_later: int = 0) -> int:
         for request in decoding:
             blocks = (request.num_computed_tokens + ahead + size - 1) // size
             taken += max(blocks - len(held.get(request.request_id, ())), 0)
-        taken += -(-prefill // size) + bool(prefill)
+        # Each chunk may end in a block of its own, and decode after it.
+        taken += -(-prefill // size) + len(chunks) * (1 + -(-ahead // size))
     return taken
 
 

@@ -77,8 +77,9 @@ class Displacing:
         self._attained_before: dict[Any, int] = {}
         # Think tokens before which a thinker that had aged makes no room again.
         self._safe_until: dict[Any, int] = {}
-        # Thinkers that are left out of a step and make room after it.
+        # Thinkers that are left out of a step and make room after it, and for which request.
         self._held: list[Any] = []
+        self._held_for: Any | None = None
         # Requests for which others were preempted, their own number of preemptions then, and how
         # often that was since.
         self._made_room: dict[Any, tuple[int, int]] = {}
@@ -87,20 +88,29 @@ class Displacing:
         # The first request of the queue when there was no room, and before which step that is taken
         # as the answer.
         self._head: Any | None = None
+        self._no_room_until = 0
+        # Free blocks and running requests then.
+        self._taken_then = 0, 0
         # Whether the next step leaves out a request with a LoRA adapter.
         self.skips_adapter = False
-        self._no_room_until = 0
+        # What is noted of requests.
+        self._notes: tuple[dict[Any, Any], ...] = (
+            self._away,
+            self._overtaken,
+            self._to_place,
+            self._attained_before,
+            self._safe_until,
+            self._made_room,
+        )
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
-        self._away.pop(request, None)
-        self._overtaken.pop(request, None)
-        self._to_place.pop(request, None)
-        self._attained_before.pop(request, None)
-        self._safe_until.pop(request, None)
-        self._made_room.pop(request, None)
+        for notes in self._notes:
+            notes.pop(request, None)
         if request in self._held:
             self._held.remove(request)
+        if request is self._held_for:
+            self._held_for = None
         if self._refusals:
             self._refusals.on_removed(request)
         self._head, self._no_room_until = None, 0
@@ -118,8 +128,9 @@ class Displacing:
         self._attained_before[request] = self._attained(request)
 
     def on_continued(self, session: Any) -> None:
-        """Leave a session whose next chunk waits where upstream put it."""
-        self._to_place.pop(session, None)
+        """Leave a session whose next chunk waits where upstream put it; its thoughts begin anew."""
+        for notes in self._notes:
+            notes.pop(session, None)
 
     def order_waiting(self, scheduler: Any, now_s: float) -> None:
         """Put preempted thinkers at their levels, and those that waited for ``aging_s`` first.
@@ -130,37 +141,46 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
         self._to_place.clear()
-        self._bring_overtaken(scheduler, now_s)
-        if not self._away:
-            return
-        aged = list(
-            islice(takewhile(lambda one: self._is_aged(one, now_s), self._away), _MOST_AGED)
-        )
-        for request in aged:
-            if request.status != RequestStatus.PREEMPTED:
-                del self._away[request]
-        self._waiting_order.bring_forward(
-            [request for request in aged if request in self._away], scheduler.waiting
-        )
+        first = [*self._take_aged(now_s), *self._take_late(now_s)]
+        if first:
+            self._waiting_order.bring_forward(first, scheduler.waiting)
 
-    def _bring_overtaken(self, scheduler: Any, now_s: float) -> None:
-        """Put the new request that has waited longest at the front once it has waited enough."""
-        request = next(iter(self._overtaken), None)
-        if request is None:
-            return
-        has_begun = request.status == RequestStatus.RUNNING or request.num_preemptions > 0
-        is_late = now_s - self._overtaken[request] >= _PATIENCE * self._aging_s
-        if has_begun or is_late:
-            del self._overtaken[request]
-        if is_late and not has_begun:
-            self._waiting_order.bring_forward([request], scheduler.waiting)
+    def _take_aged(self, now_s: float) -> list[Any]:
+        """Preempted requests that go first; each then thinks for a level before it makes room."""
+        found = []
+        aged = takewhile(lambda one: self._is_aged(one, now_s), self._away)
+        for request in list(islice(aged, _MOST_AGED)):
+            if request.status == RequestStatus.PREEMPTED:
+                self._safe_until[request] = self._attained(request) + self._levels.first_tokens
+                found.append(request)
+            else:
+                del self._away[request]
+        return found
+
+    def _take_late(self, now_s: float) -> list[Any]:
+        """New requests that others have overtaken for too long."""
+        late = []
+        for request in list(islice(self._overtaken, _MOST_AGED)):
+            if request.status == RequestStatus.RUNNING or request.num_preemptions:
+                del self._overtaken[request]
+            elif now_s - self._overtaken[request] >= _PATIENCE * self._aging_s:
+                late.append(request)
+        return late
+
+    @property
+    def has_overtaken(self) -> bool:
+        """Whether a new request may stand behind later ones."""
+        return bool(self._overtaken)
 
     def found_no_room(self, scheduler: Any) -> bool:
         """Whether the request that comes first had no room a few steps ago, and none came free."""
+        if scheduler.current_step >= self._no_room_until or not scheduler.waiting:
+            return False
+        blocks, running = self._taken_then
         return (
-            scheduler.current_step < self._no_room_until
-            and bool(scheduler.waiting)
-            and scheduler.waiting.peek_request() is self._head
+            scheduler.waiting.peek_request() is self._head
+            and scheduler.kv_cache_manager.block_pool.get_num_free_blocks() <= blocks
+            and len(scheduler.running) >= running
         )
 
     def make_room(self, scheduler: Any, now_s: float, step: NextStep) -> None:
@@ -181,8 +201,10 @@ class Displacing:
         if self.found_no_room(scheduler):
             return
         # With room, a request is admitted, and the next step checks again at once.
-        self._head = scheduler.waiting.peek_request()
+        self._head = None
         has_room = self._has_room(scheduler, now_s, step)
+        free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._taken_then = free_blocks, len(scheduler.running)
         self._no_room_until = 0 if has_room else scheduler.current_step + _REFRESH_STEPS
 
     def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
@@ -191,6 +213,9 @@ class Displacing:
         newcomer = next_in_line(scheduler, step, free_seats=int(lacks_seat))
         if newcomer is None:
             return not lacks_seat
+        self._head = newcomer
+        if newcomer is not self._held_for:
+            self._held, self._held_for = [], newcomer
         missing = self._num_missing(scheduler, newcomer)
         # A request that was not admitted after others made room for it lacks something else.
         if self._times_made_room(newcomer) >= _MOST_TIMES:
@@ -257,16 +282,12 @@ class Displacing:
                 return True
             if first_in is newcomer:
                 self._preempt(scheduler, names)
+                self._held = []
                 times = self._times_made_room(newcomer) + 1
                 self._made_room[newcomer] = newcomer.num_preemptions, times
                 if self._is_owed(newcomer, now_s):
                     # Before those of its own level, too, that made room for it.
                     self._waiting_order.bring_forward([newcomer], scheduler.waiting)
-                if self._is_aged(newcomer, now_s):
-                    # It thinks for the length of the first level before it makes room again.
-                    self._safe_until[newcomer] = (
-                        self._attained(newcomer) + self._levels.first_tokens
-                    )
                 return True
             self._sharing.refund(chosen)
             if (
@@ -279,18 +300,21 @@ class Displacing:
         return False
 
     def _are_held(self, scheduler: Any, names: Iterable[str]) -> bool:
-        """Hold for a step those of these requests whose tokens are on their way, if any are."""
+        """Hold these requests for a step if tokens of any are on their way."""
         requests = [scheduler.requests[name] for name in names]
-        in_flight = [request for request in requests if request.num_in_flight_tokens]
-        for request in in_flight:
+        self._held = requests if any(one.num_in_flight_tokens for one in requests) else []
+        self.hold(scheduler)
+        return bool(self._held)
+
+    def hold(self, scheduler: Any) -> None:
+        """Leave the thinkers that are to make room out of the next step."""
+        for request in self._held:
             self.skips_adapter |= request.lora_request is not None
             # Load-bearing: `schedule()` first counts the step, and then leaves out each running
             # request that is eligible in a later step only.
             request.next_decode_eligible_step = max(
                 request.next_decode_eligible_step, scheduler.current_step + 2
             )
-        self._held = requests if in_flight else []
-        return bool(in_flight)
 
     def _choose(
         self,
@@ -333,7 +357,7 @@ class Displacing:
         kept = self._offloaded_tokens
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
         held = [one for one in self._held if one.status == RequestStatus.RUNNING]
-        num_passed = 0
+        num_passed, priority = 0, None
         # The order of service puts the highest levels last, but for some that were not ranked yet.
         for request in chain(held, filterfalse(held.__contains__, reversed(scheduler.running))):
             state = self._tracker.get(request.request_id)
@@ -341,7 +365,9 @@ class Displacing:
                 continue
             attained = state.think_tokens
             if self._level(request) <= level:
-                num_passed += 1
+                # Priorities go before levels.
+                num_passed = num_passed + 1 if request.priority == priority else 1
+                priority = request.priority
                 if num_passed == _MOST_PASSED:
                     return
                 continue

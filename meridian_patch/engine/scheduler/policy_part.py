@@ -170,9 +170,9 @@ class PolicyPart(SchedulerPart):
         return is_roomy and rows * (1 + drafts) <= scheduler.max_num_scheduled_tokens
 
     def _arrange(self, plan: StepPlan) -> None:
-        is_stock = not self._tracker.num_reasoning and not self.limiter.is_answered_elsewhere
-        if is_stock or self.is_uncontended():
+        if self.limiter.is_stock or self.is_uncontended():
             self.limiter.decodes(self._scheduler)
+            self.limiter.count_cadence(may_prefill=plan.may_prefill)
         else:
             plan.token_budget, most = self._planned = self._limits(may_prefill=plan.may_prefill)
             if most is not None:

@@ -150,6 +150,12 @@ class StepLimiter:
         """Number of requests in their answer phase whose reader waits for tokens."""
         return len(self._answer_pacing)
 
+    @property
+    def is_stock(self) -> bool:
+        """Whether no request thinks and none waits behind later ones: all is done as in stock."""
+        has_overtaken = self._displacing is not None and self._displacing.has_overtaken
+        return not (self._tracker.num_reasoning or self.is_answered_elsewhere or has_overtaken)
+
     def on_added(self, request: Any, waiting: Any) -> None:
         """Place a new request in ``waiting``, if upstream put it there."""
         if self._rules.are_all_off:
@@ -157,8 +163,7 @@ class StepLimiter:
         options = self._options.get(request.request_id, NO_OPTIONS)
         priority = options.meridian_priority if self._rules.order else 0
         level, now_s = 0, self.clock()
-        # Without thinkers the queue is stock's.
-        if self._displacing and self._tracker.num_reasoning:
+        if self._displacing and not self.is_stock:
             level = self._levels.of(0, request.num_prompt_tokens)
             self._displacing.added(request, level, now_s)
         self.waiting_order.on_added(request, waiting, level, priority, now_s)
@@ -218,12 +223,12 @@ class StepLimiter:
         # First, because room is made for the request at the front.
         self._order_waiting(scheduler, answers, now_s)
         self.decodes(scheduler)
-        self._may_prefill = may_prefill
+        self.count_cadence(may_prefill=may_prefill)
         if not may_prefill:
             # No prompt is computed whatever the budget, and no request is admitted.
-            self._deferred_steps += 1
+            if self._displacing:
+                self._displacing.hold(scheduler)
             return StepLimits()
-        self._cadence, self._deferred_steps = 1 + self._deferred_steps, 0
         # Before room is made, because a newcomer is admitted only if the budget has tokens for it.
         budget = self._cut_budget(scheduler, now_s)
         max_active = None
@@ -253,6 +258,14 @@ class StepLimiter:
                     max_active = 0 if scheduler.running else 1
         self._budget = budget
         return StepLimits(budget, max_active)
+
+    def count_cadence(self, *, may_prefill: bool) -> None:
+        """Note whether the next step may compute prompts."""
+        self._may_prefill = may_prefill
+        if may_prefill:
+            self._cadence, self._deferred_steps = 1 + self._deferred_steps, 0
+        else:
+            self._deferred_steps += 1
 
     def _order_waiting(self, scheduler: Any, answers: Collection[Any], now_s: float) -> None:
         if self._displacing:
