@@ -357,9 +357,11 @@ class Displacing:
         kept = self._offloaded_tokens
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
         held = [one for one in self._held if one.status == RequestStatus.RUNNING]
-        num_passed, priority = 0, None
+        num_passed, priority, done = 0, None, None
         # The order of service puts the highest levels last, but for some that were not ranked yet.
         for request in chain(held, filterfalse(held.__contains__, reversed(scheduler.running))):
+            if request.priority == done:
+                continue
             state = self._tracker.get(request.request_id)
             if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
                 continue
@@ -369,7 +371,7 @@ class Displacing:
                 num_passed = num_passed + 1 if request.priority == priority else 1
                 priority = request.priority
                 if num_passed == _MOST_PASSED:
-                    return
+                    done = priority
                 continue
             is_safe = attained < self._safe_until.get(request, 0)
             if is_safe or request.priority < newcomer.priority:

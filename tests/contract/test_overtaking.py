@@ -1,0 +1,122 @@
+"""Requests that others overtake are served all the same, on vLLM's real scheduler."""
+
+import random
+
+import pytest
+from full_pool import job, share_time_alone
+from scheduler_driver import Job, make_prompt
+from tier_driver import driver_for, step_until
+from vllm.v1.request import RequestStatus
+
+from meridian_patch.phase.tracker import Phase
+
+AGING_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch):
+    share_time_alone(monkeypatch)
+
+
+def plain(name, seed, prompt=20, answer=5):
+    tokens = make_prompt(random.Random(seed), prompt, thinks=False, shared=seed)
+    return Job(name, tuple(tokens), 0, answer)
+
+
+def names(queue):
+    return [request.request_id for request in queue]
+
+
+def pass_time(driver, seconds):
+    limiter = driver.scheduler.step_limiter
+    now_s = limiter.clock()
+    limiter.clock = lambda: now_s + seconds
+
+
+def test_an_aged_thinker_that_finds_a_seat_thinks_for_a_level(demo_model):
+    """Also where no request made room for it: the next newcomer does not take its seat at once."""
+    driver = driver_for(demo_model, max_num_seqs=1)
+    scheduler = driver.scheduler
+    driver.add(job("long", 1, think=900))
+    step_until(driver, "long", Phase.THINK, 250)
+    driver.add(plain("first", 2))
+    while scheduler.requests["long"].status != RequestStatus.PREEMPTED:
+        driver.step()
+    pass_time(driver, AGING_S + 1)
+    while scheduler.requests["long"].status != RequestStatus.RUNNING:
+        driver.step()
+    thought = scheduler.phase_tracker.get("long").think_tokens
+    driver.add(plain("next", 3))
+    for _ in range(150):
+        driver.step()
+    assert scheduler.requests["long"].status == RequestStatus.RUNNING
+    assert scheduler.phase_tracker.get("long").think_tokens >= thought + 140
+
+
+def test_a_plain_prompt_that_was_overtaken_is_served_when_no_request_thinks_any_more(
+    demo_model, monkeypatch
+):
+    """Plain requests that come later keep the seat busy, and do not keep it out for ever."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
+    driver = driver_for(demo_model, max_num_seqs=1)
+    scheduler = driver.scheduler
+    driver.add(job("thinks", 1, think=30))
+    driver.step()
+    driver.add(plain("overtaken", 2, prompt=400))
+    while "thinks" in scheduler.requests:
+        driver.add(plain(f"before{len(driver.deliveries)}", len(driver.deliveries) + 10))
+        driver.step()
+    assert not scheduler.phase_tracker.num_reasoning
+    assert names(scheduler.waiting)[-1] == "overtaken"
+    pass_time(driver, 10 * AGING_S + 1)
+    for number in range(30):
+        driver.add(plain(f"after{number}", 500 + number))
+        driver.step()
+    assert driver.deliveries["overtaken"]
+    assert names(scheduler.waiting)[-1] == "after29"
+
+
+def test_late_requests_go_in_the_order_in_which_they_came(demo_model, monkeypatch):
+    """Each stays among the first until it begins."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
+    driver = driver_for(demo_model, max_num_seqs=1)
+    scheduler = driver.scheduler
+    driver.add(job("thinks", 1, think=2000))
+    driver.step()
+    for number in range(4):
+        driver.add(job(f"late{number}", 10 + number, prompt=400))
+        driver.add(job(f"short{number}", 20 + number, prompt=20))
+        pass_time(driver, 10 * AGING_S / 2)
+        driver.step()
+    for _ in range(8):
+        driver.step()
+    late = [name for name in names(scheduler.waiting) if name.startswith("late")]
+    assert late == ["late0", "late1", "late2", "late3"]
+    assert names(scheduler.waiting)[:3] == ["late0", "late1", "late2"]
+
+
+def test_thinkers_of_another_priority_do_not_hide_a_long_one(demo_model):
+    """They stand behind it in the order of service, whatever they have thought."""
+    driver = driver_for(demo_model, max_num_seqs=10, blocks=400)
+    scheduler = driver.scheduler
+    driver.add(job("long", 1, think=900))
+    step_until(driver, "long", Phase.THINK, 250)
+    for number in range(9):
+        driver.add(job(f"r{number}", 10 + number, think=300), extra_args={"meridian_priority": 1})
+    for _ in range(10):
+        driver.step()
+    assert len(scheduler.running) == 10
+    driver.add(job("new", 30))
+    for _ in range(20):
+        driver.step()
+    assert scheduler.requests["long"].status == RequestStatus.PREEMPTED
+
+
+def test_a_session_begins_anew_with_each_turn(demo_model):
+    """What was noted of its last thought does not count for the next one."""
+    room = driver_for(demo_model).scheduler.step_limiter._displacing
+    session = object()
+    for notes in room._notes:
+        notes[session] = 1
+    room.on_continued(session)
+    assert not any(room._notes)
