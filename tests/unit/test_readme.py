@@ -42,7 +42,7 @@ def test_readme_has_one_picture_at_the_top():
     assert top.count("![") == 1
     assert "![" not in rest
     assert "`simulated`" in top
-    assert "by seed](docs/benchmarks/" in top
+    assert "with the command](docs/benchmarks/" in top
 
 
 def test_demo_table_is_filled_in():
