@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from full_pool import job, share_time_alone
+from full_pool import BLOCKS, job, newcomer, share_time_alone, taught_driver
 from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, step_until
 from vllm.v1.request import RequestStatus
@@ -118,5 +118,41 @@ def test_a_session_begins_anew_with_each_turn(demo_model):
     session = object()
     for notes in room._notes:
         notes[session] = 1
-    room.on_continued(session)
+    room.ends_turn(session)
     assert not any(room._notes)
+
+
+def test_room_is_made_between_steps_that_may_not_compute_prompts(demo_model):
+    """Under a prefill cadence a thinker has a token on its way at each step that may; it goes on.
+
+    It is left out of one step, not of those between.
+    """
+    driver = taught_driver(demo_model, is_async=True)
+    scheduler = driver.scheduler
+    driver.add(job("long", 50, think=700, answer=5))
+    step_until(driver, "long", Phase.THINK, 290)
+    driver.add(newcomer(BLOCKS - 8))
+    # As after its grammar was compiled late; vLLM overrules the cadence for others.
+    scheduler.deferred_waiting.add(scheduler.requests["new"])
+    schedule, idle = scheduler.schedule, 0
+    for number in range(40):
+        is_throttled = number % 8 > 0
+        scheduler.schedule = lambda throttle=is_throttled: schedule(throttle)
+        idle += not driver.step().total_num_scheduled_tokens
+    assert scheduler.requests["long"].num_preemptions == 1
+    assert driver.deliveries["new"]
+    assert idle <= 1
+
+
+def test_plain_traffic_is_as_in_stock_once_no_request_thinks(demo_model, monkeypatch):
+    """A long plain prompt that was served does not keep later ones from their order of arrival."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
+    driver = driver_for(demo_model, is_async=True, blocks=400)
+    driver.add(job("thinks", 1, think=20, answer=2))
+    driver.step()
+    driver.add(plain("long0", 2, prompt=400, answer=100))
+    for number in range(1, 5):
+        for _ in range(60):
+            driver.step()
+        driver.add(plain(f"long{number}", 2 + number, prompt=400, answer=100))
+    assert driver.scheduler.step_limiter.is_stock

@@ -77,9 +77,11 @@ class Displacing:
         self._attained_before: dict[Any, int] = {}
         # Think tokens before which a thinker that had aged makes no room again.
         self._safe_until: dict[Any, int] = {}
-        # Thinkers that are left out of a step and make room after it, and for which request.
+        # Thinkers that are left out of a step and make room after it, for which request, and since
+        # which step.
         self._held: list[Any] = []
         self._held_for: Any | None = None
+        self._held_at = 0
         # Requests for which others were preempted, their own number of preemptions then, and how
         # often that was since.
         self._made_room: dict[Any, tuple[int, int]] = {}
@@ -110,7 +112,7 @@ class Displacing:
         if request in self._held:
             self._held.remove(request)
         if request is self._held_for:
-            self._held_for = None
+            self._held, self._held_for = [], None
         if self._refusals:
             self._refusals.on_removed(request)
         self._head, self._no_room_until = None, 0
@@ -127,8 +129,12 @@ class Displacing:
         self._to_place[request] = None
         self._attained_before[request] = self._attained(request)
 
-    def on_continued(self, session: Any) -> None:
-        """Leave a session whose next chunk waits where upstream put it; its thoughts begin anew."""
+    def begun(self, request: Any) -> None:
+        """Note that a request is in a step: no other overtakes it any more."""
+        self._overtaken.pop(request, None)
+
+    def ends_turn(self, session: Any) -> None:
+        """Forget what was noted of a session: its next thought begins anew."""
         for notes in self._notes:
             notes.pop(session, None)
 
@@ -153,19 +159,16 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._safe_until[request] = self._attained(request) + self._levels.first_tokens
                 found.append(request)
-            else:
+            elif request.status == RequestStatus.RUNNING:
                 del self._away[request]
         return found
 
     def _take_late(self, now_s: float) -> list[Any]:
         """New requests that others have overtaken for too long."""
-        late = []
-        for request in list(islice(self._overtaken, _MOST_AGED)):
-            if request.status == RequestStatus.RUNNING or request.num_preemptions:
-                del self._overtaken[request]
-            elif now_s - self._overtaken[request] >= _PATIENCE * self._aging_s:
-                late.append(request)
-        return late
+        limit_s = now_s - _PATIENCE * self._aging_s
+        late = takewhile(lambda one: self._overtaken[one] <= limit_s, self._overtaken)
+        waiting = (one for one in late if one.status == RequestStatus.WAITING)
+        return list(islice(waiting, _MOST_AGED))
 
     @property
     def has_overtaken(self) -> bool:
@@ -300,21 +303,25 @@ class Displacing:
         return False
 
     def _are_held(self, scheduler: Any, names: Iterable[str]) -> bool:
-        """Hold these requests for a step if tokens of any are on their way."""
-        requests = [scheduler.requests[name] for name in names]
-        self._held = requests if any(one.num_in_flight_tokens for one in requests) else []
-        self.hold(scheduler)
-        return bool(self._held)
+        """Hold these requests for a step if tokens of any are on their way.
 
-    def hold(self, scheduler: Any) -> None:
-        """Leave the thinkers that are to make room out of the next step."""
-        for request in self._held:
+        Not once they were held while as many steps were scheduled as may be in flight: between two
+        steps that may compute prompts others ran, and put new tokens on their way.
+        """
+        requests = [scheduler.requests[name] for name in names]
+        if not any(request.num_in_flight_tokens for request in requests):
+            return False
+        step = scheduler.current_step
+        if not set(requests) <= set(self._held):
+            self._held, self._held_at = requests, step
+        elif step - self._held_at >= scheduler.vllm_config.max_concurrent_batches:
+            return False
+        for request in requests:
             self.skips_adapter |= request.lora_request is not None
             # Load-bearing: `schedule()` first counts the step, and then leaves out each running
             # request that is eligible in a later step only.
-            request.next_decode_eligible_step = max(
-                request.next_decode_eligible_step, scheduler.current_step + 2
-            )
+            request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 2)
+        return True
 
     def _choose(
         self,
@@ -356,6 +363,7 @@ class Displacing:
         """
         kept = self._offloaded_tokens
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
+        is_answer = self._is_answer(newcomer)
         held = [one for one in self._held if one.status == RequestStatus.RUNNING]
         num_passed, priority, done = 0, None, None
         # The order of service puts the highest levels last, but for some that were not ranked yet.
@@ -374,7 +382,7 @@ class Displacing:
                     done = priority
                 continue
             is_safe = attained < self._safe_until.get(request, 0)
-            if is_safe or request.priority < newcomer.priority:
+            if (is_safe and not is_answer) or request.priority < newcomer.priority:
                 continue
             kept_tokens = kept(request) if kept else 0
             since = attained - self._attained_before.get(request, 0)
@@ -400,9 +408,11 @@ class Displacing:
 
     def _is_owed(self, request: Any, now_s: float) -> bool:
         """Whether any thinker makes room for a request, at any price."""
+        return self._is_answer(request) or self._is_aged(request, now_s)
+
+    def _is_answer(self, request: Any) -> bool:
         state = self._tracker.get(request.request_id)
-        is_answer = state is not None and state.phase is Phase.ANSWER
-        return is_answer or self._is_aged(request, now_s)
+        return state is not None and state.phase is Phase.ANSWER
 
     def _is_aged(self, request: Any, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s

@@ -176,12 +176,12 @@ class StepLimiter:
     def pauses(self, session: Any) -> None:
         """Stop pacing a session that waits for its next chunk."""
         self._answer_pacing.on_removed(session.request_id)
+        if self._displacing:
+            self._displacing.ends_turn(session)
 
     def goes_on(self, session: Any) -> None:
         """Note a session with its next chunk: without KV blocks it waits at the front."""
         self.waiting_order.moved_to_front(session)
-        if self._displacing:
-            self._displacing.on_continued(session)
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that finished or was aborted."""
@@ -226,8 +226,6 @@ class StepLimiter:
         self.count_cadence(may_prefill=may_prefill)
         if not may_prefill:
             # No prompt is computed whatever the budget, and no request is admitted.
-            if self._displacing:
-                self._displacing.hold(scheduler)
             return StepLimits()
         # Before room is made, because a newcomer is admitted only if the budget has tokens for it.
         budget = self._cut_budget(scheduler, now_s)
@@ -387,6 +385,8 @@ class StepLimiter:
             if not isinstance(request, ProbeRequest):
                 self._prefilling.append(request)
                 self._chunks.begins(request)
+                if self._displacing:
+                    self._displacing.begun(request)
         if not total:
             return
         tokens_of = output.num_scheduled_tokens
