@@ -145,13 +145,13 @@ def test_the_report_is_written_as_it_goes(context: Context) -> None:
 
 def test_without_compilation_where_servers_do_not_start_with_it(context: Context) -> None:
     reason = "the vLLM server ended with exit code 1. Its log is here"
-    failed = Record("defaults", "", 1.0, verdict=FAILED, reason=reason)
+    failed = Record("served", "", 1.0, verdict=FAILED, reason=reason)
     later = command.adapt(context, [failed])
     assert later.is_eager
     assert "--enforce-eager" in later.sized.settings.options
     assert failed.notes == ["The later parts run with --enforce-eager."]
     assert command.adapt(later, [failed]) is later
-    served = Record("defaults", "", 1.0, verdict=FAILED, reason="1 of 32 requests failed")
+    served = Record("served", "", 1.0, verdict=FAILED, reason="1 of 32 requests failed")
     assert command.adapt(context, [served]) is context
 
 
@@ -274,7 +274,7 @@ def test_rate_by_the_cost_model(tmp_path: Path) -> None:
     path = tmp_path / "cost.yaml"
     packaged = comparison.bearable_by_cost(path)
     assert 2 < packaged < 60
-    cost = load_cost("h100-8b-dense")
+    cost = load_cost("h100-8b-measured")
     write_cost(path, cost.model_copy(update={"weights_s": 10 * cost.weights_s}))
     assert comparison.bearable_by_cost(path) < packaged / 3
 

@@ -34,33 +34,33 @@ _SCRIPT = "scripts/gpu_suite"
 _CONTEXT = 8192
 
 # The part whose servers are the first to start with vLLM's compilation.
-_FIRST_SERVERS = "defaults"
+_FIRST_SERVERS = "served"
 
 # What is worth most comes first: an early end leaves it.
 PARTS = (
     Part("kernel-tests", "the kernels compute what float64 does", 0.10, kernels.run_tests),
     Part("kernel-bench", "how near to a copy's bandwidth they come", 0.12, kernels.run_bench),
     Part(
-        "defaults",
-        "all defaults serve what stock serves, and doctor reports no failure",
-        0.14,
-        checks.run_defaults,
+        "served",
+        "what a patched server changes, beside what two runs of stock differ by",
+        0.40,
+        comparison.run_comparison_part,
     ),
-    Part("cost-model", "how long a step of this machine takes", 0.19, cost.run_fit),
-    Part("observing", "what observing early exit costs", 0.16, observing.run_observing),
     Part(
         "sync-check",
         "probes and measuring never wait for the GPU, and requests survive the context's end",
-        0.09,
+        0.17,
         checks.run_sync_check,
     ),
+    Part("close-lag", "how many tokens a forced close takes", 0.14, checks.run_close_lag),
+    Part("observing", "what observing early exit costs", 0.18, observing.run_observing),
+    Part("cost-model", "how long a step of this machine takes", 0.16, cost.run_fit),
     Part(
-        "served",
-        "what a patched server changes, beside what two runs of stock differ by",
-        0.34,
-        comparison.run_comparison_part,
+        "defaults",
+        "all defaults serve what stock serves, and doctor reports no failure",
+        0.24,
+        checks.run_defaults,
     ),
-    Part("close-lag", "how many tokens a forced close takes", 0.08, checks.run_close_lag),
 )
 
 

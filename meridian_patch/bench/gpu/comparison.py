@@ -31,10 +31,10 @@ _MOST, _REHEARSED_MOST = (3000, 500, 200), (64, 24, 8)
 # Requests that run at a time if nothing waits.
 _ROWS = 96
 # What a server takes to start, and a trace to end behind its last arrival.
-_START_S, _TAIL_S = 50.0, 15.0
+_START_S, _TAIL_S = 70.0, 15.0
 _LEAST_TRACE_S, _MOST_TRACE_S, _MOST_SEEDS = 15.0, 60.0, 5
 _REHEARSED_REQUESTS, _REHEARSED_RATE = 6, 3.0
-_COST = "h100-8b-dense"
+_COST = "h100-8b-measured"
 _CHARACTERS = "0123456789 +-=?abcdefghijklmnopqrstuvwxyz"
 _FIGURES = (
     "ttfat_mean_s",

@@ -8,6 +8,7 @@ page, too.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -66,8 +67,8 @@ def part_lines(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def in_one_line(text: str) -> str:
-    """The first line, without what Markdown would read as marks."""
-    first = text.partition("\n")[0]
+    """The first line, without the machine's paths and what Markdown would read as marks."""
+    first = re.sub(r"\S*/meridian-gpu-kit/", "", text.partition("\n")[0])
     return first.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -27,7 +27,8 @@ CHUNKS = ("compiled.0", "compiled.1")
 LIMITS_S = {"one": 175.0, "two": 530.0}
 PARTS = {
     "one": "kernel-tests,kernel-bench",
-    "two": "defaults,cost-model,observing,sync-check,served,close-lag",
+    # A server starts in 45 to 80 seconds there: more parts than these do not fit into the time.
+    "two": "served,sync-check,close-lag",
 }
 # Unpacking before, and handing over behind what the suite is given.
 BESIDE_S = {"one": 15.0, "two": 25.0}
