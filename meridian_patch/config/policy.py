@@ -151,7 +151,7 @@ class PolicyConfig(PolicyRules):
         "prefill has half of a step.",
     )
     level_tokens: int = Field(
-        default=512,
+        default=1024,
         ge=1,
         description="Think tokens with which the first level ends; each further level ends with "
         "twice as many. A lower level is admitted before a higher one, and may displace it.",
