@@ -180,12 +180,18 @@ def test_report_embeds_its_plots(drawn):
     assert "measured-cpu · 2026-01-02T03:04:05+00:00 · a CPU, 2 cores" in page
 
 
-def test_the_picture_is_of_the_seed_in_which_answers_stood_still(monkeypatch):
-    """Of the first arm's; the other arms show the same seed, whatever they did in it."""
+def test_the_picture_is_of_the_median_seed(monkeypatch):
+    """By the halts of the first arm's answers; the others show the same seed, whatever they did."""
     seen = {}
-    monkeypatch.setattr(plots, "requests_over_time", lambda shown, _caption: seen.update(shown))
-    stock = ArmRun("stock", [seed_run(1, 0.05, {}), seed_run(2, 1.0, {})])
-    picture_of([stock, ArmRun("patched", [seed_run(1, 2.0, {}), seed_run(2, 0.05, {})])], origin())
+
+    def draw(shown, caption):
+        assert caption.startswith("seed 2, the median")
+        seen.update(shown)
+
+    monkeypatch.setattr(plots, "requests_over_time", draw)
+    stock = ArmRun("stock", [seed_run(1, 0.05, {}), seed_run(2, 1.0, {}), seed_run(3, 4.0, {})])
+    patched = ArmRun("patched", [seed_run(seed, 5.0 / seed, {}) for seed in (1, 2, 3)])
+    picture_of([stock, patched], origin())
     assert {name: run.seed for name, run in seen.items()} == {"stock": 2, "patched": 2}
 
 

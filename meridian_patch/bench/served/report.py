@@ -197,7 +197,7 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
 
 def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
     """Plots of one seed of each arm; none when no arm played one."""
-    shown = _worst_seed(runs)
+    shown = _median_seed(runs)
     if not shown:
         return []
     pair = _differing(shown)
@@ -206,8 +206,8 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
             "title": "Who waited, and when",
             "text": "One line per request, the same line in each panel. Requests wait for their "
             "turn or because they were preempted; a halt within an answer is what its reader sees. "
-            "This and the next plots are of the seed in which the first arm's answers stood still "
-            "longest.",
+            "This and the next plots are of the median seed by the time that the first arm's "
+            "answers stood still.",
             "data": data_url(plots.requests_over_time(pair, caption)),
         },
         {
@@ -226,19 +226,27 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
 
 def picture_of(runs: Sequence[ArmRun], origin: Origin) -> bytes | None:
     """Who waited and when: stock and the first arm beside it, as PNG; None without any run."""
-    shown = dict(list(_differing(_worst_seed(runs)).items())[:2])
-    return plots.requests_over_time(shown, origin.caption) if shown else None
+    shown = dict(list(_differing(_median_seed(runs)).items())[:2])
+    if not shown:
+        return None
+    seed = next(iter(shown.values())).seed
+    caption = f"seed {seed}, the median by the time that answers of the first arm stood still"
+    return plots.requests_over_time(shown, f"{caption} · {origin.caption}")
 
 
-def _worst_seed(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:
-    """Of each arm the seed in which answers of the first one stood still longest."""
+def _median_seed(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:
+    """Of each arm the median seed by the time that answers of the first one stood still.
+
+    Of an even number the lower one.
+    """
     seeds = [{seed.seed: seed for seed in counted_seeds(run) if seed.records} for run in runs]
     played = next((found for found in seeds if found), {})
     if not played:
         return {}
-    worst = max(played, key=lambda seed: played[seed].figures().get("answer_pauses_s") or 0.0)
+    ordered = sorted(played, key=lambda one: played[one].figures().get("answer_pauses_s") or 0.0)
+    median = ordered[(len(ordered) - 1) // 2]
     pairs = zip(runs, seeds, strict=True)
-    return {run.name: found[worst] for run, found in pairs if worst in found}
+    return {run.name: found[median] for run, found in pairs if median in found}
 
 
 def _differing(shown: Mapping[str, SeedRun]) -> Mapping[str, SeedRun]:
