@@ -1,6 +1,7 @@
 """Finds thoughts and markers in a sequence of tokens."""
 
 from collections.abc import Iterator, Sequence
+from heapq import merge
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 
@@ -12,6 +13,8 @@ MAX_SHORT_TOKENS = 32
 def find_first_thought(token_ids: Sequence[int], boundaries: Boundaries) -> int | None:
     """Index of the first start marker without an end marker soon after it.
 
+    Takes one pass over the prompt for each way to write the start.
+
     Args:
         token_ids: a prompt.
         boundaries: boundaries of the served model.
@@ -19,12 +22,8 @@ def find_first_thought(token_ids: Sequence[int], boundaries: Boundaries) -> int 
     Returns:
         None if the prompt contains no thought.
     """
-    found = [
-        index
-        for sequence in boundaries.start
-        for index in _first(token_ids, sequence, boundaries.end)
-    ]
-    return min(found, default=None)
+    found = (_find_open(token_ids, start, boundaries.end) for start in boundaries.start)
+    return min((index for index in found if index is not None), default=None)
 
 
 def holds_any(token_ids: Sequence[int], sequences: tuple[TokenIds, ...]) -> bool:
@@ -32,15 +31,17 @@ def holds_any(token_ids: Sequence[int], sequences: tuple[TokenIds, ...]) -> bool
     return any(next(_places(token_ids, sequence), None) is not None for sequence in sequences)
 
 
-def _first(token_ids: Sequence[int], start: TokenIds, ends: tuple[TokenIds, ...]) -> Iterator[int]:
+def _find_open(token_ids: Sequence[int], start: TokenIds, ends: tuple[TokenIds, ...]) -> int | None:
+    """The first place of ``start`` with no end marker within ``MAX_SHORT_TOKENS`` after it."""
+    closing = merge(*(_places(token_ids, end) for end in ends))
+    end = next(closing, None)
     for index in _places(token_ids, start):
         begin = index + len(start)
-        if not any(
-            holds_any(token_ids[begin : begin + MAX_SHORT_TOKENS + len(end)], (end,))
-            for end in ends
-        ):
-            yield index
-            return
+        while end is not None and end < begin:
+            end = next(closing, None)
+        if end is None or end > begin + MAX_SHORT_TOKENS:
+            return index
+    return None
 
 
 def _places(token_ids: Sequence[int], sequence: TokenIds) -> Iterator[int]:

@@ -39,10 +39,10 @@ class RequestPhase:
     match_state: int
     # Known tokens when this phase began, prompt included.
     tokens_before: int
-    # Index at which the first thought begins; it may be an earlier turn's in the prompt.
-    first_thought: int | None = None
-    # The same for this request's own first thought.
+    # Index at which this request's own first thought begins.
     own_thought: int | None = None
+    # Where the prompt holds a boundary: those of the served model.
+    boundaries: Boundaries | None = None
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
     # Those among them that are tokens of end boundaries.
@@ -55,6 +55,17 @@ class RequestPhase:
     attends_from: int = 0
     # True for a request that thinks, has thought, or will think after its prefill.
     is_reasoning: bool = False
+
+    @property
+    def first_thought(self) -> int | None:
+        """Index at which the first thought begins; it may be an earlier turn's in the prompt.
+
+        The prompt is searched in each call: few requests are asked.
+        """
+        found = None
+        if self.boundaries is not None:
+            found = find_first_thought(self.known[: self.given_tokens], self.boundaries)
+        return self.own_thought if found is None else found
 
     @property
     def tokens_in_phase(self) -> int:
@@ -142,9 +153,8 @@ class PhaseTracker:
         state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, given)
         state.given_tokens = given
         state.own_thought = own_thought
-        if self._boundaries and event is not Event.NONE:
-            # Without any boundary there is no thought, and the search is skipped.
-            state.first_thought = find_first_thought(known, self._boundaries)
+        if event is not Event.NONE:
+            state.boundaries = self._boundaries
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
@@ -279,8 +289,6 @@ class PhaseTracker:
         self.has_opened = True
         if state.own_thought is None:
             state.own_thought = begin
-        if state.first_thought is None:
-            state.first_thought = state.own_thought
         self._enter(state, _THINK, known)
 
     def _mark_reasoning(self, state: RequestPhase) -> None:

@@ -1,7 +1,10 @@
 """What becomes of a request's blocks when they are freed."""
 
+from dataclasses import replace
+
 import pytest
 
+from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import Phase, RequestPhase
 from meridian_patch.policy.retention import (
     Retention,
@@ -15,10 +18,21 @@ from meridian_patch.policy.retention import (
 FIRST = 40
 KEPT_HISTORIES = ["keep", "unverified"]
 STRIPPED_HISTORIES = ["strip", "keep_in_tool_loop"]
+START, END = 1, 2
+# It answers, and its prompt holds a thought of an earlier turn.
+EARLIER = RequestPhase(
+    (*[0] * FIRST, START, *[0] * 59),
+    Phase.ANSWER,
+    Phase.ANSWER,
+    0,
+    tokens_before=100,
+    given_tokens=100,
+    boundaries=Boundaries("test", ((START,),), ((END,),), (END,)),
+)
 
 
 def request_in(phase, first_thought=FIRST):
-    return RequestPhase((), phase, phase, 0, 100, first_thought, own_thought=first_thought)
+    return RequestPhase((), phase, phase, 0, 100, own_thought=first_thought)
 
 
 def test_lower_tiers_are_evicted_first():
@@ -64,11 +78,10 @@ def test_a_finished_thought_goes_first_and_the_answer_behind_it_too(phase, first
 
 def test_earlier_thoughts_in_the_prompt_go_only_with_their_tool_loop():
     """Under `strip` a thought in a prompt is some text that came back and will again."""
-    state = RequestPhase((), Phase.ANSWER, Phase.THINK, 0, 100, first_thought=FIRST, own_thought=70)
+    state = replace(EARLIER, own_thought=70)
     assert retain_finished(state, "strip", has_tool_call=False).kept_tokens == 70
     assert retain_finished(state, "keep_in_tool_loop", has_tool_call=False).kept_tokens == FIRST
-    never_thought = RequestPhase((), Phase.ANSWER, Phase.ANSWER, 0, 100, first_thought=FIRST)
-    assert retain_finished(never_thought, "strip", has_tool_call=False) is None
+    assert retain_finished(EARLIER, "strip", has_tool_call=False) is None
 
 
 def test_a_tool_loop_that_goes_on_comes_back_where_the_template_keeps_it():

@@ -84,6 +84,20 @@ def test_holds_any():
     assert not holds_any([3, 4], ())
 
 
+def test_a_prompt_of_markers_takes_one_pass():
+    """Where an end stands behind sixteen starts, none is searched for anew from each of them."""
+    seen = []
+
+    class Prompt(list):
+        def index(self, *where):
+            seen.append(where)
+            return super().index(*where)
+
+    prompt = Prompt(([START] * 16 + [END]) * 64)
+    assert find_first_thought(prompt, SIMPLE) is None
+    assert len(seen) <= prompt.count(START) + prompt.count(END) + 2
+
+
 def routed(boundaries, prompt, *steps):
     tracker = SpokenTracker(boundaries)
     tracker.add("r", prompt)

@@ -145,7 +145,7 @@ class KVTiers(SchedulerPart):
             manager = self._manager.coordinator.single_type_managers[0]
             blocks = manager.req_to_blocks[request.request_id]
             in_use = min(count_shared(blocks) * manager.block_size, num_hit_tokens)
-            state = self._tracker.get(request.request_id)
+            state = self._tracker.get(request.request_id) if num_hit_tokens else None
             first_thought = state.first_thought if state else None
             kept, tier = num_hit_tokens, Tier.OUTPUT_CRITICAL
             if first_thought is not None and first_thought < num_hit_tokens:

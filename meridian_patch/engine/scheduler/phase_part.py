@@ -102,11 +102,13 @@ class PhasePart(SchedulerPart):
         seen = self._expected.pop(request_id, None)
         if seen is None:
             return
-        with self._guard.protect(self.name, request_id):
+        # As `protect`, which takes longer.
+        try:
             if self._tracker.observe(request_id, seen):
                 self._changed(request_id)
-            return
-        self._resync(request_id)
+        except Exception as error:
+            self._guard.failed(self.name, error, request_id)
+            self._resync(request_id)
 
     def _resync(self, request_id: str) -> None:
         """Find the phase from all known tokens: an error may have hidden a boundary."""

@@ -94,9 +94,12 @@ class PhaseScheduling(UpstreamScheduler):
 
     def _accept(self, request: Any) -> RequestOptions:
         """Parse a request's options; if one is wrong, all of them are ignored."""
-        options = NO_OPTIONS
-        with self._guard.protect("reading vllm_xargs", request.request_id):
+        # As `protect`, which takes longer.
+        try:
             options = self._options_parser.parse(request)
+        except Exception as error:
+            options = NO_OPTIONS
+            self._guard.failed("reading vllm_xargs", error, request.request_id)
         self._parts.call("before_added", request, options, request_id=request.request_id)
         return options
 
