@@ -42,6 +42,15 @@ class EmulatedDevice:
         )
         return self.tokens * self.cost.step_seconds(scaled)
 
+    def launch_seconds(self, work: StepWork) -> float:
+        """Seconds of such a step in which the engine does nothing but launch it; mostly 0."""
+        return self.tokens * self.cost.launch_seconds(work)
+
+    @property
+    def graph_tokens(self) -> int | None:
+        """Most tokens of a step that a captured graph runs."""
+        return self.cost.graph_tokens
+
     def kv_blocks(self, block_size: int) -> int:
         """Blocks of the KV pool that the device has, and one that holds no tokens.
 

@@ -50,6 +50,8 @@ def keep_async_scheduling(device: EmulatedDevice) -> None:
         is_async = vllm_config.scheduler_config.async_scheduling
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = is_async
+        if device.graph_tokens is not None:
+            vllm_config.additional_config[envs.EMULATED_GRAPH] = device.graph_tokens
         check_supported(device, vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_keep)

@@ -135,9 +135,17 @@ class EmulatedWorker(CPUWorker):
         work = self._shapes.read(scheduler_output)
         window = self._clock.submit(time.perf_counter(), self._device.step_seconds(work))
         step = _Step(_kept(scheduler_output), window, bool(work.prefill_tokens))
+        launch_s = self._device.launch_seconds(work)
+        if launch_s:
+            self._launch(window.start_s + launch_s)
         self._queue.append(step)
         # Load-bearing: the engine asks for a sample of each step with tokens, and for no other's.
         return None if scheduler_output.total_num_scheduled_tokens else _Later(self, step)
+
+    def _launch(self, until_s: float) -> None:
+        """Keep the engine until the device has been given all kernels of a step."""
+        self._catch_up()
+        time.sleep(max(until_s - time.perf_counter(), 0.0))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The tokens of the step that was submitted last, once the device has them."""

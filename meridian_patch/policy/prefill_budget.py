@@ -80,7 +80,10 @@ class PrefillBudget:
        until a step leaves budget unused or prefill has half of the step.
     6. If only ``min_prefill_tokens`` fit even so, one chunk in ``drain_s`` seconds is twice as
        large: chunks of one size do not tell what a token takes and what is fixed.
-    7. A prompt has room for enough tokens to end in ``_MOST_SLOWDOWN`` times the time that it would
+    7. A step that a captured graph cannot run takes longer by a fixed time. So a step that is cut
+       stays within the graph, or is well above it: while the backlog does not drain, or no piece
+       of a prompt fits otherwise.
+    8. A prompt has room for enough tokens to end in ``_MOST_SLOWDOWN`` times the time that it would
        take with the full budget (``owed_tokens``).
     """
 
@@ -90,6 +93,8 @@ class PrefillBudget:
         # Time since which every step has used up its budget.
         self._used_up_since_s: float | None = None
         self._larger_tried_s = float("-inf")
+        # When a step without a captured graph may be planned again.
+        self._next_launch_s = float("-inf")
 
     def default_itl_s(self, shape: StepShape) -> float | None:
         """The inter-token latency to keep if none is requested; None without data.
@@ -135,13 +140,35 @@ class PrefillBudget:
             target_s = self._widened_s(target_s, shape, now_s)
             room = self._model.prefill_room(shape, target_s, before)
         if room is None:
-            fitting = min(self._model.untested_tokens, most)
+            in_time = fitting = min(self._model.untested_tokens, most)
         else:
-            fitting = max(room.in_time, min(room.worthwhile, most))
+            in_time = room.in_time
+            fitting = max(in_time, min(room.worthwhile, most))
         prefill = max(fitting, settings.min_prefill_tokens, least)
         if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):
             prefill *= 2
+        if prefill > in_time:
+            prefill = self._by_graph(shape, prefill, before, least, now_s)
         return min(shape.decode_tokens + prefill, settings.full_tokens)
+
+    def _by_graph(
+        self, shape: StepShape, prefill: int, before: int, least: int, now_s: float
+    ) -> int:
+        """Prefill of a step that does not end in time: within the captured graph, or well above.
+
+        A little above it the step takes as long as with many more tokens.
+        """
+        room = self._model.graph_room(shape)
+        if room is None or prefill <= room:
+            return prefill
+        is_due = self._drains(now_s) > 1 and now_s >= self._next_launch_s
+        if room >= max(least, 1) and not is_due:
+            return room
+        many = min(self._model.launched_chunk(before) or 0, self._settings.full_tokens)
+        seconds = self._model.seconds(shape._replace(prefill_tokens=max(prefill, many)))
+        # Prefill has half of the machine's time at most, as everywhere.
+        self._next_launch_s = now_s + _MOST_STRETCH * (seconds or 0.0)
+        return max(prefill, many)
 
     def owed_tokens(self, shape: StepShape, prompt: PromptRest, cadence: int) -> int:
         """Prefill tokens of a step with which a prompt in progress ends in bounded time.

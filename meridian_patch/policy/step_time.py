@@ -95,11 +95,18 @@ class PrefillAllowance(NamedTuple):
 
 
 class StepTimeModel:
-    """Predicts seconds per step from its shape."""
+    """Predicts seconds per step from its shape.
+
+    Attributes:
+        graph_tokens: most tokens of a step that a captured graph runs; None where that is unknown
+            or all steps are alike. Above it kernels are launched one by one, which adds a fixed
+            time.
+    """
 
     def __init__(self) -> None:
+        self.graph_tokens: int | None = None
         self._decode = LinearFit(5, (1.0, _STIFF_ROWS, _STIFF_ROWS, 1.0, 1.0))
-        self._prefill = LinearFit(4, (_STIFF, 1.0, _STIFF, 1.0))
+        self._prefill = LinearFit(5, (_STIFF, 1.0, _STIFF, 1.0, 1.0))
         # Estimate of the least time that small chunks add to a step; None before the first one.
         self._least_added_s: float | None = None
         # The most prefill tokens that did not make a step longer.
@@ -127,7 +134,7 @@ class StepTimeModel:
             self._since_decode_only = 0 if self._decode.coefficients else _DECODE_EVERY
             return True
         self._since_decode_only += 1
-        decode_s, features = self.decode_seconds(shape), _prefill_features(shape)
+        decode_s, features = self.decode_seconds(shape), self._prefill_features(shape)
         if decode_s is None:
             # It is unknown whether prefill made the step longer, and the first steps have a great
             # weight in a fit.
@@ -167,7 +174,7 @@ class StepTimeModel:
         decode_s = self.decode_seconds(shape)
         if decode_s is None or not shape.prefill_tokens:
             return decode_s
-        prefill_s = self._prefill.predict(_prefill_features(shape))
+        prefill_s = self._prefill.predict(self._prefill_features(shape))
         return None if prefill_s is None else max(decode_s, prefill_s)
 
     def bare_seconds(self, shape: StepShape) -> float | None:
@@ -177,7 +184,7 @@ class StepTimeModel:
         attribute part of their time to the constant.
         """
         fitted_s = self._prefill.predict(
-            (1.0, float(shape.decode_tokens), float(shape.context_tokens), 0.0)
+            (1.0, float(shape.decode_tokens), float(shape.context_tokens), 0.0, 0.0)
         )
         decode_s = self.decode_seconds(shape)
         if fitted_s is None or decode_s is None:
@@ -199,6 +206,10 @@ class StepTimeModel:
         if decode is None or prefill is None or bare_s is None:
             return None
         in_time = self._tokens_in(max(seconds - bare_s, 0.0), before)
+        room = self.graph_room(shape)
+        if in_time is not None and room is not None and in_time > room:
+            launched = self._tokens_in(max(seconds - bare_s - prefill[4], 0.0), before) or 0
+            in_time = max(room, launched)
         # Context adds the same time to both kinds of steps, so its coefficients are left out. They
         # differ only while the fits have few data.
         fixed_s = prefill[0] - decode[0] + (prefill[1] - decode[1]) * shape.decode_tokens
@@ -208,6 +219,27 @@ class StepTimeModel:
         if in_time is None or worthwhile is None:
             return None
         return PrefillAllowance(in_time, worthwhile)
+
+    def graph_room(self, shape: StepShape) -> int | None:
+        """Prefill tokens with which a captured graph still runs the step; None: no such limit."""
+        if self.graph_tokens is None:
+            return None
+        return max(self.graph_tokens - shape.decode_tokens - shape.probe_tokens, 0)
+
+    def launched_chunk(self, before: int) -> int | None:
+        """Prefill tokens that take as long as launching a step without a graph; None without data.
+
+        Args:
+            before: tokens of the prompt before the chunk.
+        """
+        coefficients = self._prefill.coefficients
+        return self._tokens_in(coefficients[4], before) if coefficients else None
+
+    def _prefill_features(self, shape: StepShape) -> tuple[float, ...]:
+        tokens = shape.prefill_tokens + shape.probe_tokens + shape.decode_tokens
+        is_launched = self.graph_tokens is not None and tokens > self.graph_tokens
+        work = float(tokens), float(shape.context_tokens), float(shape.attended_tokens)
+        return 1.0, *work, float(is_launched)
 
     def _added(self, seconds: float) -> None:
         """Update the least added time with that of a small chunk."""
@@ -224,7 +256,7 @@ class StepTimeModel:
         """Time that a prompt of ``tokens`` tokens adds to steps; None without data."""
         if self._prefill.coefficients is None:
             return None
-        _, token_s, _, attended_s = self._prefill.coefficients
+        _, token_s, _, attended_s, _ = self._prefill.coefficients
         return (token_s + attended_s * tokens / 2) * tokens
 
     def recompute_price(self, shape: StepShape) -> float | None:
@@ -241,7 +273,7 @@ class StepTimeModel:
     def _tokens_in(self, seconds: float, before: int) -> int | None:
         if self._prefill.coefficients is None:
             return None
-        _, token_s, _, attended_s = self._prefill.coefficients
+        _, token_s, _, attended_s, _ = self._prefill.coefficients
         first_s = token_s + attended_s * before
         if first_s <= 0:
             return None
@@ -418,8 +450,3 @@ def _decode_features(shape: StepShape) -> tuple[float, ...]:
     probes = float(shape.probe_tokens)
     has_probes = 1.0 if probes else 0.0
     return 1.0, float(shape.decode_tokens), float(shape.context_tokens), has_probes, probes
-
-
-def _prefill_features(shape: StepShape) -> tuple[float, ...]:
-    tokens = shape.prefill_tokens + shape.probe_tokens + shape.decode_tokens
-    return 1.0, float(tokens), float(shape.context_tokens), float(shape.attended_tokens)

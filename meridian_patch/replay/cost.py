@@ -14,6 +14,8 @@ from meridian_patch.replay.types import StepWork
 
 SUFFIX = ".yaml"
 DEFAULT_COST = "h100-8b-dense"
+# Of a step without a captured graph, the share of its time in which its kernels are launched.
+_LAUNCHED_SHARE = 0.9
 
 
 class Experts(StrictModel):
@@ -47,6 +49,10 @@ class CostModel(StrictModel):
     once and the KV of every sequence in the step. ``compute`` is linear in the step's tokens, plus
     attention over each token's context. If memory and compute do not overlap, as on a CPU, they
     are added up. Numbers are floats in YAML's sense: write ``1.0e-3``.
+
+    A step of more than ``graph_tokens`` tokens is not run by a captured graph: its kernels are
+    launched one by one, which takes ``launch_s`` at least. Within EngineCore's process the engine
+    does nothing else meanwhile.
     """
 
     version: Literal[1]
@@ -67,6 +73,15 @@ class CostModel(StrictModel):
         default=None, ge=1, description="Tokens that the device holds beside the weights."
     )
     overlap: bool = Field(default=True, description="Memory and compute run at the same time.")
+    graph_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens of a step that a captured graph runs."
+    )
+    launch_s: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a step takes at least without a captured graph.",
+    )
 
     def step_seconds(self, work: StepWork) -> float:
         """Seconds of one step; 0 for a step without tokens."""
@@ -80,7 +95,16 @@ class CostModel(StrictModel):
         model = max(memory, compute) if self.overlap else memory + compute
         prefill = self.prefill_s if work.prefill_tokens else 0.0
         rows = self.row_s * (work.decode_seqs + work.prefill_seqs)
-        return self.fixed_s + prefill + rows + model
+        seconds = self.fixed_s + prefill + rows + model
+        return max(seconds, self.launch_s) if self._is_launched(tokens) else seconds
+
+    def launch_seconds(self, work: StepWork) -> float:
+        """Seconds of a step in which the engine launches its kernels one by one; mostly 0."""
+        tokens = work.prefill_tokens + work.decode_seqs + work.draft_tokens
+        return self.step_seconds(work) * _LAUNCHED_SHARE if self._is_launched(tokens) else 0.0
+
+    def _is_launched(self, tokens: int) -> bool:
+        return self.graph_tokens is not None and tokens > self.graph_tokens
 
 
 def load_cost(name_or_path: str) -> CostModel:

@@ -17,6 +17,7 @@ from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.accounting import InfiniteCache, RecomputedTokens
+from meridian_patch.replay.cost import CostModel
 from meridian_patch.replay.offload import KV_BYTES_PER_TOKEN, OffloadTier
 from meridian_patch.replay.scheduler import build_scheduler, disabled_logging
 from meridian_patch.replay.signals import made_up_signals
@@ -39,6 +40,9 @@ class ReplayEngine:
     as in the engine. Measure plans and probes are answered with made-up signals; their steps take
     the time of their tokens. No thought is closed: sampled tokens are always the request's.
 
+    Args:
+        graphs: says which steps a captured graph runs, and how long the others are launched.
+
     Attributes:
         now: the virtual clock, in seconds; a caller may set it forward while idle.
         totals: sums since the start.
@@ -53,6 +57,7 @@ class ReplayEngine:
         *,
         is_async: bool = True,
         limits: EngineLimits | None = None,
+        graphs: CostModel | None = None,
     ) -> None:
         limits = limits or EngineLimits()
         self.now = 0.0
@@ -70,6 +75,9 @@ class ReplayEngine:
             self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, KV_BYTES_PER_TOKEN)
         self._is_async = is_async
         self._step_seconds = step_seconds
+        self._graphs = graphs
+        if graphs and hasattr(self.scheduler, "step_limiter"):
+            self.scheduler.step_limiter.model.graph_tokens = graphs.graph_tokens
         self._hasher = get_request_block_hasher(limits.block_size, sha256)
         self._sampling = SamplingParams(temperature=0, max_tokens=limits.max_model_len)
         self._sampling.update_from_generation_config({}, template.turn_end)
@@ -157,8 +165,13 @@ class ReplayEngine:
         self.totals.steps += 1
         self._in_flight.append((output, result))
         if self._is_async:
+            launch_s = self._graphs.launch_seconds(work) if self._graphs else 0.0
+            if launch_s:
+                # The engine waits for no output while it launches kernels.
+                self.now += launch_s
+                self.scheduler.get_grammar_bitmask(output)
             self._deliver_down_to(1 if output.num_scheduled_tokens else 0)
-            self.now += seconds
+            self.now += seconds - launch_s
         else:
             self.now += seconds
             self._deliver_down_to(0)

@@ -200,7 +200,7 @@ def run_job(job: ReplayJob) -> ReplayRun:
     arm = replace(job.arm, settings=arm_settings(job.arm, history))
     if job.offload_gb_per_s is not None:
         arm = replace(arm, offload_gb_per_s=job.offload_gb_per_s)
-    engine = ReplayEngine(arm, pool // BLOCK_SIZE, cost.step_seconds, template)
+    engine = ReplayEngine(arm, pool // BLOCK_SIZE, cost.step_seconds, template, graphs=cost)
     recorder = _Recorder(engine, has_timeline=job.has_timeline)
     source = TraceSource(trace, template, history, job.seed)
     records = play(engine, source, on_step=recorder.note)

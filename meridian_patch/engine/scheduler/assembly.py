@@ -33,6 +33,7 @@ from meridian_patch.engine.scheduler.rank_agreement import decide_alike
 from meridian_patch.engine.scheduler.rank_exchange import Exchange
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.engine.scheduler.step_limits import StepLimiter
+from meridian_patch.engine.scheduler.step_timer import graph_tokens
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
@@ -166,6 +167,7 @@ def _build_policy(
         kept,
         scheduler.parallel_config.pipeline_parallel_size,
     )
+    limiter.model.graph_tokens = graph_tokens(scheduler.vllm_config)
     return PolicyPart(
         scheduler,
         rules,

@@ -149,6 +149,8 @@ class PhaseScheduling(UpstreamScheduler):
         return is_finished
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        # Load-bearing: the engine core calls this right after it gave the step to the workers.
+        self.step_limiter.launched(scheduler_output)
         grammar = super().get_grammar_bitmask(scheduler_output)
         if self.early_exit and self.early_exit.forced_closes:
             with self._guard.protect(counters.EARLY_EXIT):

@@ -411,6 +411,10 @@ class StepLimiter:
         decodes, held = total - prefill - probed, self._shape.context_tokens
         self._timer.scheduled(output, StepShape(prefill, decodes, held, attended, probed), now_s)
 
+    def launched(self, output: Any) -> None:
+        """Note that the workers have been given a step."""
+        self._timer.launched(output, self.clock())
+
     def ended(self, output: Any) -> None:
         """Learn from a step whose output arrived."""
         now_s = self.clock()

@@ -1,12 +1,35 @@
-"""Measures how long each engine step takes."""
+"""Measures how long each engine step takes, and finds out up to which size a graph runs it."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import CUDAGraphMode
+
+from meridian_patch import envs
 from meridian_patch.policy.step_time import StepShape
 
 # More steps than any engine keeps in flight.
 _MOST_IN_FLIGHT = 64
+
+
+@dataclass(slots=True)
+class _Noted:
+    """A step in flight.
+
+    Attributes:
+        output: upstream's ``SchedulerOutput``.
+        shape: its work.
+        scheduled_s: when it was scheduled.
+        launched_s: when the worker had launched it; None where that was not seen.
+        launch_s: seconds of its launch for which the output of the step before was late.
+    """
+
+    output: Any
+    shape: StepShape
+    scheduled_s: float
+    launched_s: float | None = None
+    launch_s: float = 0.0
 
 
 class StepTimer:
@@ -14,15 +37,25 @@ class StepTimer:
 
     With asynchronous scheduling a step waits for the one before it, so it begins when that one
     ends, even if that one was not noted.
+
+    A step that no captured graph runs is launched kernel by kernel. A worker in EngineCore's
+    process blocks the engine while it does so, and the output of the step before is taken
+    afterwards: late by the time of the launch. If that took longer than the wait that followed, it
+    counts for the step that was launched.
     """
 
     def __init__(self) -> None:
-        self._in_flight: deque[tuple[Any, StepShape, float]] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._in_flight: deque[_Noted] = deque(maxlen=_MOST_IN_FLIGHT)
         self._last_end_s = float("-inf")
 
     def scheduled(self, output: Any, shape: StepShape, now_s: float) -> None:
         """Note a step with at least one token that goes to the workers."""
-        self._in_flight.append((output, shape, now_s))
+        self._in_flight.append(_Noted(output, shape, now_s))
+
+    def launched(self, output: Any, now_s: float) -> None:
+        """Note that the workers have been given a step, and that the engine goes on."""
+        if self._in_flight and self._in_flight[-1].output is output:
+            self._in_flight[-1].launched_s = now_s
 
     def ended(self, output: Any, now_s: float) -> tuple[StepShape, float] | None:
         """Shape and seconds of a step whose output arrived; None if the step was not noted.
@@ -32,9 +65,36 @@ class StepTimer:
         """
         before_s, self._last_end_s = self._last_end_s, now_s
         in_flight = self._in_flight
-        if not any(noted is output for noted, _, _ in in_flight):
+        if not any(noted.output is output for noted in in_flight):
             return None
         while True:
-            noted, shape, scheduled_s = in_flight.popleft()
-            if noted is output:
-                return shape, now_s - max(scheduled_s, before_s)
+            noted = in_flight.popleft()
+            if noted.output is output:
+                begin_s = max(noted.scheduled_s, before_s)
+                self._move_launch(begin_s, now_s)
+                late_s = in_flight[0].launch_s if in_flight else 0.0
+                return noted.shape, now_s - begin_s + noted.launch_s - late_s
+
+    def _move_launch(self, begin_s: float, now_s: float) -> None:
+        """Find out for how long the output that arrived waited for the launch of the next step."""
+        following = self._in_flight[0] if self._in_flight else None
+        if following is None or following.launched_s is None:
+            return
+        launch_s = following.launched_s - max(following.scheduled_s, begin_s)
+        if launch_s > now_s - following.launched_s:
+            following.launch_s = max(launch_s, 0.0)
+
+
+def graph_tokens(vllm_config: Any) -> int | None:
+    """Most tokens of a step with prompts that a captured graph runs; None: graphs run none."""
+    more = vllm_config.additional_config
+    if isinstance(more, dict) and envs.EMULATED_GRAPH in more:
+        return int(more[envs.EMULATED_GRAPH])
+    compilation = vllm_config.compilation_config
+    # Load-bearing: a mode whose mixed mode is NONE captures steps that only decode.
+    mode = compilation.cudagraph_mode
+    if mode is None or mode.mixed_mode() == CUDAGraphMode.NONE:
+        return None
+    # Load-bearing: a step of more tokens than this is launched kernel by kernel.
+    most = compilation.max_cudagraph_capture_size
+    return int(most) if most else None
