@@ -91,7 +91,7 @@ class StepLimiter:
         self._tracker = tracker
         self._chunks = pieces
         self._stages = stages
-        self._timer = StepTimer()
+        self._timer = StepTimer(self.model.seconds)
         self._cut = PrefillBudget(PrefillBudgetSettings.of(config, full_tokens), self.model)
         self._rules = rules
         itl_s = None if config.answer_itl_ms is None else config.answer_itl_ms / 1000

@@ -1,6 +1,7 @@
 """Measures how long each engine step takes, and finds out up to which size a graph runs it."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,16 @@ class StepTimer:
 
     A step that no captured graph runs is launched kernel by kernel. A worker in EngineCore's
     process blocks the engine while it does so, and the output of the step before is taken
-    afterwards: late by the time of the launch. If that took longer than the wait that followed, it
-    counts for the step that was launched.
+    afterwards: late by up to the time of the launch. If that took longer than the wait that
+    followed, it counts for the step that was launched, as far as the other took longer than
+    expected.
+
+    Args:
+        expected_s: seconds of a step of some shape; None where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected_s: Callable[[StepShape], float | None]) -> None:
+        self._expected_s = expected_s
         self._in_flight: deque[_Noted] = deque(maxlen=_MOST_IN_FLIGHT)
         self._last_end_s = float("-inf")
 
@@ -70,19 +76,20 @@ class StepTimer:
         while True:
             noted = in_flight.popleft()
             if noted.output is output:
-                begin_s = max(noted.scheduled_s, before_s)
-                self._move_launch(begin_s, now_s)
-                late_s = in_flight[0].launch_s if in_flight else 0.0
-                return noted.shape, now_s - begin_s + noted.launch_s - late_s
+                seconds = now_s - max(noted.scheduled_s, before_s) + noted.launch_s
+                return noted.shape, seconds - self._late_s(noted.shape, seconds, now_s)
 
-    def _move_launch(self, begin_s: float, now_s: float) -> None:
-        """Find out for how long the output that arrived waited for the launch of the next step."""
+    def _late_s(self, shape: StepShape, seconds: float, now_s: float) -> float:
+        """For how long the output that arrived waited for the launch of the next step."""
         following = self._in_flight[0] if self._in_flight else None
         if following is None or following.launched_s is None:
-            return
-        launch_s = following.launched_s - max(following.scheduled_s, begin_s)
-        if launch_s > now_s - following.launched_s:
-            following.launch_s = max(launch_s, 0.0)
+            return 0.0
+        launch_s = following.launched_s - following.scheduled_s
+        if launch_s <= now_s - following.launched_s:
+            return 0.0
+        expected_s = self._expected_s(shape) or 0.0
+        following.launch_s = max(min(launch_s, seconds - expected_s), 0.0)
+        return following.launch_s
 
 
 def graph_tokens(vllm_config: Any) -> int | None:
