@@ -142,9 +142,9 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
         self._to_place.clear()
-        first = [*self._take_aged(now_s), *self._take_late(now_s)]
-        if first:
-            self._waiting_order.bring_forward(first, scheduler.waiting)
+        to_front = [*self._take_aged(now_s), *self._take_late(now_s)]
+        if to_front:
+            self._waiting_order.bring_forward(to_front, scheduler.waiting)
 
     def _take_aged(self, now_s: float) -> list[Any]:
         """Preempted requests that go first; each then thinks for a level before it makes room."""
