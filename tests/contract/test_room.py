@@ -155,6 +155,42 @@ def test_a_newcomer_that_lacks_a_seat_takes_that_of_a_thinker(demo_model, is_asy
     assert len(scheduler.running) == 2
 
 
+@pytest.mark.parametrize("block", [set_grammar, set_adapter, set_loading, set_stale])
+def test_a_seat_is_taken_for_the_first_that_upstream_does_not_skip(demo_model, block):
+    """At the limit of running requests vLLM looks at none that waits."""
+    driver = full_pool(demo_model)
+    driver.scheduler.max_num_active_reqs = 2
+    driver.add(newcomer(2))
+    block(driver, driver.scheduler.requests["new"])
+    for _ in range(20):
+        driver.step()
+    assert not num_preempted_for_room(driver)
+    driver.add(newcomer(2, "next", 53))
+    while not driver.deliveries["next"]:
+        driver.step()
+    assert num_preempted_for_room(driver) == 1
+
+
+@SYNC_AND_ASYNC
+def test_no_request_that_came_later_and_stands_before_has_room_taken_from_it(demo_model, is_async):
+    """vLLM is asked for that one first; it fits, and no request makes room for it."""
+    driver = full_pool(demo_model, is_async=is_async)
+    scheduler = driver.scheduler
+    driver.add(newcomer(BLOCKS - 22))
+    refusals = scheduler.step_limiter._displacing._refusals
+    while refusals.last is not scheduler.requests["new"]:
+        driver.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    driver.add(newcomer(1, "small", 53), extra_args={"meridian_priority": -1})
+    assert scheduler.waiting[0] is scheduler.requests["small"]
+    assert pool.get_num_free_blocks() > 4
+    driver.step()
+    assert scheduler.requests["small"].status == RequestStatus.RUNNING
+    assert not num_preempted_for_room(driver)
+    while not driver.deliveries["new"]:
+        driver.step()
+
+
 @SYNC_AND_ASYNC
 def test_no_request_makes_room_for_one_of_its_own_level(demo_model, is_async):
     """A newcomer waits while all that run have thought as little."""

@@ -15,14 +15,14 @@ class Refusals:
     the request lacks, and upstream itself counts how many it needs.
 
     Attributes:
-        last: the request that was refused last, and not admitted since; it may have left.
+        last: the request that was refused last, and not admitted since; it may wait no longer.
     """
 
     def __init__(self) -> None:
         self.last: Any | None = None
-        # Blocks of its prefix that are in the cache, by cache group.
-        self._prefix: Sequence[Sequence[Any]] = ()
-        self._needed = self._counted = 0
+        # Upstream's last count of blocks, that of the last refusal, and its other arguments.
+        self._counted = self._needed = 0
+        self._asked: dict[str, Any] = {}
         self._manager: Any = None
 
     def listen(self, manager: Any) -> None:
@@ -39,50 +39,41 @@ class Refusals:
         """Blocks that the request refused last lacks now; 0 for others."""
         if self.last is not request:
             return 0
-        return int(self._needed - self._manager.block_pool.get_num_free_blocks())
+        # Load-bearing: upstream passes these by name. Beside what it counts it leaves a watermark,
+        # and blocks for prompts in progress where a request loads its KV asynchronously.
+        has_company = self._asked.get("has_scheduled_reqs", True)
+        spare = self._manager.watermark_blocks if has_company else 0
+        spare += self._asked.get("reserved_blocks", 0)
+        return int(self._needed + spare - self._manager.block_pool.get_num_free_blocks())
 
     def prefix_of(self, request: Any) -> Sequence[Sequence[Any]]:
         """Cached blocks of the prefix of the request refused last, by cache group."""
-        return self._prefix if self.last is request else ()
+        found = self._asked.get("new_computed_blocks") if self.last is request else None
+        return found.blocks if found else ()
 
     def forget(self, request: Any) -> None:
         """Forget a request that left the scheduler."""
         if self.last is request:
-            self.last, self._prefix = None, ()
+            self.last, self._asked = None, {}
 
     def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         # Load-bearing: a waiting request has another status while upstream allocates its blocks.
         if request.status is RequestStatus.RUNNING or isinstance(request, ProbeRequest):
             return self._allocate(request, *args, **kwargs)
         coordinator = self._manager.coordinator
-        # Load-bearing: ``allocate_slots`` looks this attribute up in each call, and refuses right
-        # after the last one.
+        # Load-bearing: ``allocate_slots`` looks this attribute up in each call, and decides by the
+        # number of the last one.
         coordinator.get_num_blocks_to_allocate = self._note_count
         try:
             blocks = self._allocate(request, *args, **kwargs)
         finally:
             coordinator.get_num_blocks_to_allocate = self._count
         if blocks is None:
-            self._refused(request, **kwargs)
+            self.last, self._needed, self._asked = request, self._counted, kwargs
         else:
             self.forget(request)
         return blocks
 
-    def _note_count(self, *args: Any, **kwargs: Any) -> int:
-        self._counted = int(self._count(*args, **kwargs))
+    def _note_count(self, *args: Any, **kwargs: Any) -> Any:
+        self._counted = self._count(*args, **kwargs)
         return self._counted
-
-    def _refused(
-        self,
-        request: Any,
-        new_computed_blocks: Any = None,
-        reserved_blocks: int = 0,
-        has_scheduled_reqs: bool = True,
-        **_: Any,
-    ) -> None:
-        # Load-bearing: upstream passes these by name. Beside what it counts it leaves a watermark,
-        # and blocks for prompts in progress where a request loads its KV asynchronously.
-        watermark = self._manager.watermark_blocks if has_scheduled_reqs else 0
-        self.last = request
-        self._prefix = new_computed_blocks.blocks if new_computed_blocks else ()
-        self._needed = self._counted + watermark + reserved_blocks
