@@ -6,19 +6,16 @@ from types import SimpleNamespace
 import pytest
 from full_pool import (
     BLOCKS,
+    filled_driver,
     job,
     newcomer,
     num_preempted_for_room,
     share_time_alone,
-    taught_driver,
 )
 from scheduler_driver import (
     BLOCK_SIZE,
     Job,
-    aligned_mamba,
-    full_attention,
     make_prompt,
-    sliding_window,
 )
 from stub_connector import StubConnector
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
@@ -27,12 +24,6 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.engine.scheduler import displacing
-from meridian_patch.engine.scheduler.admission_checks import (
-    NextStep,
-    freed_blocks,
-    needed_blocks,
-    next_in_line,
-)
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.levels import Levels
 
@@ -42,29 +33,13 @@ def sharing(monkeypatch):
     share_time_alone(monkeypatch)
 
 
-def full_pool(demo_model, *, prompt=60, frees_late=False, names=("other", "long"), **options):
-    """Two long thinkers hold most of the pool; the step-time model knows what tokens cost."""
-    driver = taught_driver(demo_model, **options)
-    driver.scheduler.defer_block_free = frees_late
-    # Of two that are equal the last admitted makes room.
-    jobs = {
-        "long": job("long", 50, prompt=prompt, think=700, answer=5),
-        "other": job("other", 51, think=500, answer=5),
-    }
-    for name in names:
-        driver.add(jobs[name])
-    step_until(driver, "long", Phase.THINK, 290)
-    return driver
-
-
 def test_blocks_that_a_running_request_holds_are_not_needed(demo_model):
     """The newcomer shares nine blocks with a thinker: it comes in, and no request makes room."""
-    driver = full_pool(demo_model, prompt=320)
+    driver = filled_driver(demo_model, prompt=320)
     shared = driver.scheduler.requests["long"].prompt_token_ids[:-1]
     tokens = (*shared, *make_prompt(random.Random(9), 65, thinks=True, shared=9))
     driver.add(Job("new", tokens, 2, 3))
     [new] = driver.scheduler.waiting
-    assert needed_blocks(driver.scheduler, new) == -(-len(tokens) // BLOCK_SIZE) - 9
     driver.step()
     assert new.status == RequestStatus.RUNNING
     assert not num_preempted_for_room(driver)
@@ -103,7 +78,7 @@ BLOCKED = [set_grammar, set_adapter, set_loading, set_stale, set_unchunked]
 @pytest.mark.parametrize("block", BLOCKED)
 def test_no_request_makes_room_for_one_that_lacks_something_else(demo_model, is_async, block):
     """It would not be admitted with all blocks of the pool free."""
-    driver = full_pool(demo_model, is_async=is_async)
+    driver = filled_driver(demo_model, is_async=is_async)
     driver.add(newcomer(BLOCKS - 22))
     new = driver.scheduler.requests["new"]
     block(driver, new)
@@ -117,28 +92,26 @@ def test_no_request_makes_room_for_one_that_lacks_something_else(demo_model, is_
 def test_room_is_made_for_the_first_that_upstream_does_not_skip(demo_model, block):
     """One that is skipped keeps those behind it from nothing.
 
-    With a thinker its adapter may go, and the one that lacked a slot comes in before.
+    A thinker with whose adapter a slot would come free stays: the one that lacks it stands before.
     """
-    driver = full_pool(demo_model)
+    driver = filled_driver(demo_model)
     driver.add(newcomer(BLOCKS - 22))
     block(driver, driver.scheduler.requests["new"])
     driver.add(newcomer(BLOCKS - 22, "next", 53))
-    assert next_in_line(driver.scheduler).request_id == "next"
     while not driver.deliveries["next"]:
         driver.step()
-    assert num_preempted_for_room(driver) == (2 if block is set_adapter else 1)
-    assert "other" in driver.scheduler.requests
+    assert num_preempted_for_room(driver) == 1
+    assert {"long", "other"} <= set(driver.scheduler.requests)
 
 
 def test_no_request_makes_room_where_its_adapter_lets_a_longer_one_come_first(demo_model):
-    """With its adapter gone the longer one is next, and lacks blocks all the same."""
-    driver = full_pool(demo_model)
+    """With its adapter gone the longer one would be next, and lack blocks all the same."""
+    driver = filled_driver(demo_model)
     driver.scheduler.kv_cache_manager.block_pool.get_new_blocks(4)
     driver.add(newcomer(BLOCKS - 4))
     set_adapter(driver, driver.scheduler.requests["new"])
     driver.add(newcomer(BLOCKS - 26, "next", 53))
-    assert next_in_line(driver.scheduler).request_id == "next"
-    assert next_in_line(driver.scheduler, without={"long"}).request_id == "new"
+    driver.scheduler.requests["other"].priority = -1
     for _ in range(50):
         driver.step()
     assert not num_preempted_for_room(driver)
@@ -148,7 +121,7 @@ def test_no_request_makes_room_where_its_adapter_lets_a_longer_one_come_first(de
 @pytest.mark.parametrize("paused", [0, 1])
 def test_a_newcomer_that_lacks_a_seat_takes_that_of_a_thinker(demo_model, is_async, paused):
     """Also where a paused session holds one; the thinker comes back when a seat is free."""
-    driver = full_pool(demo_model, is_async=is_async)
+    driver = filled_driver(demo_model, is_async=is_async)
     scheduler = driver.scheduler
     scheduler.max_num_active_reqs = 2 + paused
     scheduler.num_waiting_for_streaming_input = paused
@@ -163,10 +136,46 @@ def test_a_newcomer_that_lacks_a_seat_takes_that_of_a_thinker(demo_model, is_asy
     assert len(scheduler.running) == 2
 
 
+@pytest.mark.parametrize("block", [set_grammar, set_adapter, set_loading, set_stale])
+def test_a_seat_is_taken_for_the_first_that_upstream_does_not_skip(demo_model, block):
+    """At the limit of running requests vLLM looks at none that waits."""
+    driver = filled_driver(demo_model)
+    driver.scheduler.max_num_active_reqs = 2
+    driver.add(newcomer(2))
+    block(driver, driver.scheduler.requests["new"])
+    for _ in range(20):
+        driver.step()
+    assert not num_preempted_for_room(driver)
+    driver.add(newcomer(2, "next", 53))
+    while not driver.deliveries["next"]:
+        driver.step()
+    assert num_preempted_for_room(driver) == 1
+
+
+@SYNC_AND_ASYNC
+def test_no_request_that_came_later_and_stands_before_has_room_taken_from_it(demo_model, is_async):
+    """vLLM is asked for that one first; it fits, and no request makes room for it."""
+    driver = filled_driver(demo_model, is_async=is_async)
+    scheduler = driver.scheduler
+    driver.add(newcomer(BLOCKS - 22))
+    refusals = scheduler.step_limiter._displacing._refusals
+    while refusals.last is not scheduler.requests["new"]:
+        driver.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    driver.add(newcomer(1, "small", 53), extra_args={"meridian_priority": -1})
+    assert scheduler.waiting[0] is scheduler.requests["small"]
+    assert pool.get_num_free_blocks() > 4
+    driver.step()
+    assert scheduler.requests["small"].status == RequestStatus.RUNNING
+    assert not num_preempted_for_room(driver)
+    while not driver.deliveries["new"]:
+        driver.step()
+
+
 @SYNC_AND_ASYNC
 def test_no_request_makes_room_for_one_of_its_own_level(demo_model, is_async):
     """A newcomer waits while all that run have thought as little."""
-    driver = full_pool(demo_model, is_async=is_async)
+    driver = filled_driver(demo_model, is_async=is_async)
     driver.scheduler.step_limiter._displacing._levels = Levels(1000, 0.0)
     driver.add(newcomer(BLOCKS - 22))
     for _ in range(50):
@@ -175,14 +184,14 @@ def test_no_request_makes_room_for_one_of_its_own_level(demo_model, is_async):
 
 
 @SYNC_AND_ASYNC
-def test_room_is_made_a_few_times_for_a_newcomer_that_is_not_admitted(demo_model, is_async):
-    """What cannot be foreseen, as that an encoder's output is in transit, costs few preemptions."""
-    driver = full_pool(demo_model, is_async=is_async)
+def test_no_request_makes_room_for_one_whose_encoder_output_is_in_transit(demo_model, is_async):
+    """vLLM asks for no blocks before it is there."""
+    driver = filled_driver(demo_model, is_async=is_async)
     driver.scheduler._ec_transfer_pending = lambda request, _: request.request_id == "new"
     driver.add(newcomer(BLOCKS - 22))
-    while len(driver.scheduler.requests) > 1:
+    for _ in range(50):
         driver.step()
-    assert 1 <= num_preempted_for_room(driver) <= 3
+    assert not num_preempted_for_room(driver)
     assert not driver.deliveries["new"]
     del driver.scheduler._ec_transfer_pending
     driver.drain()
@@ -190,9 +199,24 @@ def test_room_is_made_a_few_times_for_a_newcomer_that_is_not_admitted(demo_model
 
 
 @SYNC_AND_ASYNC
+def test_room_is_made_a_few_times_for_a_newcomer_that_is_not_admitted(
+    demo_model, is_async, monkeypatch
+):
+    """Where less comes free than was expected, that costs few preemptions."""
+    monkeypatch.setattr(displacing, "freed_blocks", lambda *_: BLOCKS)
+    driver = filled_driver(demo_model, is_async=is_async)
+    driver.scheduler.kv_cache_manager.block_pool.get_new_blocks(10)
+    driver.add(newcomer(BLOCKS - 10))
+    for _ in range(200):
+        driver.step()
+    assert 1 <= num_preempted_for_room(driver) <= 3
+    assert not driver.deliveries["new"]
+
+
+@SYNC_AND_ASYNC
 def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(demo_model, is_async):
     """vLLM skips it until then, and the displaced one would come back in its place."""
-    driver = full_pool(demo_model, is_async=is_async)
+    driver = filled_driver(demo_model, is_async=is_async)
     driver.scheduler.connector = connector = StubConnector(undecided_times=5)
     driver.add(newcomer(BLOCKS - 22))
     new = driver.scheduler.requests["new"]
@@ -206,8 +230,7 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     assert num_preempted_for_room(driver) == 1
     driver.drain()
     assert len(driver.deliveries["new"]) == 7
-    refusals = driver.scheduler.step_limiter._displacing._refusals
-    assert refusals._last is None
+    assert driver.scheduler.step_limiter._displacing._refusals.last is None
 
 
 class Loading(StubConnector):
@@ -224,7 +247,7 @@ class Loading(StubConnector):
 @pytest.mark.parametrize("reserved", [0, 30])
 def test_room_for_a_load_leaves_what_prompts_under_way_will_take(demo_model, reserved):
     """vLLM admits a request that loads only beside what these still need."""
-    driver = full_pool(demo_model)
+    driver = filled_driver(demo_model)
     driver.scheduler.connector = Loading()
     driver.scheduler._inflight_prefill_reserved_blocks = lambda: reserved
     driver.add(newcomer(BLOCKS - 22))
@@ -243,7 +266,7 @@ def test_room_that_is_free_a_step_late_suffices_then(demo_model, length):
 
     Room is made for a newcomer that needs every block that is free then, or it is not made.
     """
-    driver = full_pool(demo_model, is_async=True, frees_late=True)
+    driver = filled_driver(demo_model, is_async=True, frees_late=True)
     step_until(driver, "long", Phase.THINK, length)
     manager = driver.scheduler.kv_cache_manager
     own = len(manager.get_blocks("long").blocks[0])
@@ -259,24 +282,27 @@ def test_room_that_is_free_a_step_late_suffices_then(demo_model, length):
     assert has_come_in
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_blocks_taken_until_a_free_count_only_where_one_is_needed(demo_model, monkeypatch, missing):
+@pytest.mark.parametrize("freed", [0, 100])
+def test_one_that_was_refused_and_fits_now_displaces_no_request(demo_model, monkeypatch, freed):
     """A newcomer that fits in the next step comes in then, whatever is taken in later steps."""
-    driver = full_pool(demo_model)
-    driver.add(newcomer(BLOCKS - 22))
-    monkeypatch.setattr(displacing, "num_steps_until_admitted", lambda _: 1)
-    monkeypatch.setattr(displacing, "taken_blocks", lambda _, __, later=0: later)
+    driver = filled_driver(demo_model, blocks=140)
     scheduler = driver.scheduler
-    fits = scheduler.step_limiter._displacing._preempt_for(
-        scheduler, scheduler.requests["new"], missing, 0.0, NextStep()
-    )
-    assert fits
-    assert num_preempted_for_room(driver) == missing
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    driver.add(newcomer(12))
+    refusals = scheduler.step_limiter._displacing._refusals
+    while not refusals.last:
+        driver.step()
+    monkeypatch.setattr(displacing, "taken_blocks", lambda *_: 1)
+    pool.free_blocks(taken[:freed])
+    driver.step()
+    assert scheduler.requests["new"].status == RequestStatus.RUNNING
+    assert num_preempted_for_room(driver) == (freed == 0)
 
 
 def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
     """All thinkers together hold too little: they go on, and the newcomer waits as in stock."""
-    driver = full_pool(demo_model)
+    driver = filled_driver(demo_model)
     scheduler = driver.scheduler
     # A third that answers holds what the newcomer would need.
     scheduler.kv_cache_manager.block_pool.get_new_blocks(10)
@@ -289,7 +315,7 @@ def test_no_request_makes_room_where_that_does_not_suffice(demo_model):
 @SYNC_AND_ASYNC
 def test_several_make_room_where_one_does_not_suffice(demo_model, is_async):
     """They go in one step, and the newcomer comes in in that step."""
-    driver = full_pool(demo_model, is_async=is_async)
+    driver = filled_driver(demo_model, is_async=is_async)
     driver.add(newcomer(BLOCKS - 8))
     while not num_preempted_for_room(driver):
         driver.step()
@@ -300,52 +326,12 @@ def test_several_make_room_where_one_does_not_suffice(demo_model, is_async):
     assert find_faults(driver.scheduler.kv_cache_manager.block_pool) == []
 
 
-HYBRIDS = {
-    "full": (full_attention(),),
-    "window": (full_attention(), sliding_window(48, BLOCK_SIZE // 2)),
-    "window-first": (sliding_window(64), full_attention(), sliding_window(64)),
-}
-
-
-@SYNC_AND_ASYNC
-@pytest.mark.parametrize("groups", HYBRIDS)
-def test_time_sharing_counts_the_blocks_of_all_groups(demo_model, is_async, groups):
-    """A newcomer takes the place of a thinker whatever the cache groups are."""
-    specs = HYBRIDS[groups]
-    driver = full_pool(demo_model, is_async=is_async, blocks=60, groups=specs)
-    scheduler = driver.scheduler
-    assert "time_sharing" in [n for n, on in vars(scheduler.policy_part.rules).items() if on]
-    pool = scheduler.kv_cache_manager.block_pool
-    # Nearly all that is left belongs to a request of another engine.
-    foreign = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
-    driver.add(newcomer(11))
-    assert needed_blocks(scheduler, scheduler.requests["new"]) >= 11
-    while not driver.deliveries["new"]:
-        driver.step()
-    assert "other" in scheduler.requests
-    assert num_preempted_for_room(driver) >= 1
-    pool.free_blocks(foreign)
-    driver.drain()
-    assert find_faults(pool) == []
-
-
-def test_the_step_model_sees_the_context_of_all_groups(demo_model):
-    """Held tokens rise as thoughts grow; without groups of one kind they were 0."""
-    held = {}
-    for name in ("full", "window"):
-        driver = driver_for(demo_model, blocks=60, groups=HYBRIDS[name])
-        driver.add(job("long", 50, think=700, answer=5))
-        step_until(driver, "long", Phase.THINK, 400)
-        driver.scheduler.step_limiter.decodes(driver.scheduler)
-        held[name] = driver.scheduler.step_limiter._shape.context_tokens
-    assert 400 < held["full"] < 550
-    assert 400 < held["window"] < 700
-
-
 @SYNC_AND_ASYNC
 def test_room_is_made_beside_what_running_prompts_take(demo_model, is_async):
     """Running requests get their blocks first: what they leave must suffice for the newcomer."""
-    driver = full_pool(demo_model, is_async=is_async, blocks=60, long_prefill_token_threshold=64)
+    driver = filled_driver(
+        demo_model, is_async=is_async, blocks=60, long_prefill_token_threshold=64
+    )
     scheduler = driver.scheduler
     for number in range(3):
         driver.add(job(f"prompt{number}", 60 + number, prompt=1000, think=2, answer=3))
@@ -359,72 +345,17 @@ def test_room_is_made_beside_what_running_prompts_take(demo_model, is_async):
     # Each prompt takes two blocks or more: of eight blocks no more than two are left.
     held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
     driver.add(newcomer(held + 4))
-    driver.step()
-    is_in = scheduler.requests["new"].status == RequestStatus.RUNNING
-    assert is_in == bool(num_preempted_for_room(driver))
-
-
-@SYNC_AND_ASYNC
-def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_async):
-    """The blocks that it frees are those that the newcomer did not need while they were held."""
-    driver = full_pool(demo_model, prompt=320, is_async=is_async, blocks=60)
-    scheduler = driver.scheduler
-    long, other = scheduler.requests["long"], scheduler.requests["other"]
-    tokens = (*long.prompt_token_ids[:-1], *make_prompt(random.Random(9), 800, thinks=True))
-    driver.add(Job("new", tokens, 2, 3))
     new = scheduler.requests["new"]
-    held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
-    pool = scheduler.kv_cache_manager.block_pool
-    # As few as suffice by what it holds, and not by what it holds beside the newcomer's prefix.
-    pool.get_new_blocks(pool.get_num_free_blocks() - needed_blocks(scheduler, new) + held - 2)
-    other.priority = -1
-    for _ in range(20):
+    for _ in range(4):
         driver.step()
-    assert new.status != RequestStatus.RUNNING
-    assert not num_preempted_for_room(driver)
-    held = len(scheduler.kv_cache_manager.get_blocks("long").blocks[0])
-    assert freed_blocks(scheduler, long, new) == held - 9
-    assert freed_blocks(scheduler, long, other) == held
-
-
-@SYNC_AND_ASYNC
-def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_model, is_async):
-    """With a cached state behind it, the newcomer does not need the prefix while it is held."""
-    driver = full_pool(
-        demo_model,
-        prompt=10 * BLOCK_SIZE,
-        names=("long", "other"),
-        is_async=is_async,
-        blocks=80,
-        groups=(full_attention(), aligned_mamba()),
-        mamba_cache_mode="align",
-        max_num_batched_tokens=4 * BLOCK_SIZE,
-    )
-    scheduler = driver.scheduler
-    long, other = scheduler.requests["long"], scheduler.requests["other"]
-    shared = long.prompt_token_ids[: 8 * BLOCK_SIZE]
-    driver.add(Job("new", (*shared, *make_prompt(random.Random(9), 800, thinks=True)), 2, 3))
-    new = scheduler.requests["new"]
-    # 33 blocks and a state: without the 8 that are held, and with the state that is not.
-    assert needed_blocks(scheduler, new) == 33 - 8 + 2
-    blocks = scheduler.kv_cache_manager.get_blocks("long").blocks
-    held = sum(not block.is_null for group in blocks for block in group)
-    assert freed_blocks(scheduler, long, new) == held - 8
-    assert freed_blocks(scheduler, long, other) == held
-    pool = scheduler.kv_cache_manager.block_pool
-    # As few as suffice by what it holds, and not by what it holds beside the newcomer's prefix.
-    pool.get_new_blocks(pool.get_num_free_blocks() - needed_blocks(scheduler, new) + held - 4)
-    other.priority = -1
-    for _ in range(20):
-        driver.step()
-    assert new.status != RequestStatus.RUNNING
-    assert not num_preempted_for_room(driver)
+        is_in = new.status == RequestStatus.RUNNING
+        assert is_in == bool(num_preempted_for_room(driver))
 
 
 @SYNC_AND_ASYNC
 def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, is_async):
     """The answer goes first and lacks more blocks than a displaced thinker would free."""
-    driver = full_pool(demo_model, is_async=is_async, blocks=80)
+    driver = filled_driver(demo_model, is_async=is_async, blocks=80)
     scheduler = driver.scheduler
     driver.add(job("reads", 70, prompt=1000, think=2, answer=300))
     step_until(driver, "reads", Phase.ANSWER, 5)
@@ -446,7 +377,7 @@ def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, i
 def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkeypatch):
     """Prompts under way take up what a cut leaves of a step: no other request would come in."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "true")
-    driver = full_pool(demo_model, blocks=100)
+    driver = filled_driver(demo_model, blocks=100)
     scheduler = driver.scheduler
     driver.add(job("reads", 70, think=2, answer=300))
     step_until(driver, "reads", Phase.ANSWER, 5)
@@ -481,7 +412,7 @@ def test_the_policy_keeps_no_request_that_is_gone(demo_model):
 @pytest.mark.parametrize("adapters", [0, 1])
 def test_room_is_made_beside_an_adapter_and_a_connector(demo_model, adapters):
     """Few blocks are free, but enough for the next step of all that run."""
-    driver = full_pool(demo_model)
+    driver = filled_driver(demo_model)
     scheduler = driver.scheduler
     scheduler.connector = StubConnector(undecided_times=5)
     scheduler.lora_config = SimpleNamespace(max_loras=4)

@@ -280,11 +280,14 @@ def test_an_answer_goes_before_a_thinker_of_its_level_that_made_room(
 
 @pytest.mark.parametrize("in_flight", ["boundary", "thought"])
 def test_a_thinker_whose_boundary_is_in_flight_makes_no_room(demo_model, in_flight, monkeypatch):
-    """Whether the token in flight ends its thought is seen first; it costs one step."""
+    """Whether the token in flight ends its thought is seen first; it costs one step.
+
+    vLLM refuses the newcomer in a step in which it thinks; the boundary is in flight after that.
+    """
     share_time_alone(monkeypatch)
     driver = taught_driver(demo_model, is_async=True)
     scheduler = driver.scheduler
-    think = 285 if in_flight == "boundary" else 286
+    think = 286 if in_flight == "boundary" else 287
     driver.add(full_job("reads", 50, think=think, answer=30))
     driver.add(full_job("other", 51, think=500, answer=5))
     step_until(driver, "reads", Phase.THINK, 285)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meridian_patch.engine.scheduler.admission_checks import next_in_line, num_seated
+from meridian_patch.engine.scheduler.admission_checks import first_ready, num_seated
 
 
 class ProbeSeats:
@@ -46,7 +46,7 @@ class ProbeSeats:
             return
         if free:
             # If probes hold the last seats this cannot be checked, and the last result is kept.
-            self._is_wanted = next_in_line(scheduler) is not None
+            self._is_wanted = first_ready(scheduler) is not None
         if not self._is_wanted:
             return
         if num_kept:

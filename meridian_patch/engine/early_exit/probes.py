@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probe_seats import ProbeSeats, free_seats
-from meridian_patch.engine.scheduler.admission_checks import held_tokens
+from meridian_patch.engine.kv_cache.shared_blocks import held_tokens
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 

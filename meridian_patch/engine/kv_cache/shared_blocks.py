@@ -1,8 +1,10 @@
 """Finds which blocks of a request other requests also hold."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 
 def count_shared(blocks: Sequence[Any]) -> int:
@@ -20,3 +22,59 @@ def count_shared(blocks: Sequence[Any]) -> int:
 def is_own(block: Any) -> bool:
     """Whether no second request holds the block; False for null blocks."""
     return not block.is_null and block.ref_cnt <= 1
+
+
+def held_tokens(manager: Any, request: Any, tokens: int) -> int:
+    """Tokens of the request's prefix that are in the cache and that running requests hold.
+
+    The same tokens may be cached twice, with only one copy held. Load-bearing: a look-up finds the
+    copy that was cached first.
+    """
+    full = list(_full_attention(manager))
+    # A hit is as long as the shortest one among the groups. Groups without full attention may have
+    # a shorter one, so nothing is counted unless they have the blocks at the end of the prefix.
+    common = min((_held_prefix(group, request, tokens - 1) for group in full), default=0)
+    groups = manager.coordinator.single_type_managers
+    if any(not _has_end(group, request, common) for group in groups if group not in full):
+        return 0
+    return common
+
+
+def _full_attention(manager: Any) -> Iterator[Any]:
+    for group in manager.coordinator.single_type_managers:
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            yield group
+
+
+def _held_prefix(group: Any, request: Any, most_tokens: int) -> int:
+    """Tokens of the request's prefix whose blocks in this group are cached and held."""
+    most = most_tokens // group.block_size
+    return group.block_size * bisect_left(
+        range(most), True, key=lambda index: not _is_held(group, request, index)
+    )
+
+
+def _is_held(group: Any, request: Any, index: int) -> bool:
+    block = _cached(group, request, index)
+    return block is not None and block.ref_cnt > 0
+
+
+def _has_end(group: Any, request: Any, tokens: int) -> bool:
+    """Whether a group that does not keep every block has the blocks to continue at ``tokens``."""
+    spec = group.kv_cache_spec
+    if not isinstance(spec, SlidingWindowSpec):
+        return False
+    end = tokens // group.block_size
+    start = max(0, end - -(-(spec.sliding_window - 1) // group.block_size))
+    return all(_cached(group, request, index) is not None for index in range(start, end))
+
+
+def _cached(group: Any, request: Any, index: int) -> Any | None:
+    """The group's cached block at an index of the request's prefix."""
+    pool = group.block_pool
+    # Load-bearing: each hash covers the whole prefix up to its own block.
+    place = (index + 1) * group.block_size // pool.hash_block_size - 1
+    if place >= len(request.block_hashes):
+        return None
+    found = pool.get_cached_block(request.block_hashes[place], [group.kv_cache_group_id])
+    return found[0] if found else None

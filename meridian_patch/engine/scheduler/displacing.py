@@ -1,6 +1,7 @@
 """Preempts thinkers for waiting requests of lower levels, and places them in the queue."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, filterfalse, islice, takewhile
 from typing import Any
@@ -9,16 +10,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler.admission_checks import (
-    NextStep,
+    MOST_LOOKED_AT,
+    first_ready,
     freed_blocks,
-    needed_blocks,
-    next_in_line,
-    num_seated,
+    lacks_seat,
     num_steps_until_admitted,
     taken_blocks,
 )
 from meridian_patch.engine.scheduler.refusals import Refusals
-from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
+from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.step_time import StepShape
@@ -85,14 +85,10 @@ class Displacing:
         # Requests for which others were preempted, their own number of preemptions then, and how
         # often that was since.
         self._made_room: dict[Any, tuple[int, int]] = {}
-        # Created on first use, and only with a connector: its answers cannot be predicted.
-        self._refusals: Refusals | None = None
-        # The first request of the queue when there was no room, and before which step that is taken
-        # as the answer.
-        self._head: Any | None = None
+        self._refusals = Refusals()
+        # The request for which no room was found, and before which step that is the answer.
+        self._no_room_for: Any | None = None
         self._no_room_until = 0
-        # Free blocks and running requests then.
-        self._taken_then = 0, 0
         # Whether the next step leaves out a request with a LoRA adapter.
         self.skips_adapter = False
         # What is noted of requests.
@@ -113,9 +109,8 @@ class Displacing:
             self._held.remove(request)
         if request is self._held_for:
             self._held, self._held_for = [], None
-        if self._refusals:
-            self._refusals.on_removed(request)
-        self._head, self._no_room_until = None, 0
+        self._refusals.forget(request)
+        self._no_room_for = None
 
     def added(self, request: Any, level: int, now_s: float) -> None:
         """Note a new request; one with a long prompt waits behind later ones, but not for ever."""
@@ -147,9 +142,9 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
         self._to_place.clear()
-        first = [*self._take_aged(now_s), *self._take_late(now_s)]
-        if first:
-            self._waiting_order.bring_forward(first, scheduler.waiting)
+        to_front = [*self._take_aged(now_s), *self._take_late(now_s)]
+        if to_front:
+            self._waiting_order.bring_forward(to_front, scheduler.waiting)
 
     def _take_aged(self, now_s: float) -> list[Any]:
         """Preempted requests that go first; each then thinks for a level before it makes room."""
@@ -176,91 +171,75 @@ class Displacing:
         return bool(self._overtaken)
 
     def found_no_room(self, scheduler: Any) -> bool:
-        """Whether the request that comes first had no room a few steps ago, and none came free."""
-        if scheduler.current_step >= self._no_room_until or not scheduler.waiting:
+        """Whether the request that comes first had no room a few steps ago, and has none now."""
+        request = self._no_room_for
+        if request is None or scheduler.current_step >= self._no_room_until:
             return False
-        blocks, running = self._taken_then
-        return (
-            scheduler.waiting.peek_request() is self._head
-            and scheduler.kv_cache_manager.block_pool.get_num_free_blocks() <= blocks
-            and len(scheduler.running) >= running
-        )
+        if not scheduler.waiting or scheduler.waiting.peek_request() is not request:
+            return False
+        return lacks_seat(scheduler) or self._refusals.num_missing(request) > 0
 
-    def make_room(self, scheduler: Any, now_s: float, step: NextStep) -> None:
+    def make_room(
+        self, scheduler: Any, now_s: float, token_budget: int | None, shape: StepShape
+    ) -> None:
         """Preempt thinkers of higher levels if the request that comes first lacks room.
 
         Args:
             scheduler: the phase-aware scheduler.
             now_s: time of the monotonic clock.
-            step: what is known of the next step.
+            token_budget: tokens that the next step may compute; None: the engine's own limit.
+            shape: decode tokens and context of the next step.
         """
         self.skips_adapter = False
+        self._refusals.listen(scheduler.kv_cache_manager)
         if not scheduler.waiting:
             self._held.clear()
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
         if not scheduler.waiting or scheduler._pause_state != PauseState.UNPAUSED:
-            self._no_room_until = 0
+            self._no_room_for = None
             return
         if self.found_no_room(scheduler):
             return
-        # With room, a request is admitted, and the next step checks again at once.
-        self._head = None
-        has_room = self._has_room(scheduler, now_s, step)
-        free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._taken_then = free_blocks, len(scheduler.running)
-        self._no_room_until = 0 if has_room else scheduler.current_step + _REFRESH_STEPS
-
-    def _has_room(self, scheduler: Any, now_s: float, step: NextStep) -> bool:
-        """Whether the next waiting request fits; thinkers are preempted for it if need be."""
-        lacks_seat = num_seated(scheduler) >= scheduler.max_num_active_reqs
-        newcomer = next_in_line(scheduler, step, free_seats=int(lacks_seat))
+        self._no_room_for = None
+        newcomer = self._in_line(scheduler)
         if newcomer is None:
-            return not lacks_seat
-        self._head = newcomer
+            return
         if newcomer is not self._held_for:
             self._held, self._held_for = [], newcomer
-        missing = self._num_missing(scheduler, newcomer)
         # A request that was not admitted after others made room for it lacks something else.
-        if self._times_made_room(newcomer) >= _MOST_TIMES:
-            return False
-        # If upstream has not asked for the blocks yet, decide in a later step.
-        if not lacks_seat and not self._lacks_only_blocks(scheduler, newcomer):
-            return True
-        return self._preempt_for(scheduler, newcomer, missing, now_s, step, lacks_seat=lacks_seat)
+        is_hopeless = self._times_made_room(newcomer) >= _MOST_TIMES
+        if is_hopeless or not self._preempt_for(scheduler, newcomer, now_s, token_budget, shape):
+            self._no_room_for = newcomer
+            self._no_room_until = scheduler.current_step + _REFRESH_STEPS
 
-    def _lacks_only_blocks(self, scheduler: Any, newcomer: Any) -> bool:
-        """Whether blocks are all that the next waiting request lacks, as far as can be known.
+    def _in_line(self, scheduler: Any) -> Any | None:
+        """The waiting request that lacks a seat, or was refused blocks; None: it is not known.
 
-        A connector may not know yet what it holds of a request, and upstream skips the request
-        then. So with a connector, upstream must have asked for the blocks and been refused.
+        At the limit of running requests upstream asks for no blocks. Below it, it has asked for the
+        first request that it did not skip; if another stands before that now, it is asked first.
         """
-        if scheduler.connector is None and scheduler.ec_connector is None:
-            return True
-        if self._refusals is None:
-            self._refusals = Refusals(scheduler.kv_cache_manager)
-        return self._refusals.is_last(newcomer)
-
-    def _num_missing(self, scheduler: Any, newcomer: Any) -> int:
-        """Blocks that the newcomer lacks, before the running requests take theirs."""
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        reserved = self._refusals.reserved_blocks(newcomer) if self._refusals else 0
-        return int(needed_blocks(scheduler, newcomer) + reserved - free)
+        if lacks_seat(scheduler):
+            return first_ready(scheduler)
+        for request in first(scheduler.waiting, MOST_LOOKED_AT):
+            if request is self._refusals.last:
+                return request
+            # Load-bearing: the requests that upstream has skipped, and not admitted since.
+            if request not in scheduler.deferred_waiting:
+                return None
+        return None
 
     def _preempt_for(
         self,
         scheduler: Any,
         newcomer: Any,
-        missing: int,
         now_s: float,
-        step: NextStep,
-        *,
-        lacks_seat: bool = False,
+        token_budget: int | None,
+        shape: StepShape,
     ) -> bool:
         """Preempt thinkers for a newcomer that lacks blocks or a seat, if enough may be displaced.
 
-        A preemption may also free a LoRA adapter, so that another waiting request comes first. Then
-        room is made for that request, or for none. Where it is admitted some steps after the
-        preemption only, what running requests take until then is missing, too.
+        Where it is admitted some steps after the preemption only, what running requests take until
+        then is missing, too.
 
         A thinker whose last token is in flight may have ended its thought with it. It is left out
         of the next step instead, and preempted in a later one, unless it answers by then.
@@ -268,39 +247,33 @@ class Displacing:
         Returns:
             Whether the request that comes first fits now, or the next step must decide.
         """
-        taken = taken_blocks(scheduler, step, num_steps_until_admitted(scheduler))
-        for _ in range(2):
-            if not lacks_seat and missing <= 0:
-                # Upstream finds out; if it does not fit, it lacks blocks in the next step.
-                return True
-            chosen = self._choose(scheduler, newcomer, missing + taken, now_s, step)
-            if not chosen:
-                return False
-            names = [thinker.request_id for thinker in chosen]
-            first_in = newcomer
-            if scheduler.lora_config:
-                first_in = next_in_line(scheduler, step, names, free_seats=int(lacks_seat))
-            if first_in is newcomer and self._are_held(scheduler, names):
-                self._sharing.refund(chosen)
-                return True
-            if first_in is newcomer:
-                self._preempt(scheduler, names)
-                self._held = []
-                times = self._times_made_room(newcomer) + 1
-                self._made_room[newcomer] = newcomer.num_preemptions, times
-                if self._is_owed(newcomer, now_s):
-                    # Before those of its own level, too, that made room for it.
-                    self._waiting_order.bring_forward([newcomer], scheduler.waiting)
-                return True
+        missing = self._refusals.num_missing(newcomer)
+        if missing > 0:
+            missing += taken_blocks(scheduler, token_budget, num_steps_until_admitted(scheduler))
+        elif not lacks_seat(scheduler):
+            # Upstream finds out; if it does not fit, it lacks blocks in the next step.
+            return True
+        manager, prefix = scheduler.kv_cache_manager, self._refusals.prefix_of(newcomer)
+        chosen = self._sharing.choose(
+            self._thinkers(scheduler, newcomer, now_s),
+            missing,
+            lambda thinker: freed_blocks(manager, thinker.request_id, prefix),
+            shape,
+            is_owed=self._is_owed(newcomer, now_s),
+        )
+        names = [thinker.request_id for thinker in chosen]
+        if not names:
+            return False
+        if self._are_held(scheduler, names):
             self._sharing.refund(chosen)
-            if (
-                first_in is None
-                or not self._lacks_only_blocks(scheduler, first_in)
-                or self._times_made_room(first_in) >= _MOST_TIMES
-            ):
-                return False
-            newcomer, missing = first_in, self._num_missing(scheduler, first_in)
-        return False
+            return True
+        self._preempt(scheduler, names)
+        self._held = []
+        self._made_room[newcomer] = newcomer.num_preemptions, self._times_made_room(newcomer) + 1
+        if self._is_owed(newcomer, now_s):
+            # Before those of its own level, too, that made room for it.
+            self._waiting_order.bring_forward([newcomer], scheduler.waiting)
+        return True
 
     def _are_held(self, scheduler: Any, names: Iterable[str]) -> bool:
         """Hold these requests for a step if tokens of any are on their way.
@@ -323,24 +296,6 @@ class Displacing:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 2)
         return True
 
-    def _choose(
-        self,
-        scheduler: Any,
-        newcomer: Any,
-        missing: int,
-        now_s: float,
-        step: NextStep,
-    ) -> list[Thinker]:
-        """Thinkers to preempt; empty if they would not free enough blocks."""
-        requests = scheduler.requests
-        return self._sharing.choose(
-            self._thinkers(scheduler, newcomer, now_s),
-            missing,
-            lambda thinker: freed_blocks(scheduler, requests[thinker.request_id], newcomer),
-            StepShape(0, step.decode_tokens or 0, step.context_tokens),
-            is_owed=self._is_owed(newcomer, now_s),
-        )
-
     def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
         for name in names:
             request = scheduler.requests[name]
@@ -360,8 +315,12 @@ class Displacing:
 
         First come those that were held for a step, then the highest levels. Requests that answer,
         or have aged, may displace thinkers of any level.
+
+        A LoRA adapter leaves with its last request. Where one may wait for that before the
+        newcomer, it would take the room, and may need more of it: the last one stays then.
         """
         kept = self._offloaded_tokens
+        holders = self._adapters_to_keep(scheduler, newcomer)
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
         is_answer = self._is_answer(newcomer)
         held = [one for one in self._held if one.status == RequestStatus.RUNNING]
@@ -384,9 +343,23 @@ class Displacing:
             is_safe = attained < self._safe_until.get(request, 0)
             if (is_safe and not is_answer) or request.priority < newcomer.priority:
                 continue
+            if holders and request.lora_request:
+                adapter = request.lora_request.lora_int_id
+                if holders[adapter] == 1:
+                    continue
+                holders[adapter] -= 1
             kept_tokens = kept(request) if kept else 0
             since = attained - self._attained_before.get(request, 0)
             yield Thinker(request.request_id, request.num_computed_tokens - kept_tokens, since)
+
+    def _adapters_to_keep(self, scheduler: Any, newcomer: Any) -> Counter[int]:
+        """Running requests by LoRA adapter, if one with an adapter waits before the newcomer."""
+        waiting = first(scheduler.waiting, MOST_LOOKED_AT) if scheduler.lora_config else []
+        before = takewhile(lambda one: one is not newcomer, waiting)
+        if not any(one.lora_request for one in before):
+            return Counter()
+        users = (one.lora_request for one in scheduler.running if one.lora_request)
+        return Counter(each.lora_int_id for each in users)
 
     def _times_made_room(self, request: Any) -> int:
         """How often others made room for a request since it waits."""

@@ -1,51 +1,79 @@
 """Records the waiting request for which upstream last failed to allocate KV blocks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-# Load-bearing: a waiting request has one of these states when upstream allocates its blocks.
-_WAITING = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 
 
 class Refusals:
-    """Wraps a KV cache manager's ``allocate_slots`` and records refusals.
+    """Wraps a KV cache manager's ``allocate_slots`` and records what it refuses.
 
     Upstream asks for blocks after all other checks. So a refusal proves that blocks are all that
-    the request lacks.
+    the request lacks, and upstream itself counts how many it needs.
 
-    Args:
-        manager: upstream's KV cache manager, or the phase-aware one.
+    Attributes:
+        last: the request that was refused last, and not admitted since; it may wait no longer.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self) -> None:
+        self.last: Any | None = None
+        # Upstream's last count of blocks, that of the last refusal, and its other arguments.
+        self._counted = self._needed = 0
+        self._asked: dict[str, Any] = {}
+        self._manager: Any = None
+
+    def listen(self, manager: Any) -> None:
+        """Record what upstream's KV cache manager, or the phase-aware one, refuses from now on."""
+        if manager is self._manager:
+            return
+        self._manager = manager
         self._allocate = manager.allocate_slots
-        # The request that was refused last and still waits.
-        self._last: Any | None = None
-        self._reserved_blocks = 0
+        self._count = manager.coordinator.get_num_blocks_to_allocate
         # Load-bearing: the scheduler looks this attribute up in each call.
         manager.allocate_slots = self._ask
 
-    def is_last(self, request: Any) -> bool:
-        """Whether this request was refused last, and not admitted since."""
-        return self._last is request
+    def num_missing(self, request: Any) -> int:
+        """Blocks that the request refused last lacks now; 0 for others."""
+        if self.last is not request:
+            return 0
+        # Load-bearing: upstream passes these by name. Beside what it counts it leaves a watermark,
+        # and blocks for prompts in progress where a request loads its KV asynchronously.
+        has_company = self._asked.get("has_scheduled_reqs", True)
+        spare = self._manager.watermark_blocks if has_company else 0
+        spare += self._asked.get("reserved_blocks", 0)
+        return int(self._needed + spare - self._manager.block_pool.get_num_free_blocks())
 
-    def reserved_blocks(self, request: Any) -> int:
-        """Free blocks that the admission of the request refused last must leave; 0 for others."""
-        return self._reserved_blocks if self._last is request else 0
+    def prefix_of(self, request: Any) -> Sequence[Sequence[Any]]:
+        """Cached blocks of the prefix of the request refused last, by cache group."""
+        found = self._asked.get("new_computed_blocks") if self.last is request else None
+        return found.blocks if found else ()
 
-    def on_removed(self, request: Any) -> None:
+    def forget(self, request: Any) -> None:
         """Forget a request that left the scheduler."""
-        if self._last is request:
-            self._last = None
+        if self.last is request:
+            self.last, self._asked = None, {}
 
     def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        blocks = self._allocate(request, *args, **kwargs)
-        if blocks is None and request.status in _WAITING:
-            self._last = request
-            # Load-bearing: upstream reserves blocks for prompts in progress when a request loads
-            # its KV asynchronously.
-            self._reserved_blocks = kwargs.get("reserved_blocks", 0)
-        elif self._last is request:
-            self._last = None
+        # Load-bearing: a waiting request has another status while upstream allocates its blocks.
+        if request.status is RequestStatus.RUNNING or isinstance(request, ProbeRequest):
+            return self._allocate(request, *args, **kwargs)
+        coordinator = self._manager.coordinator
+        # Load-bearing: ``allocate_slots`` looks this attribute up in each call, and decides by the
+        # number of the last one.
+        coordinator.get_num_blocks_to_allocate = self._note_count
+        try:
+            blocks = self._allocate(request, *args, **kwargs)
+        finally:
+            coordinator.get_num_blocks_to_allocate = self._count
+        if blocks is None:
+            self.last, self._needed, self._asked = request, self._counted, kwargs
+        else:
+            self.forget(request)
         return blocks
+
+    def _note_count(self, *args: Any, **kwargs: Any) -> Any:
+        self._counted = self._count(*args, **kwargs)
+        return self._counted

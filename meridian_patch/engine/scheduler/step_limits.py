@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler.admission_checks import NextStep, taken_blocks
+from meridian_patch.engine.scheduler.admission_checks import taken_blocks
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
@@ -227,7 +227,7 @@ class StepLimiter:
         if not may_prefill:
             # No prompt is computed whatever the budget, and no request is admitted.
             return StepLimits()
-        # Before room is made, because a newcomer is admitted only if the budget has tokens for it.
+        # Before room is made, because prompts in progress take blocks for so many tokens.
         budget = self._cut_budget(scheduler, now_s)
         max_active = None
         if budget is not None and self._may_skip_adapter(scheduler):
@@ -241,9 +241,7 @@ class StepLimiter:
         # While no request is admitted, none is preempted to make room for it.
         if self._displacing and not self.is_held:
             rows = len(scheduler.running)
-            shape, least = self._shape, self._chunks.least
-            step = NextStep(budget, shape.decode_tokens, least, shape.context_tokens)
-            self._displacing.make_room(scheduler, now_s, step)
+            self._displacing.make_room(scheduler, now_s, budget, self._shape)
             if self._displacing.skips_adapter:
                 # As above: no other adapter may come in beside one that is left out.
                 max_active = 0
@@ -317,9 +315,8 @@ class StepLimiter:
             return False
         if not any(request.lora_request for request in scheduler.running):
             return False
-        taken = taken_blocks(scheduler, NextStep(budget, self._shape.decode_tokens))
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return taken > int(free)
+        return taken_blocks(scheduler, budget) > int(free)
 
     def num_prefilling(self) -> int:
         """Number of running requests with known tokens that are not computed yet."""

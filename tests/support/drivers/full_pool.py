@@ -3,7 +3,9 @@
 import random
 
 from scheduler_driver import BLOCK_SIZE, Job, make_prompt
-from tier_driver import driver_for
+from tier_driver import driver_for, step_until
+
+from meridian_patch.phase.tracker import Phase
 
 BLOCKS = 40
 BUDGET = 512
@@ -34,6 +36,21 @@ def taught_driver(demo_model, **options):
     for number in range(12):
         driver.add(job(f"lesson{number}", number, prompt=50 + 40 * number, think=20, answer=5))
         driver.drain()
+    return driver
+
+
+def filled_driver(demo_model, *, prompt=60, frees_late=False, names=("other", "long"), **options):
+    """Two long thinkers hold most of the pool; the step-time model knows what tokens cost."""
+    driver = taught_driver(demo_model, **options)
+    driver.scheduler.defer_block_free = frees_late
+    # Of two that are equal the last admitted makes room.
+    jobs = {
+        "long": job("long", 50, prompt=prompt, think=700, answer=5),
+        "other": job("other", 51, think=500, answer=5),
+    }
+    for name in names:
+        driver.add(jobs[name])
+    step_until(driver, "long", Phase.THINK, 290)
     return driver
 
 
