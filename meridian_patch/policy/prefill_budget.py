@@ -140,7 +140,7 @@ class PrefillBudget:
             target_s = self._widened_s(target_s, shape, now_s)
             room = self._model.prefill_room(shape, target_s, before)
         if room is None:
-            in_time = fitting = min(self._model.untested_tokens, most)
+            in_time, fitting = 0, min(self._model.untested_tokens, most)
         else:
             in_time = room.in_time
             fitting = max(in_time, min(room.worthwhile, most))

@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from itertools import pairwise
 
@@ -158,3 +159,48 @@ def test_runner_v2_runs_on_the_devices_time(v2_stock, demo_model, tmp_path):
     assert decode["steps"] > 30
     assert decode["device_s"] == pytest.approx(0.1 * decode["steps"], rel=0.01)
     assert data["overlapped_steps"] > 0.8 * decode["steps"]
+
+
+@pytest.mark.parametrize("mode", ["patched", pytest.param("stock", marks=pytest.mark.nightly)])
+def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
+    """A step above the captured size takes 0.5 s here, whatever is in it: prompts are cut below it.
+
+    A stock server computes each prompt at once, and the answer beside them stands still.
+    """
+    (tmp_path / "device.yaml").write_text(
+        FAST.format(fixed_s=0.04) + "graph_tokens: 40\nlaunch_s: 0.5\nkv_tokens: 20000\n"
+    )
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", "--emulate"]
+    command += [str(tmp_path / "device.yaml")]
+    env = {"MERIDIAN_PATCH": "1" if mode == "patched" else "0"}
+    filler = {"prompt": "0123456789" * 16, "max_tokens": 1, "temperature": 0}
+    with Server(command, env, tmp_path) as server:
+        token_times(server, AMPLE[0].question, 20)
+        with ThreadPoolExecutor(2) as pool:
+            # Where no request reasons, the patched server does as stock does.
+            thought = pool.submit(token_times, server, AMPLE[0].question, 200)
+            time.sleep(0.5)
+            answer = pool.submit(answer_times, server)
+            while not answer.done():
+                time.sleep(0.3)
+                server.post("/v1/completions", filler)
+            times = answer.result()
+            assert len(thought.result()) > 20
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert len(gaps) > 30
+    if mode == "patched":
+        assert max(gaps) < 0.4
+    else:
+        assert max(gaps) > 0.45
+
+
+def answer_times(server: Server) -> list[float]:
+    """When the tokens of an answer without a thought reached their client."""
+    body = {"prompt": "Say:", "max_tokens": 80, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as stream:
+        return [time.perf_counter() for line in stream if b'"text"' in line]

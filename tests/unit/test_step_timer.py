@@ -72,7 +72,10 @@ def recorded():
 
 
 def model_of_the_recording(*, sees_launches: bool) -> StepTimeModel:
-    """A model that learnt the recording; a prompt's launch ends where the output before is taken."""
+    """A model that learnt the recording.
+
+    A prompt's launch ends where the output before is taken.
+    """
     model, steps, now = StepTimeModel(), list(recorded()), 0.0
     timer = StepTimer(model.seconds)
     model.graph_tokens = GRAPH

@@ -124,6 +124,7 @@ def assemble(
         "kv_tiers": kv_tiers.history if kv_tiers else "off",
         "exit": early_exit.mode if early_exit else "off",
         "handoff": config.handoff.role,
+        "graph_tokens": policy_part.limiter.model.graph_tokens,
         "limited_by": limited_by,
     }
     status.publish(role="engine_core", **facts)
