@@ -151,10 +151,11 @@ class ExitConfig(StrictModel):
         default=8,
         ge=1,
         description="EAT: at most one step in so many has probes; those that become due in between "
-        "run together. A step with probes cannot use the full CUDA graph of decode steps, so this "
-        "bounds how many steps are slower. It delays a result, and a close, by up to this number "
-        "minus 1 steps of one token each (7 by default, compared with the 64 tokens of "
-        "`probe_min_gap_tokens`). Calibration includes this in the lag.",
+        "run together, and those that it has no tokens or seats left for in the next steps. A step "
+        "with probes cannot use the full CUDA graph of decode steps, so this bounds how many steps "
+        "are slower. It delays a result, and a close, by up to this number minus 1 steps of one "
+        "token each (7 by default, compared with the 64 tokens of `probe_min_gap_tokens`). "
+        "Calibration includes this in the lag.",
     )
     probe_context_tokens: int = Field(
         default=32_768,

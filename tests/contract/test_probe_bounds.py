@@ -278,6 +278,39 @@ def test_many_thoughts_share_steps_with_probes(driver_for):
     assert len(seen) > 7 * len(steps)
 
 
+@pytest.mark.parametrize("in_flight", [2, 16])
+def test_probes_that_find_no_room_follow_in_the_next_steps(driver_for, in_flight):
+    """No step that left some out starts a pause: one such step in eight would not keep up."""
+    number, gap = 8, str(4 * BLOCK_SIZE)
+    driver = driver_for(
+        EXIT__PROBE_EVERY_STEPS="8",
+        EXIT__PROBE_MIN_GAP_TOKENS=gap,
+        EXIT__PROBE_MAX_GAP_TOKENS=gap,
+        EXIT__PROBES_IN_FLIGHT=str(in_flight),
+    )
+    scheduler = driver.scheduler
+    for one in range(number):
+        driver.add(thinker(f"r{one}", 500))
+    while not scheduler.early_exit.probes.are_next:
+        driver.step()
+    probes, asked = scheduler.early_exit.probes, {}
+    ask = probes.ask
+    probes.ask = lambda parent, probe, tokens: (
+        asked.update({(parent.request_id, tokens): driver.steps}) or ask(parent, probe, tokens)
+    )
+    suffix = probes.suffix_tokens
+    if in_flight > number:
+        # As if the policy cut each step: it has room for a probe or two.
+        scheduler.max_num_scheduled_tokens = number + BLOCK_SIZE + suffix
+    seen = watch(driver)
+    driver.drain()
+    probed = {(each.parent, each.length - suffix): each.step for each in seen}
+    assert len(asked) > 2 * number
+    assert asked.keys() <= probed.keys()
+    assert max(probed[each] - step for each, step in asked.items()) <= number + 2
+    assert is_empty(driver)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

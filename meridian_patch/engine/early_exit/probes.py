@@ -52,8 +52,9 @@ class Probes:
 
     1. A probe goes ahead of the waiting requests and behind all running ones. None is offered while
        a preempted answer waits. Due probes are offered together, and not in every step, up to a
-       summed context, because the CPU time of a probe grows with its context. A probe that is not
-       scheduled in the step leaves the queue and is due again.
+       summed context, because the CPU time of a probe grows with its context. Those for which the
+       step has no tokens or seats left follow in the next steps. A probe that is not scheduled in
+       the step leaves the queue and is due again.
     2. It computes at most a block and the trial boundary: without its parent's blocks in the cache
        it is not made. It is offered only if the step has that many tokens left, because a probe
        that does not fit would block the queue.
@@ -79,6 +80,8 @@ class Probes:
         self.seats = ProbeSeats(scheduler)
         # Number of steps without probes before the next one with probes.
         self._pause_steps = 0
+        # Whether the next step has too few tokens or seats for all due probes.
+        self._is_short = False
         self._suffix = list(suffix)
         self._block_size = scheduler.block_size
         self._max_model_len = scheduler.vllm_config.model_config.max_model_len
@@ -188,6 +191,7 @@ class Probes:
         Args:
             token_budget: the step's budget if it is lower than the engine's; else None.
         """
+        self._is_short = False
         if not self.are_next or self._scheduler._pause_state is not PauseState.UNPAUSED:
             return
         for due in self._choose(token_budget):
@@ -207,7 +211,9 @@ class Probes:
         A probe that the step did not admit leaves the queue and is due again. A preempted probe is
         aborted, unless its sample is still on the way. A step that computes a probe, or does not
         admit one, starts a pause of ``every_steps`` - 1 steps; any other step with tokens shortens
-        the pause by one.
+        the pause by one. There is no pause while the step had too few tokens or seats for all
+        that are due: with a budget that the policy lowers, a step in ``every_steps`` would not keep
+        up.
         """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
@@ -228,7 +234,7 @@ class Probes:
                 self._give_up(request)
         for name in self._live:
             computed = output.num_scheduled_tokens.get(name, 0)
-            if computed:
+            if computed and not self._is_short:
                 self._pause_steps = self._limits.every_steps - 1
             self.most_computed_tokens = max(self.most_computed_tokens, computed)
 
@@ -304,8 +310,8 @@ class Probes:
             tokens_left -= own_tokens
             blocks_left -= blocks
             context_left -= due.prefix_tokens
-            has_room = tokens_left >= 0 and blocks_left >= 0
-            if len(chosen) >= places or not has_room or (chosen and context_left < 0):
+            self._is_short = tokens_left < 0 or len(chosen) >= places
+            if self._is_short or blocks_left < 0 or (chosen and context_left < 0):
                 break
             chosen.append(due)
         return chosen
