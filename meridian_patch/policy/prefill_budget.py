@@ -147,21 +147,19 @@ class PrefillBudget:
         prefill = max(fitting, settings.min_prefill_tokens, least)
         if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):
             prefill *= 2
-        if prefill > in_time:
-            prefill = self._by_graph(shape, prefill, before, least, now_s)
+        graph_room = self._model.graph_room(shape)
+        if graph_room is not None and in_time <= graph_room <= prefill:
+            prefill = self._by_graph(shape, graph_room, prefill, before, least, now_s)
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
     def _by_graph(
-        self, shape: StepShape, prefill: int, before: int, least: int, now_s: float
+        self, shape: StepShape, room: int, prefill: int, before: int, least: int, now_s: float
     ) -> int:
-        """Prefill of a step that does not end in time: within the captured graph, or well above.
+        """Prefill of a step that has no more in time: within the captured graph, or well above.
 
         A little above it the step takes as long as with many more tokens.
         """
-        room = self._model.graph_room(shape)
-        if room is None or prefill <= room:
-            return prefill
-        is_due = self._drains(now_s) > 1 and now_s >= self._next_launch_s
+        is_due = self._drains(now_s) > _DRAINS_AT_LEAST and now_s >= self._next_launch_s
         if room >= max(least, 1) and not is_due:
             return room
         many = min(self._model.launched_chunk(before) or 0, self._settings.full_tokens)

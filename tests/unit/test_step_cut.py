@@ -221,3 +221,48 @@ def test_a_prompt_that_is_late_gets_half_of_the_time():
     attended = owed * (2 * 8000 + owed + 1) // 2
     step_s = roofline(SHAPE._replace(prefill_tokens=owed, attended_tokens=attended))
     assert 1.2 < step_s / roofline(SHAPE) < 2.2
+
+
+def graphed() -> StepTimeModel:
+    """10 ms for a step, 20 us per prompt token, and 15 ms for one of more than 256 tokens."""
+    model = StepTimeModel()
+    model.graph_tokens = 256
+    for tokens in (0, 0, 0, 0, 64, 128, 600, 200, 1000, 0, 2000, 100, 400, 4000) * 4:
+        launch_s = 0.015 if tokens + 30 > 256 else 0.0
+        model.observe(prefilling(tokens), 0.01 + 2e-5 * (tokens + 30) + launch_s)
+    return model
+
+
+def test_a_cut_step_stays_within_the_captured_graph():
+    """A little above it a step takes as long as with many more tokens."""
+    one = cut(graphed(), min_prefill_tokens=64)
+    for target_s in (0.012, 0.016, 0.02):
+        assert 64 <= one.token_budget(SHAPE, 0, target_s, 0.0) - 30 <= 226
+    assert one.token_budget(SHAPE, 0, 0.05, 0.0) > 1000
+
+
+def test_a_backlog_that_does_not_drain_has_steps_well_above_the_graph():
+    """Now and then, so that prefill has at most half of the time."""
+    one = cut(graphed(), min_prefill_tokens=64)
+    sizes, now_s = [], 0.0
+    while now_s < 20.0:
+        one.ran(is_used_up=True, now_s=now_s)
+        tokens = one.token_budget(SHAPE, 0, 0.011, now_s) - 30
+        sizes.append((now_s, tokens))
+        launch_s = 0.015 if tokens + 30 > 256 else 0.0
+        now_s += 0.01 + 2e-5 * (tokens + 30) + launch_s
+    early = [tokens for at, tokens in sizes if at < 10.0]
+    late = [tokens for at, tokens in sizes if at > 10.0]
+    assert max(early) <= 226
+    above = [tokens for tokens in late if tokens > 226]
+    assert above
+    assert min(above) > 500
+    assert len(above) < 0.4 * len(late)
+
+
+def test_a_piece_that_no_graph_has_room_for_comes_with_as_many_tokens_as_its_launch_takes():
+    """A prompt that must be computed whole is not held back by the graph."""
+    one = cut(graphed(), min_prefill_tokens=64)
+    assert one.token_budget(SHAPE, 0, 0.012, 0.0, least=300) - 30 > 500
+    full = StepShape(0, 256, 50_000)
+    assert one.token_budget(full, 0, 0.012, 0.0) - 256 > 500

@@ -102,7 +102,7 @@ def test_probes_are_told_from_decoding_and_from_prefill():
 def test_a_young_fit_that_blames_the_context_makes_no_chunk_worthwhile():
     """Long prompts that were computed alone: their time was put down to the pool's fill."""
     model = trained()
-    model._prefill.coefficients = (0.0, 3.4e-5, 4.4e-6, 4.9e-10)
+    model._prefill.coefficients = (0.0, 3.4e-5, 4.4e-6, 4.9e-10, 0.0)
     assert model.prefill_room(StepShape(0, 3, 66_000), 0.012, 0).worthwhile == 0
 
 
