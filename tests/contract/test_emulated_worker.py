@@ -144,7 +144,9 @@ def a_worker(step_s: float = 0.02) -> EmulatedWorker:
         _is_working=False,
         _runner_of_device="runner",
         _device=SimpleNamespace(
-            provenance="emulated", step_seconds=lambda work: step_s if work.decode_seqs else 0.0
+            provenance="emulated",
+            step_seconds=lambda work: step_s if work.decode_seqs else 0.0,
+            launch_seconds=lambda work: 0.0,
         ),
         _clock=DeviceClock(),
         _shapes=StepShapes(),

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
+from meridian_patch.engine.kv_cache.shared_blocks import count_shared, held_tokens, is_own
 from meridian_patch.engine.scheduler.waiting_order import first
 
 # At most so many waiting requests are examined: vLLM may skip many of them.
@@ -87,6 +87,18 @@ def taken_blocks(scheduler: Any, token_budget: int | None = None, num_later: int
         # Each chunk may end in a block of its own, and decode after it.
         taken += -(-min(rest, most) // size) + len(prompts) * (1 + -(-ahead // size))
     return taken
+
+
+def whole_blocks(scheduler: Any, request: Any) -> int:
+    """Upper bound of the free KV blocks with which upstream admits a waiting request."""
+    manager = scheduler.kv_cache_manager
+    tokens = int(request.num_tokens + scheduler.num_lookahead_tokens)
+    held = 0
+    if manager.prefix_cache_lookup_enabled(request):
+        held = held_tokens(manager, request, request.num_tokens)
+    sizes = [group.block_size for group in manager.coordinator.single_type_managers]
+    whole = sum(-(-tokens // size) - held // size for size in sizes)
+    return int(whole + (manager.watermark_blocks if scheduler.running else 0))
 
 
 def freed_blocks(manager: Any, name: str, prefix: Sequence[Sequence[Any]] = ()) -> int:

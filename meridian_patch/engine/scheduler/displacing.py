@@ -16,6 +16,7 @@ from meridian_patch.engine.scheduler.admission_checks import (
     lacks_seat,
     num_steps_until_admitted,
     taken_blocks,
+    whole_blocks,
 )
 from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
@@ -248,11 +249,15 @@ class Displacing:
             Whether the request that comes first fits now, or the next step must decide.
         """
         missing = self._refusals.num_missing(newcomer)
-        if missing > 0:
-            missing += taken_blocks(scheduler, token_budget, num_steps_until_admitted(scheduler))
-        elif not lacks_seat(scheduler):
+        if lacks_seat(scheduler):
+            # Upstream has not asked for its blocks yet.
+            free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            missing = max(missing, whole_blocks(scheduler, newcomer) - free)
+        elif missing <= 0:
             # Upstream finds out; if it does not fit, it lacks blocks in the next step.
             return True
+        if missing > 0:
+            missing += taken_blocks(scheduler, token_budget, num_steps_until_admitted(scheduler))
         manager, prefix = scheduler.kv_cache_manager, self._refusals.prefix_of(newcomer)
         chosen = self._sharing.choose(
             self._thinkers(scheduler, newcomer, now_s),
