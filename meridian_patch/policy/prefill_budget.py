@@ -81,8 +81,9 @@ class PrefillBudget:
     6. If only ``min_prefill_tokens`` fit even so, one chunk in ``drain_s`` seconds is twice as
        large: chunks of one size do not tell what a token takes and what is fixed.
     7. A step that a captured graph cannot run takes longer by a fixed time. So a step that is cut
-       stays within the graph, or is well above it: while the backlog does not drain, or no piece
-       of a prompt fits otherwise.
+       stays within the graph, or is well above it: now and then while the backlog does not drain
+       or the graph has no room for ``min_prefill_tokens``, and where no piece of a prompt fits
+       otherwise.
     8. A prompt has room for enough tokens to end in ``_MOST_SLOWDOWN`` times the time that it would
        take with the full budget (``owed_tokens``).
     """
@@ -117,6 +118,7 @@ class PrefillBudget:
         target_s: float | None,
         now_s: float,
         least: int = 1,
+        owed: int = 0,
     ) -> int:
         """Return the token budget of the next step, decode and prefill, while a request answers.
 
@@ -130,6 +132,7 @@ class PrefillBudget:
             target_s: seconds that the step may take; None while that is not known.
             now_s: monotonic seconds; after ``drain_s`` of used-up steps the target is widened.
             least: tokens of prefill below which no prompt could be scheduled.
+            owed: tokens of prefill that each step has on average (``owed_tokens``).
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):
@@ -144,29 +147,31 @@ class PrefillBudget:
         else:
             in_time = room.in_time
             fitting = max(in_time, min(room.worthwhile, most))
-        prefill = max(fitting, settings.min_prefill_tokens, least)
+        prefill = max(fitting, settings.min_prefill_tokens, least, owed)
         if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):
             prefill *= 2
         graph_room = self._model.graph_room(shape)
         if graph_room is not None and in_time <= graph_room <= prefill:
-            prefill = self._by_graph(shape, graph_room, prefill, before, least, now_s)
+            # In a smaller room a prompt would crawl.
+            is_tight = graph_room < min(settings.min_prefill_tokens, owed)
+            is_pressing = is_tight or self._drains(now_s) > _DRAINS_AT_LEAST
+            if graph_room >= max(least, 1) and not (is_pressing and now_s >= self._next_launch_s):
+                prefill = graph_room
+            else:
+                prefill = self._above_graph(shape, prefill, before, now_s)
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
-    def _by_graph(
-        self, shape: StepShape, room: int, prefill: int, before: int, least: int, now_s: float
-    ) -> int:
-        """Prefill of a step that has no more in time: within the captured graph, or well above.
+    def _above_graph(self, shape: StepShape, prefill: int, before: int, now_s: float) -> int:
+        """Prefill of a step well above the captured graph.
 
         A little above it the step takes as long as with many more tokens.
         """
-        is_due = self._drains(now_s) > _DRAINS_AT_LEAST and now_s >= self._next_launch_s
-        if room >= max(least, 1) and not is_due:
-            return room
         many = min(self._model.launched_chunk(before) or 0, self._settings.full_tokens)
-        seconds = self._model.seconds(shape._replace(prefill_tokens=max(prefill, many)))
+        prefill = max(prefill, many)
+        seconds = self._model.seconds(shape._replace(prefill_tokens=prefill)) or 0.0
         # Prefill has half of the machine's time at most, as everywhere.
-        self._next_launch_s = now_s + _MOST_STRETCH * (seconds or 0.0)
-        return max(prefill, many)
+        self._next_launch_s = now_s + _MOST_STRETCH * seconds
+        return prefill
 
     def owed_tokens(self, shape: StepShape, prompt: PromptRest, cadence: int) -> int:
         """Prefill tokens of a step with which a prompt in progress ends in bounded time.
@@ -197,7 +202,9 @@ class PrefillBudget:
         owed = math.ceil(left / (1 + max(rest_s, 0.0) // between_s))
         # The answers' latency goes before the prompt's: prefill has half of the time at most.
         bare_s = self._model.bare_seconds(shape) or decode_s
-        room = self._model.prefill_room(shape, bare_s + between_s, prompt.computed)
+        room = self._model.prefill_room(
+            shape, bare_s + between_s, prompt.computed, is_on_average=True
+        )
         return min(owed, room.in_time, full) if room else 0
 
     def ran(self, *, is_used_up: bool, now_s: float) -> None:

@@ -192,7 +192,7 @@ class StepTimeModel:
         return min(fitted_s, decode_s + (self._least_added_s or 0.0))
 
     def prefill_room(
-        self, shape: StepShape, seconds: float, before: int
+        self, shape: StepShape, seconds: float, before: int, *, is_on_average: bool = False
     ) -> PrefillAllowance | None:
         """How much prefill a step of this shape may have; None without data.
 
@@ -200,13 +200,14 @@ class StepTimeModel:
             shape: the step; its own prefill tokens are ignored.
             seconds: how long the step may take.
             before: tokens of the prompt before the chunk.
+            is_on_average: of many steps, of which few may be above the captured graph.
         """
         decode, prefill = self._decode.coefficients, self._prefill.coefficients
         bare_s = self.bare_seconds(shape)
         if decode is None or prefill is None or bare_s is None:
             return None
         in_time = self._tokens_in(max(seconds - bare_s, 0.0), before)
-        room = self.graph_room(shape)
+        room = None if is_on_average else self.graph_room(shape)
         if in_time is not None and room is not None and in_time > room:
             launched = self._tokens_in(max(seconds - bare_s - prefill[4], 0.0), before) or 0
             in_time = max(room, launched)
@@ -224,7 +225,9 @@ class StepTimeModel:
         """Prefill tokens with which a captured graph still runs the step; None: no such limit."""
         if self.graph_tokens is None:
             return None
-        return max(self.graph_tokens - shape.decode_tokens - shape.probe_tokens, 0)
+        room = self.graph_tokens - shape.decode_tokens - shape.probe_tokens
+        # Without prefill it is launched, too, then.
+        return room if room >= 0 else None
 
     def launched_chunk(self, before: int) -> int | None:
         """Prefill tokens that take as long as launching a step without a graph; None without data.

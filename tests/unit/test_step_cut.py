@@ -266,3 +266,15 @@ def test_a_piece_that_no_graph_has_room_for_comes_with_as_many_tokens_as_its_lau
     assert one.token_budget(SHAPE, 0, 0.012, 0.0, least=300) - 30 > 500
     full = StepShape(0, 256, 50_000)
     assert one.token_budget(full, 0, 0.012, 0.0) - 256 > 500
+
+
+def test_a_graph_without_room_for_a_chunk_does_not_hold_prompts_up():
+    """With `--max-num-seqs 8` the largest graph has 16 tokens: 9 at a time would take for ever."""
+    model = graphed()
+    model.graph_tokens = 39
+    one = cut(model, min_prefill_tokens=64)
+    budgets = [one.token_budget(SHAPE, 0, 0.012, 0.01 * place, owed=200) for place in range(40)]
+    above = [budget for budget in budgets if budget > 39]
+    assert min(above) - 30 >= 200
+    assert 3 <= len(above) <= 20
+    assert {budget for budget in budgets if budget <= 39} == {39}

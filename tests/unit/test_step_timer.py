@@ -125,3 +125,29 @@ def test_up_to_which_size_a_graph_runs_prompts(mode, most, expected):
     assert graph_tokens(config) == expected
     config.additional_config = {envs.EMULATED_GRAPH: 64}
     assert graph_tokens(config) == 64
+
+
+def test_a_decode_that_outlasts_the_next_launch_is_not_shortened():
+    """The device bounds it then: a decode time that was learnt too low is corrected."""
+    model, timer, now = StepTimeModel(), None, 0.0
+    for _ in range(40):
+        model.observe(shape_of(0), 0.026)
+    timer = StepTimer(model.seconds)
+    first, second = object(), object()
+    timer.scheduled(first, shape_of(0), now)
+    timer.launched(first, now + 0.001)
+    timer.scheduled(second, shape_of(512), now + 0.001)
+    timer.launched(second, now + 0.026)
+    assert timer.ended(first, now + 0.038)[1] == pytest.approx(0.038)
+
+
+def test_a_grammar_that_waited_for_another_step_says_nothing_of_a_launch():
+    """Its sampling was deferred until the output of an earlier step was there."""
+    timer = StepTimer(lambda _: 0.01)
+    outputs = [object() for _ in range(3)]
+    timer.scheduled(outputs[0], shape_of(0), 0.0)
+    timer.scheduled(outputs[1], shape_of(0), 0.001)
+    timer.scheduled(outputs[2], shape_of(64), 0.002)
+    timer.ended(outputs[0], 0.016)
+    timer.launched(outputs[2], 0.017)
+    assert timer.ended(outputs[1], 0.032)[1] == pytest.approx(0.016)

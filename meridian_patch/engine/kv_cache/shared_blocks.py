@@ -30,7 +30,7 @@ def held_tokens(manager: Any, request: Any, tokens: int) -> int:
     The same tokens may be cached twice, with only one copy held. Load-bearing: a look-up finds the
     copy that was cached first.
     """
-    full = list(_full_attention(manager))
+    full = list(full_attention(manager))
     # A hit is as long as the shortest one among the groups. Groups without full attention may have
     # a shorter one, so nothing is counted unless they have the blocks at the end of the prefix.
     common = min((_held_prefix(group, request, tokens - 1) for group in full), default=0)
@@ -40,7 +40,8 @@ def held_tokens(manager: Any, request: Any, tokens: int) -> int:
     return common
 
 
-def _full_attention(manager: Any) -> Iterator[Any]:
+def full_attention(manager: Any) -> Iterator[Any]:
+    """The cache groups that keep every block of a request."""
     for group in manager.coordinator.single_type_managers:
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             yield group

@@ -9,7 +9,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.kv_cache.shared_blocks import count_shared, held_tokens, is_own
+from meridian_patch.engine.kv_cache.shared_blocks import (
+    count_shared,
+    full_attention,
+    held_tokens,
+    is_own,
+)
 from meridian_patch.engine.scheduler.waiting_order import first
 
 # At most so many waiting requests are examined: vLLM may skip many of them.
@@ -25,6 +30,22 @@ def num_seated(scheduler: Any) -> int:
     """Number of requests that count against the limit of running requests."""
     # Load-bearing: a paused session keeps its place in the model runner.
     return int(len(scheduler.running) + scheduler.num_waiting_for_streaming_input)
+
+
+def takes_seat(scheduler: Any, tokens_left: int) -> Any | None:
+    """The request that upstream would admit into a seat that comes free; None: there is none.
+
+    Load-bearing: upstream admits requests that hold KV blocks before all others, and none while
+    running prompts use up the step.
+
+    Args:
+        scheduler: upstream's scheduler.
+        tokens_left: tokens of the step beside those of decoding requests.
+    """
+    prompts = [request for request in scheduler.running if request.is_prefill_chunk]
+    tokens_left -= sum(request.num_tokens - request.num_computed_tokens for request in prompts)
+    holding = first(scheduler.kv_holding_waiting, MOST_LOOKED_AT)
+    return None if tokens_left <= 0 or any(map(_is_ready, holding)) else first_ready(scheduler)
 
 
 def first_ready(scheduler: Any) -> Any | None:
@@ -92,13 +113,24 @@ def taken_blocks(scheduler: Any, token_budget: int | None = None, num_later: int
 def whole_blocks(scheduler: Any, request: Any) -> int:
     """Upper bound of the free KV blocks with which upstream admits a waiting request."""
     manager = scheduler.kv_cache_manager
-    tokens = int(request.num_tokens + scheduler.num_lookahead_tokens)
+    tokens = int(min(request.num_tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
     held = 0
     if manager.prefix_cache_lookup_enabled(request):
         held = held_tokens(manager, request, request.num_tokens)
-    sizes = [group.block_size for group in manager.coordinator.single_type_managers]
-    whole = sum(-(-tokens // size) - held // size for size in sizes)
-    return int(whole + (manager.watermark_blocks if scheduler.running else 0))
+    # Load-bearing: this call has no side effect, and caps what a sliding window or a recurrent
+    # state holds, as upstream's own admission check does.
+    whole = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=tokens,
+        new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=0,
+        num_local_computed_tokens=0,
+        num_tokens_main_model=tokens,
+        apply_admission_cap=True,
+    )
+    shared = sum(held // group.block_size for group in full_attention(manager))
+    return int(whole - shared + (manager.watermark_blocks if scheduler.running else 0))
 
 
 def freed_blocks(manager: Any, name: str, prefix: Sequence[Sequence[Any]] = ()) -> int:

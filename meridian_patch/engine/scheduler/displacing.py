@@ -11,11 +11,11 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler.admission_checks import (
     MOST_LOOKED_AT,
-    first_ready,
     freed_blocks,
     lacks_seat,
     num_steps_until_admitted,
     taken_blocks,
+    takes_seat,
     whole_blocks,
 )
 from meridian_patch.engine.scheduler.refusals import Refusals
@@ -202,7 +202,8 @@ class Displacing:
         if self.found_no_room(scheduler):
             return
         self._no_room_for = None
-        newcomer = self._in_line(scheduler)
+        most = scheduler.max_num_scheduled_tokens if token_budget is None else token_budget
+        newcomer = self._in_line(scheduler, int(most) - shape.decode_tokens)
         if newcomer is None:
             return
         if newcomer is not self._held_for:
@@ -213,14 +214,14 @@ class Displacing:
             self._no_room_for = newcomer
             self._no_room_until = scheduler.current_step + _REFRESH_STEPS
 
-    def _in_line(self, scheduler: Any) -> Any | None:
+    def _in_line(self, scheduler: Any, tokens_left: int) -> Any | None:
         """The waiting request that lacks a seat, or was refused blocks; None: it is not known.
 
         At the limit of running requests upstream asks for no blocks. Below it, it has asked for the
         first request that it did not skip; if another stands before that now, it is asked first.
         """
         if lacks_seat(scheduler):
-            return first_ready(scheduler)
+            return takes_seat(scheduler, tokens_left)
         for request in first(scheduler.waiting, MOST_LOOKED_AT):
             if request is self._refusals.last:
                 return request

@@ -283,13 +283,13 @@ class StepLimiter:
             return None
         self._least = least
         before, default_s = self._tokens_before(scheduler), self._default_itl_s()
-        target_s = None
+        target_s, owed = None, 0
         if default_s is not None:
             target_s = self._answer_pacing.target_s(default_s * self._stages) / self._stages
             if self._prefilling and target_s <= default_s:
                 # Where no longer latency was asked for, a prompt is not held up without bound.
-                least = max(least, self._owed_tokens(now_s))
-        return self._cut.token_budget(self._shape, before, target_s, now_s, least)
+                owed = self._owed_tokens(now_s)
+        return self._cut.token_budget(self._shape, before, target_s, now_s, least, owed)
 
     def _may_skip_adapter(self, scheduler: Any) -> bool:
         """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.

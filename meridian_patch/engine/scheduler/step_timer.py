@@ -41,9 +41,8 @@ class StepTimer:
 
     A step that no captured graph runs is launched kernel by kernel. A worker in EngineCore's
     process blocks the engine while it does so, and the output of the step before is taken
-    afterwards: late by up to the time of the launch. If that took longer than the wait that
-    followed, it counts for the step that was launched, as far as the other took longer than
-    expected.
+    afterwards. If the launch took longer than the wait that followed, and than the step before was
+    expected to take, the difference counts for the step that was launched.
 
     Args:
         expected_s: seconds of a step of some shape; None where that is not known.
@@ -60,8 +59,12 @@ class StepTimer:
 
     def launched(self, output: Any, now_s: float) -> None:
         """Note that the workers have been given a step, and that the engine goes on."""
-        if self._in_flight and self._in_flight[-1].output is output:
-            self._in_flight[-1].launched_s = now_s
+        if not self._in_flight or self._in_flight[-1].output is not output:
+            return
+        noted = self._in_flight[-1]
+        # If another step's output was taken meanwhile, the engine waited for that, too.
+        if self._last_end_s <= noted.scheduled_s:
+            noted.launched_s = now_s
 
     def ended(self, output: Any, now_s: float) -> tuple[StepShape, float] | None:
         """Shape and seconds of a step whose output arrived; None if the step was not noted.
@@ -88,7 +91,8 @@ class StepTimer:
         if launch_s <= now_s - following.launched_s:
             return 0.0
         expected_s = self._expected_s(shape) or 0.0
-        following.launch_s = max(min(launch_s, seconds - expected_s), 0.0)
+        # The device ran the step while the next one was launched.
+        following.launch_s = max(min(launch_s, seconds) - expected_s, 0.0)
         return following.launch_s
 
 
