@@ -13,7 +13,7 @@ from meridian_patch import envs
 from meridian_patch.engine.scheduler.step_timer import StepTimer, graph_tokens
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
-RECORDING = Path(__file__).parents[1] / "support" / "recordings" / "h100_steps.txt"
+RECORDING = Path(__file__).parents[1] / "support" / "references" / "h100_steps.txt"
 ROWS, GRAPH = 32, 256
 
 
