@@ -79,8 +79,6 @@ MUTANTS = (
     Mutant("probes leave the engine", "engine.early_exit.part",
            "                    strip(results, ended)\n", "                    pass\n",
            fixed=ENFORCE),
-    Mutant("answers that wait are not first", "engine.scheduler.step_limits",
-           "        if answers:\n", "        if False:\n", fixed=TIGHT, seeds=40),
     Mutant("requests that leave stay in the order", "engine.scheduler.phase_part",
            "        self._tracker.remove(request.request_id)\n", "        pass\n",
            fixed=TIGHT),
