@@ -41,13 +41,19 @@ def test_a_seat_is_taken_where_the_blocks_suffice(demo_model, groups, free, more
     assert num_preempted_for_room(driver) == 1
 
 
-def test_no_seat_is_taken_for_a_request_behind_loaded_ones(demo_model):
-    """Upstream admits requests that hold blocks first; a seat would go to one of those."""
+def thinking(demo_model, number):
+    """Five seats, two of them and so many more taken by requests that have thought for long."""
     driver = filled_driver(demo_model, is_async=False, blocks=400, max_num_seqs=5)
-    for place in range(3):
+    for place in range(number):
         driver.add(job(f"thinker {place}", 70 + place, think=600, answer=5))
     for _ in range(260):
         driver.step()
+    return driver
+
+
+def test_no_seat_is_taken_for_a_request_behind_loaded_ones(demo_model):
+    """Upstream admits requests that hold blocks first; a seat would go to one of those."""
+    driver = thinking(demo_model, 3)
     for place in range(4):
         hold(driver, f"loaded {place}", 80 + place)
     driver.add(job("new", 99, prompt=40, think=30, answer=3))
@@ -71,11 +77,7 @@ def hold(driver, name, seed):
 
 def test_no_seat_is_taken_while_prompts_use_up_the_step(demo_model):
     """The seat would stay empty until they have ended."""
-    driver = filled_driver(demo_model, is_async=False, blocks=400, max_num_seqs=5)
-    for place in range(2):
-        driver.add(job(f"thinker {place}", 70 + place, think=600, answer=5))
-    for _ in range(260):
-        driver.step()
+    driver = thinking(demo_model, 2)
     for place in range(2):
         driver.add(job(f"long {place}", 97 + place, prompt=1900, think=5, answer=3))
         driver.step()

@@ -55,15 +55,19 @@ def report_of(folder) -> dict:
 
 def token_times(server: Server, question: str, max_tokens: int) -> list[float]:
     """When each token of a streamed chat reached its client."""
-    message = {"role": "user", "content": question}
-    body = {"messages": [message], "temperature": 0, "max_tokens": max_tokens, "stream": True}
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
+    return streamed(server, "chat/completions", body | {"temperature": 0})
+
+
+def streamed(server: Server, path: str, body: dict) -> list[float]:
+    """When each token of a streamed request reached its client."""
     request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
-        json.dumps(body).encode(),
+        f"{server.url}/v1/{path}",
+        json.dumps(body | {"stream": True}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as stream:
-        return [time.perf_counter() for line in stream if b'"delta"' in line]
+        return [time.perf_counter() for line in stream if b'"delta"' in line or b'"text"' in line]
 
 
 def completion(server: Server, prompt: str) -> str:
@@ -180,7 +184,8 @@ def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
             # Where no request reasons, the patched server does as stock does.
             thought = pool.submit(token_times, server, AMPLE[0].question, 200)
             time.sleep(0.5)
-            answer = pool.submit(answer_times, server)
+            body = {"prompt": "Say:", "max_tokens": 80, "ignore_eos": True}
+            answer = pool.submit(streamed, server, "completions", body)
             while not answer.done():
                 time.sleep(0.3)
                 server.post("/v1/completions", filler)
@@ -192,15 +197,3 @@ def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
         assert max(gaps) < 0.4
     else:
         assert max(gaps) > 0.45
-
-
-def answer_times(server: Server) -> list[float]:
-    """When the tokens of an answer without a thought reached their client."""
-    body = {"prompt": "Say:", "max_tokens": 80, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as stream:
-        return [time.perf_counter() for line in stream if b'"text"' in line]

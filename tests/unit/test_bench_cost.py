@@ -74,3 +74,15 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(BenchError, match=r"none\.yaml does not exist"):
         load_cost(str(tmp_path / "none.yaml"))
+
+
+def test_a_step_above_the_graph_is_launched_for_most_of_its_time():
+    """It takes the launch at least, and longer where its tokens do; within the graph none shows."""
+    cost = load_cost("h100-8b-measured")
+    within, above, large = (StepWork(tokens, 0, tokens, 0) for tokens in (256, 257, 8192))
+    assert cost.launch_seconds(within) == 0.0
+    assert cost.step_seconds(within) < cost.launch_s / 2
+    assert cost.step_seconds(above) == cost.launch_s
+    assert cost.step_seconds(large) > 5 * cost.launch_s
+    for work in (above, large):
+        assert 0.5 < cost.launch_seconds(work) / cost.step_seconds(work) < 1.0

@@ -117,6 +117,10 @@ def whole_blocks(scheduler: Any, request: Any) -> int:
     held = 0
     if manager.prefix_cache_lookup_enabled(request):
         held = held_tokens(manager, request, request.num_tokens)
+    full = list(full_attention(manager))
+    if held and manager.coordinator.eagle_group_ids:
+        # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+        held = max(held - max(group.block_size for group in full), 0)
     # Load-bearing: this call has no side effect, and caps what a sliding window or a recurrent
     # state holds, as upstream's own admission check does.
     whole = manager.coordinator.get_num_blocks_to_allocate(
@@ -129,7 +133,7 @@ def whole_blocks(scheduler: Any, request: Any) -> int:
         num_tokens_main_model=tokens,
         apply_admission_cap=True,
     )
-    shared = sum(held // group.block_size for group in full_attention(manager))
+    shared = sum(held // group.block_size for group in full)
     return int(whole - shared + (manager.watermark_blocks if scheduler.running else 0))
 
 
