@@ -32,6 +32,8 @@ class Totals:
         late_steps: number of steps whose output was not there in time.
         late_s: from when it was due, or asked for, to when it was there.
         overslept_s: from a deadline to when the worker woke.
+        engine_s: CPU time that EngineCore took outside of the worker, to schedule steps and to take
+            their tokens in.
     """
 
     steps: int = 0
@@ -40,6 +42,7 @@ class Totals:
     late_steps: int = 0
     late_s: float = 0.0
     overslept_s: float = 0.0
+    engine_s: float = 0.0
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Ledger:
         ready_s: float,
         handed_s: float,
         work_s: float,
+        engine_s: float = 0.0,
     ) -> None:
         """Count one step; times are of the clock that made its window.
 
@@ -77,6 +81,7 @@ class Ledger:
             ready_s: when the real model had it.
             handed_s: when the engine got it.
             work_s: time that the real model took.
+            engine_s: CPU time of EngineCore outside of the worker since the step before.
         """
         if self.warm_up_steps < WARM_UP_STEPS:
             self.warm_up_steps += 1
@@ -85,6 +90,7 @@ class Ledger:
         totals.steps += 1
         totals.device_s += window.due_s - window.start_s
         totals.work_s += work_s
+        totals.engine_s += engine_s
         self.overlapped_steps += window.is_overlapped
         # An output that is asked for late would have been there on a real device.
         wanted_s = max(window.due_s, asked_s)
@@ -157,6 +163,12 @@ def late_share(counters: Mapping[str, float]) -> float | None:
     device_s = _sum(counters, "device_s")
     late_s = _sum(counters, "late_s") + _sum(counters, "overslept_s")
     return late_s / device_s if device_s else None
+
+
+def engine_seconds(counters: Mapping[str, float]) -> float | None:
+    """CPU time of EngineCore per step, of sums by ``read_counters``; None without a step."""
+    steps = _sum(counters, "steps")
+    return _sum(counters, "engine_s") / steps if steps else None
 
 
 def _sum(counters: Mapping[str, float], name: str) -> float:

@@ -10,7 +10,8 @@ import copy
 import ctypes
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -90,6 +91,8 @@ class EmulatedWorker(CPUWorker):
         self._shapes = StepShapes()
         self._ledger = Ledger()
         self._said_s, self._said_steps = -inf, 0
+        # CPU time of the engine's thread when it left the worker, and since the last output.
+        self._left_cpu_s, self._engine_s = time.thread_time(), 0.0
         rank = self.parallel_config.data_parallel_index
         self._report = ReportFile(envs.emulation_report(envs.environment()), rank)
 
@@ -130,8 +133,21 @@ class EmulatedWorker(CPUWorker):
             _RUNNER_OF_BASE.fset(self, runner)
         self._runner_of_device = runner
 
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Count what the engine's thread did since it was here last as the engine's own."""
+        self._engine_s += time.thread_time() - self._left_cpu_s
+        try:
+            yield
+        finally:
+            self._left_cpu_s = time.thread_time()
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Submit a step to the device; its work is done later."""
+        with self._entered():
+            return self._submit(scheduler_output)
+
+    def _submit(self, scheduler_output: Any) -> Any:
         work = self._shapes.read(scheduler_output)
         window = self._clock.submit(time.perf_counter(), self._device.step_seconds(work))
         step = _Step(_kept(scheduler_output), window, bool(work.prefill_tokens))
@@ -149,12 +165,17 @@ class EmulatedWorker(CPUWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The tokens of the step that was submitted last, once the device has them."""
-        step = self._queue[-1]
-        step.grammar, step.is_sampled = _kept_rows(grammar_output), True
-        return _Later(self, step)
+        with self._entered():
+            step = self._queue[-1]
+            step.grammar, step.is_sampled = _kept_rows(grammar_output), True
+            return _Later(self, step)
 
     def deliver(self, step: _Step) -> Any:
         """Do a step's work, wait until the device has its output, and return that."""
+        with self._entered():
+            return self._deliver(step)
+
+    def _deliver(self, step: _Step) -> Any:
         asked_s = time.perf_counter()
         while not step.is_done:
             self._work_off(self._queue[0])
@@ -170,7 +191,9 @@ class EmulatedWorker(CPUWorker):
                 ready_s=ready_s,
                 handed_s=handed_s,
                 work_s=step.work_s,
+                engine_s=self._engine_s,
             )
+            self._engine_s = 0.0
             self._report.write_sometimes(self._ledger, handed_s)
         else:
             # The engine has nothing more to do.

@@ -115,14 +115,17 @@ class Fake:
 
     def __init__(self, monkeypatch, seconds: float = 0.0) -> None:
         self.calls = []
-        self.now_s = 100.0
+        self.now_s, self.cpu_s = 100.0, 0.0
         fake = self
-        clock = SimpleNamespace(perf_counter=lambda: self.now_s, sleep=self.sleep)
+        clock = SimpleNamespace(
+            perf_counter=lambda: self.now_s, sleep=self.sleep, thread_time=lambda: self.cpu_s
+        )
         monkeypatch.setattr(worker_module, "time", clock)
 
         def execute_model(worker, output):
             fake.calls.append(("execute", output.name, worker.model_runner))
             fake.sleep(seconds)
+            fake.cpu_s += seconds
             return None if output.total_num_scheduled_tokens else ModelRunnerOutput([], {})
 
         def sample_tokens(_worker, grammar):
@@ -154,6 +157,8 @@ def a_worker(step_s: float = 0.02) -> EmulatedWorker:
         _report=ReportFile(None),
         _said_s=-inf,
         _said_steps=0,
+        _left_cpu_s=0.0,
+        _engine_s=0.0,
     )
     return worker
 
@@ -245,6 +250,19 @@ def test_work_that_outlasts_its_step_is_late(monkeypatch):
     assert fake.now_s == pytest.approx(100.03)
     assert worker._ledger.decode.late_s == pytest.approx(0.02)
     assert worker._ledger.decode.work_s == pytest.approx(0.03)
+
+
+def test_the_engines_own_time_is_what_it_takes_outside_of_the_worker(monkeypatch):
+    """To schedule a step, and to take its tokens in; the model's work is not the engine's."""
+    fake, worker = Fake(monkeypatch, seconds=0.005), a_worker()
+    for _ in range(2):
+        fake.cpu_s += 0.002
+        worker.execute_model(a_step("1"))
+        fake.cpu_s += 0.001
+        worker.sample_tokens(None).get_output()
+        fake.cpu_s += 0.0005
+    assert worker._ledger.decode.engine_s == pytest.approx(0.0065)
+    assert worker._ledger.decode.work_s == pytest.approx(0.01)
 
 
 def test_the_executor_asks_for_an_output_when_the_engine_does():

@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.prefixes import reusable_tokens
 from meridian_patch.demo.problems import grade
-from meridian_patch.emulation.ledger import late_share
+from meridian_patch.emulation.ledger import engine_seconds, late_share
 
 STALL_S = 0.25
 LATE_SHARE = "late_share"
@@ -88,7 +88,10 @@ FIGURE_KINDS = (
     FigureKind("failed_requests", "failed requests"),
 )
 # Shown below the others where servers run on an emulated device.
-EMULATED_KINDS = (FigureKind(LATE_SHARE, "emulated time late", "%"),)
+EMULATED_KINDS = (
+    FigureKind(LATE_SHARE, "emulated time late", "%"),
+    FigureKind("engine_cpu_s", "engine's CPU time per step", "ms"),
+)
 # Shown above the others where requests are turns of conversations.
 TURN_KINDS = (
     FigureKind("hit_share", "prefix hits", "%"),
@@ -235,6 +238,7 @@ def run_figures(
         "accuracy": right / len(graded) if graded else None,
         "failed_requests": float(len(records) - len(ended)),
         LATE_SHARE: late_share(counters),
+        "engine_cpu_s": engine_seconds(counters),
         "hit_share": _hit_share(counters),
         "requests": float(len(records)),
         "unended_thoughts": float(len(times) - len(ttfat)),
