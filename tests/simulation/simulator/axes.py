@@ -30,6 +30,7 @@ TRAFFIC = (
     "mixed", "thinkers", "plain", "agents", "conversations", "sessions", "runaways",
     "pool_prompts", "hostile", "siblings",
 )  # fmt: skip
+WIDE_SEATS, LONG = 256, 131_072
 FAULTS = (
     "abort", "reset", "pause", "sleep", "lost_probe", "raises", "nan", "late", "empty",
     "load_failure",
@@ -67,6 +68,14 @@ AXES: dict[str, Axis] = {
     "traffic": Axis("mixed", TRAFFIC, (4, 1, 2, 1, 1, 1, 1, 1, 1, 1)),
     **{f"fault_{name}": Axis(False, (False, True), (4, 1)) for name in FAULTS},
     "wrap_up": Axis(False, (False, True), (2, 1)),
+    "drafter": Axis("ngram", ("ngram", "eagle", "mtp"), (2, 1, 1)),
+    "cadence": Axis(1, (1, 2, 8), (6, 1, 1)),
+    "reserve": Axis(True, (True, False), (5, 1)),
+    "events": Axis(False, (False, True), (4, 1)),
+    "dcp": Axis(1, (1, 2), (6, 1)),
+    "fields": Axis("plain", ("plain", "varied"), (3, 1)),
+    "stuffed": Axis(False, (False, True), (6, 1)),
+    "scale": Axis("small", ("small", "wide", "deep", "long"), (45, 1, 1, 1)),
 }
 """Every axis by name."""
 
@@ -129,9 +138,31 @@ def draw(seed: int, steps: int) -> Case:
 def repair(values: dict[str, Any]) -> dict[str, Any]:
     """Values that vLLM takes together; what cannot be is made plain or moved to the next value."""
     new = dict(values)
-    for part in (_repair_pipeline, _repair_cache, _repair_budget, _repair_traffic, _repair_exit):
+    for part in (
+        _repair_scale, _repair_pipeline, _repair_cache, _repair_budget, _repair_drafter,
+        _repair_traffic, _repair_exit,
+    ):  # fmt: skip
         part(new)
     return new
+
+
+def _repair_scale(new: dict[str, Any]) -> None:
+    if new["scale"] == "wide":
+        new.update(seats=WIDE_SEATS, budget=2048, pool="ample")
+    elif new["scale"] == "long":
+        new.update(length=LONG, budget=2048, seats=min(new["seats"], 8))
+        new.update(block=64, pool="tight")
+    else:
+        new["seats"] = min(new["seats"], max(AXES["seats"].values))
+        new["length"] = min(new["length"], max(AXES["length"].values))
+
+
+def _repair_drafter(new: dict[str, Any]) -> None:
+    if not new["drafts"]:
+        new["drafter"] = "ngram"
+    if new["drafter"] != "ngram":
+        # What a drafter of hidden states reads of states at block borders, the CPU build cannot.
+        new["cache"] = "dense" if new["cache"] == "hybrid" else new["cache"]
 
 
 def _repair_pipeline(new: dict[str, Any]) -> None:
@@ -148,6 +179,9 @@ def _repair_cache(new: dict[str, Any]) -> None:
         # States at block borders need prefix caching and chunks.
         new.update(prefix=True, chunked=True, connector="none")
         new["block"] = min(new["block"], new["budget"], 32)
+    if new["cache"] != "dense" or new["connector"] != "none":
+        # Load-bearing: vLLM splits the context of full attention alone.
+        new["dcp"] = 1
     if new["connector"] == "offload":
         if new["cache"] == "dense":
             new["prefix"] = True

@@ -6,12 +6,13 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from short_thoughts import as_variables, short_thoughts
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -86,6 +87,8 @@ def surroundings(case: Case) -> Iterator[None]:
     variables = {
         # Neither arm is to be patched by the plug-in: both are built here.
         "MERIDIAN_PATCH": "0",
+        # The tiny reasoner's own length is 4,096, and it is not run.
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if case.runner == "v2" else "0",
         **{f"MERIDIAN_PATCH_SET_{key}": value for key, value in _settings(case).items()},
     }
@@ -103,6 +106,8 @@ def pool_blocks(case: Case) -> int:
     if case.cache == "hybrid":
         one += 4 + case.drafts
     factor = {"starving": 1.0, "tight": 2.0, "ample": 6.0}[case.pool]
+    if case.scale == "wide":
+        factor = 64.0
     spare = case.drafts + (4 if case.connector != "none" else 0)
     return 1 + int(one * factor) + spare
 
@@ -143,8 +148,8 @@ def build(case: Case, *, is_stock: bool) -> Built:
             vllm_config=config,
             kv_cache_config=cache_config,
             structured_output_manager=grammars,
-            block_size=case.block,
-            hash_block_size=min(spec.block_size for spec in specs),
+            block_size=case.block * case.dcp,
+            hash_block_size=min(spec.block_size for spec in specs) * case.dcp,
             log_stats=True,
         )
     if case.images != "none":
@@ -178,6 +183,15 @@ def _config(case: Case) -> Any:
     config.parallel_config.pipeline_parallel_size = case.stages
     config.cache_config.mamba_cache_mode = "align" if case.cache == "hybrid" else "none"
     config.kv_transfer_config = _transfer(case)
+    scheduling.scheduler_reserve_full_isl = case.reserve
+    config.parallel_config.decode_context_parallel_size = case.dcp
+    if case.events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    if case.drafter != "ngram":
+        # The scheduler asks for no more of a model that drafts, which would have to be loaded.
+        config.speculative_config.method = case.drafter
+        modules = SimpleNamespace(num_nextn_predict_layers=case.drafts)
+        config.speculative_config.draft_model_config = SimpleNamespace(hf_config=modules)
     return config
 
 

@@ -4,11 +4,13 @@ The loop is that of vLLM's ``EngineCore``: ``step`` with one batch in flight, el
 ``step_with_batch_queue``. Time is virtual: a step takes longer the more tokens it computes.
 """
 
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from copy import copy
 from typing import Any
 
+import torch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -53,6 +55,8 @@ class Arm:
         self.case = case
         self.clock = clock
         self.is_stock = is_stock
+        # Prefix hashes that the events tell to be cached, by group, and of how many blocks.
+        self.told_cached: Counter[Any] = Counter()
         built = build(case, is_stock=is_stock)
         self.scheduler, self._grammars = built.scheduler, built.grammars
         self._depth, self._tier = built.depth, built.tier
@@ -92,6 +96,21 @@ class Arm:
 
     def publish(self, batch: Any) -> None:
         """Take the place of vLLM's event publisher."""
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.told_cached.clear()
+                continue
+            if event.medium != self.scheduler.kv_cache_manager.block_pool.medium:
+                # Of an offload tier.
+                continue
+            change = 1 if isinstance(event, BlockStored) else -1
+            for each in event.block_hashes:
+                self.told_cached[event.group_idx, each] += change
+
+    @property
+    def may_prefill(self) -> bool:
+        """Whether the engine core lets the next step compute prompts."""
+        return self.num_steps % self.case.cadence == 0
 
     def begin_tick(self) -> None:
         """Requests come in."""
@@ -153,7 +172,7 @@ class Arm:
             return
         request = self._make(ask)
         if record is None:
-            self.ledger.add(ask, request)
+            self.ledger.add(ask, request, self.clock.now)
             self.scheduler.add_request(request)
             return
         is_paused = record.request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -203,7 +222,7 @@ class Arm:
             # its queue again, also where the next chunk was there: it never goes on, in stock too.
             if session.status == RequestStatus.WAITING and session not in waiting:
                 waiting.add_request(session)
-        self.ledger.take(outputs)
+        self.ledger.take(outputs, self.clock.now)
         for record in self.ledger.take_ended():
             self.workload.next_turn(record.ask, record.speaker.said, self.tick)
         if self.case.drafts and not self.case.is_async and step.result.req_ids:
@@ -236,6 +255,7 @@ class Arm:
             max_tokens=ask.max_tokens,
             extra_args=ask.extra or None,
             stop_token_ids=list(ask.stops),
+            **ask.sampling,
             structured_outputs=(
                 StructuredOutputsParams(regex=ask.script.rules) if ask.script.rules else None
             ),
@@ -246,7 +266,8 @@ class Arm:
             lora = LoRARequest(f"adapter{ask.adapter}", ask.adapter, f"adapter{ask.adapter}")
         request = Request(
             request_id=ask.name,
-            prompt_token_ids=list(ask.prompt),
+            prompt_token_ids=None if ask.is_embedded else list(ask.prompt),
+            prompt_embeds=torch.zeros(len(ask.prompt), 1) if ask.is_embedded else None,
             sampling_params=parameters,
             pooling_params=None,
             arrival_time=self.clock.now,
@@ -282,7 +303,7 @@ class Watch:
     """Calls the scheduler; others look at what goes in and out."""
 
     def schedule(self, arm: Arm) -> SchedulerOutput:
-        return arm.scheduler.schedule()
+        return arm.scheduler.schedule(not arm.may_prefill)
 
     def update(self, arm: Arm, step: Step) -> dict[int, Any]:
         return arm.scheduler.update_from_output(step.output, step.result)

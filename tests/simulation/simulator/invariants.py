@@ -2,9 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from leaks import find_leaks
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
@@ -156,6 +162,28 @@ def check_health(arm: Arm) -> None:
         raise Failure("health", f"fallbacks: {faults}")
 
 
+def check_events(arm: Arm) -> None:
+    """Invariant 2: what subscribers know of the cache is what it holds.
+
+    Not where states are cached in parts of blocks.
+    """
+    pool = arm.scheduler.kv_cache_manager.block_pool
+    if not pool.enable_kv_cache_events or arm.case.cache == "hybrid":
+        return
+    arm.publish(SimpleNamespace(events=pool.take_events()))
+    keys = [block.block_hash for block in pool.blocks if block.block_hash is not None]
+    held = Counter(
+        (get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in keys
+    )
+    told = +arm.told_cached
+    if told != held:
+        raise Failure(
+            "events",
+            f"{len(told - held)} cached blocks are told and not there, {len(held - told)} are "
+            "there and not told",
+        )
+
+
 def check_drained(arm: Arm, *, knows_all: bool = True) -> None:
     """Invariant 8: with no request left, no block is held and no table has an entry.
 
@@ -171,6 +199,7 @@ def check_drained(arm: Arm, *, knows_all: bool = True) -> None:
         raise Failure("drained", f"{held} blocks are held by no request")
     if arm.is_stock or not knows_all:
         return
+    check_events(arm)
     leaks = find_leaks(scheduler, set(arm.ledger.records))
     if leaks:
         raise Failure("drained", "; ".join(leaks[:4]))

@@ -24,6 +24,7 @@ class Record:
 
     Attributes:
         request: vLLM's.
+        arrived_s, answered_s: when it came, and when its first answer token did; None: not yet.
         finish: how it ended; None while it has not.
         closes: output indices at which a close of ours began, of the present chunk.
     """
@@ -34,6 +35,8 @@ class Record:
     prompt: list[int]
     may_close: bool
     floor_tokens: int
+    arrived_s: float = 0.0
+    answered_s: float | None = None
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
 
@@ -74,7 +77,7 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         return Speaker(record.ask.script, self.boundaries, thinks=thinks)
 
-    def add(self, ask: Ask, request: Any) -> None:
+    def add(self, ask: Ask, request: Any, now_s: float) -> None:
         thinks = starts_thinking(ask.prompt, self.boundaries)
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
@@ -91,16 +94,17 @@ class Ledger:
             list(ask.prompt),
             may_close=mode == "enforce" and not self._is_stock,
             floor_tokens=min([floor, *known]) - len(self._close),
+            arrived_s=now_s,
         )
 
-    def take(self, outputs: dict[int, Any]) -> None:
-        """What a step's ``update_from_output`` returned."""
+    def take(self, outputs: dict[int, Any], now_s: float) -> None:
+        """What a step's ``update_from_output`` returned, and when."""
         for client in outputs.values():
             for item in client.outputs:
                 record = self.records.get(item.request_id)
                 if record is None:
                     raise Failure("tokens", f"output of {item.request_id}, which no user sent")
-                self._take_one(record, item)
+                self._take_one(record, item, now_s)
 
     def take_ended(self) -> list[Record]:
         ended, self._ended = self._ended, []
@@ -129,11 +133,13 @@ class Ledger:
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
         record.closes.clear()
 
-    def _take_one(self, record: Record, item: Any) -> None:
+    def _take_one(self, record: Record, item: Any, now_s: float) -> None:
         name = item.request_id
         if record.is_over:
             raise Failure("place", f"{name} ended by {record.finish} and has an output after that")
         for token in item.new_token_ids:
+            if not record.speaker.is_thinking and record.answered_s is None:
+                record.answered_s = now_s
             self._hear(record, token)
         if item.new_token_ids:
             self.num_tokens += len(item.new_token_ids)
@@ -174,7 +180,8 @@ class Ledger:
         said, ask, name = record.speaker.said, record.ask, record.ask.name
         request = record.request
         last = said[-1] if said else None
-        is_stop = last == TURN_END or last in ask.stops
+        is_eos = last == TURN_END and not ask.sampling.get("ignore_eos")
+        is_stop = is_eos or last in ask.stops
         total = len(record.prompt) + len(said)
         max_tokens = request.sampling_params.max_tokens
         is_length = len(said) >= max_tokens or total >= self._case.length

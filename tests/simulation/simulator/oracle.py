@@ -13,6 +13,7 @@ from simulator.grammar import GrammarState, grammar_rules
 
 THINK_START, THINK_END, TURN_END, NEWLINE = 256, 257, 259, 10
 STOP_TOKEN = 7
+_FILLER = 98
 WRAP_UP = "so.it.ends"
 # The tiny reasoner's tokenizer has a token per character.
 WRAP_UP_IDS = tuple(ord(letter) - ord("!") for letter in WRAP_UP)
@@ -59,6 +60,8 @@ class Script:
         rules: of its grammar, see ``grammar_rules``; None: none.
         binds_within: whether the grammar binds in the thought, too.
         period: tokens after which a thought says the same again; 0: never.
+        least: tokens before which the sampler leaves out what would end the request.
+        stops: tokens of its own that end it.
     """
 
     seed: int
@@ -66,6 +69,8 @@ class Script:
     rules: str | None = None
     binds_within: bool = False
     period: int = 0
+    least: int = 0
+    stops: tuple[int, ...] = ()
 
 
 class Speaker:
@@ -147,7 +152,9 @@ class Speaker:
             yield self._at(turn, in_phase + ahead, thinking=thinking)
 
     def _wanted(self) -> int:
-        return self._at(self._turn, self.in_phase, thinking=self.is_thinking)
+        token = self._at(self._turn, self.in_phase, thinking=self.is_thinking)
+        is_end = token == TURN_END or token in self._script.stops
+        return _FILLER if is_end and len(self.said) < self._script.least else token
 
     def _at(self, turn: int, index: int, *, thinking: bool) -> int:
         turns = self._script.turns

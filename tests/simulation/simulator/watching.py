@@ -298,7 +298,7 @@ class Checker(Recorder):
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
         if came - self._made_room or is_loading or is_paused or not scheduler.waiting:
             self._made_room.clear()
-        elif came or self._arm.num_steps - self._made_room_step >= ROOM_STEPS:
+        elif came or self._arm.num_steps - self._made_room_step >= ROOM_STEPS * self._arm.case.cadence:
             names = sorted(self._made_room)
             self._made_room.clear()
             raise Failure("displacing", f"{names} made room and no request came in")

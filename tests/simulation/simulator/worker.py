@@ -71,9 +71,12 @@ class Workers:
             self._rows.pop(name, None)
         starts = {}
         for new in output.scheduled_new_reqs:
-            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
+            prompt = new.prompt_token_ids
+            if prompt is None:
+                prompt = [0] * len(new.prompt_embeds)
+            tokens = list(new.prefill_token_ids or prompt)
             starts[new.req_id] = new.num_computed_tokens
-            self._add(new.req_id, tokens, len(new.prompt_token_ids))
+            self._add(new.req_id, tokens, len(prompt))
         cached = output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             starts[name] = computed

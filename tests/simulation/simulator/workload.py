@@ -16,6 +16,8 @@ MIN64, MAX64 = -(2**63), 2**63 - 1
 # Of fields of ours, what is taken.
 MOST = 2**53
 ADAPTERS = 4
+# Requests that come at once where there are many.
+CROWD = 300
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Ask:
         thinks: whether the prompt ends within a thought.
         images: offset, length and identity of each.
         session: None for an ordinary request; else whether further chunks follow this one.
+        sampling: further fields of its sampling parameters.
+        is_embedded: its prompt comes as embeddings, and no token of it is known.
     """
 
     name: str
@@ -43,7 +47,8 @@ class Ask:
     salt: str | None = None
     stops: tuple[int, ...] = ()
     grammar_delay: int = 0
-    seed: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    is_embedded: bool = False
 
 
 class Workload:
@@ -93,6 +98,8 @@ class Workload:
         tick = 1
         # Some tokens per tick keep an engine of this size busy, or leave it idle at times.
         load = rng.choice((0.3, 0.7, 1.5))
+        if self._case.scale in {"wide", "deep"}:
+            self.arrivals[tick] = [self._brief(rng) for _ in range(CROWD)]
         while tick < steps:
             kind = self._case.traffic
             if kind == "mixed" or rng.random() < 0.4:
@@ -118,6 +125,14 @@ class Workload:
             mean = weight / seats / load
             tick += int(rng.expovariate(1 / max(mean, 0.5)))
 
+    def _brief(self, rng: random.Random) -> Ask:
+        """One of many: a short prompt, and few tokens."""
+        ask = self._ask(rng, rng.choice(("thinkers", "plain")))
+        ask.prompt = ask.prompt[-rng.randrange(8, 40) :]
+        ask.max_tokens = min(ask.max_tokens, rng.randrange(1, 30))
+        ask.images, ask.sampling = [], {}
+        return ask
+
     def _draw(self, rng: random.Random, kind: str, tick: int) -> list[Ask]:
         if kind == "siblings":
             first = self._ask(rng, "thinkers")
@@ -134,6 +149,7 @@ class Workload:
         other = self._ask(rng, "thinkers")
         other.prompt, other.thinks = list(first.prompt), first.thinks
         other.images, other.adapter, other.salt = first.images, first.adapter, first.salt
+        other.is_embedded = first.is_embedded
         other.max_tokens = min(other.max_tokens, self._length - len(other.prompt))
         return other
 
@@ -148,7 +164,8 @@ class Workload:
             ask.prompt = ask.prompt[-max(room // 2, 8) :]
             ask.max_tokens = max(room - len(ask.prompt) - 4, 4)
             ask.session = index + 1 < chunks
-            ask.images, ask.extra, ask.stops = [], {}, ()
+            ask.images, ask.extra, ask.stops, ask.sampling = [], {}, (), {}
+            ask.is_embedded = False
             ask.script = replace(ask.script, rules=None, binds_within=False)
             ask.priority, ask.adapter, ask.salt = 0, 0, None
             asks.append(ask)
@@ -204,11 +221,24 @@ class Workload:
         common = words(random.Random(rng.randrange(4)), longest // 2)
         shared = common[: rng.randrange(len(common))] if rng.random() < 0.6 else []
         own = words(rng, 1 + min(int(rng.expovariate(8 / longest)), longest // 2 - 2))
+        if self._case.stuffed and self.boundaries is not None and rng.random() < 0.5:
+            # A user's text that is full of markers, and of beginnings of markers.
+            own = [*own, *self._markers(rng, len(own) // 2)][-longest // 2 :]
         if rng.random() < 0.1 and self.boundaries is not None:
             # An earlier turn's thought in the prompt.
             thought = [*self.boundaries.start[0], 65, NEWLINE, *self.boundaries.end[0], 97]
             shared = [*shared, *thought]
         return [*shared, *own]
+
+    def _markers(self, rng: random.Random, number: int) -> list[int]:
+        assert self.boundaries is not None
+        known = [*self.boundaries.start, *self.boundaries.end]
+        found: list[int] = []
+        while len(found) < number:
+            marker = rng.choice(known)
+            found += marker[: rng.randrange(1, len(marker) + 1)] * rng.randrange(1, 9)
+        # Whole ones come in pairs, so that the text ends as it began.
+        return [*found, *rng.choice(self.boundaries.end), 97]
 
     def _decorate(self, rng: random.Random, ask: Ask, kind: str) -> None:
         case = self._case
@@ -232,6 +262,8 @@ class Workload:
             ask.grammar_delay = rng.choice((0, 0, 1, 5, 60))
         if case.images != "none" and rng.random() < 0.5:
             self._add_images(rng, ask)
+        if case.fields == "varied" and not ask.script.rules:
+            self._vary(rng, ask)
         if rng.random() < 0.15:
             ask.extra = self._wishes(rng)
         if kind == "hostile":
@@ -254,6 +286,20 @@ class Workload:
             {"meridian_max_think_tokens": rng.randrange(8, 200)},
             {"meridian_min_think_tokens": rng.randrange(8, 200)},
         ))  # fmt: skip
+
+    def _vary(self, rng: random.Random, ask: Ask) -> None:
+        if rng.random() < 0.2:
+            ask.sampling["min_tokens"] = least = rng.randrange(1, ask.max_tokens + 1)
+            ask.script = replace(ask.script, least=least, stops=ask.stops)
+        if rng.random() < 0.1:
+            ask.sampling["ignore_eos"] = True
+        if rng.random() < 0.2:
+            # Such a request reads no cached prefix.
+            ask.sampling["prompt_logprobs"] = 1
+        if rng.random() < 0.3:
+            ask.sampling["seed"] = rng.randrange(9)
+        if rng.random() < 0.1 and not ask.images:
+            ask.prompt, ask.thinks, ask.is_embedded = [0] * len(ask.prompt), False, True
 
     def _add_images(self, rng: random.Random, ask: Ask) -> None:
         length = rng.randrange(4, 17)
