@@ -52,8 +52,8 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
     emulation = split_emulation(role.arguments)
     if envs.activation(envs.environment()) is not False:
         check_entry_point()
-        installed_vllm(load_lock())
         _check_configuration({**envs.environment(), **role.environment})
+        installed_vllm(load_lock())
         envs.activate_children()
     elif emulation is None:
         raise ConfigError(

@@ -102,7 +102,9 @@ def _messages(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any],
         return ({"role": "user", "content": prompt},)
     messages = values["messages"]
     if not isinstance(messages, list) or not messages:
-        raise CalibrationError(f"{where}: messages is {shown(messages)}, expected a list of messages")
+        raise CalibrationError(
+            f"{where}: messages is {shown(messages)}, expected a list of messages"
+        )
     for index, message in enumerate(messages):
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not is_message or "content" not in message:

@@ -20,7 +20,7 @@ MAX_WRAP_UP_LENGTH = 500
 def _version(value: Any) -> Any:
     if type(value) is not int:
         # For Python, 1, 1.0 and True are equal.
-        raise ValueError("the whole number 1")  # noqa: TRY004 - pydantic makes one message of it
+        raise ValueError("the whole number 1")
     return value
 
 

@@ -92,8 +92,8 @@ def load_device(name: str, tokens: str = "1") -> EmulatedDevice:
     """
     if not WHOLE.fullmatch(tokens) or int(tokens) < 1:
         raise ConfigError(
-            f"one token is to stand for {shown(tokens)} tokens of the emulated device, expected a whole "
-            "number above 0"
+            f"one token is to stand for {shown(tokens)} tokens of the emulated device, expected a "
+            "whole number above 0"
         )
     return EmulatedDevice(name, load_cost(name), int(tokens))
 

@@ -31,6 +31,7 @@ from meridian_patch.bench.served.workload import (
     make_trace,
     read_trace,
 )
+from meridian_patch.config.validate import shown
 from meridian_patch.emulation.device import EmulatedDevice, check_machine, load_device
 from meridian_patch.emulation.options import MOST_SEQS
 from meridian_patch.engine.device import accelerator_name
@@ -299,5 +300,7 @@ def _serve_args(text: str) -> tuple[str, ...]:
 def _port(text: str, arms: int) -> int:
     last = _HIGHEST_PORT - arms + 1
     if not WHOLE.fullmatch(text) or int(text) > last:
-        raise BenchError(f"--port is {shown(text)}, expected 0 to {last}: each arm takes the next one")
+        raise BenchError(
+            f"--port is {shown(text)}, expected 0 to {last}: each arm takes the next one"
+        )
     return int(text)

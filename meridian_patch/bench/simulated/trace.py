@@ -99,8 +99,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 def _parse(line: str, where: str) -> TraceRequest:
     try:
+        request = _LINE.validate_json(line)
         parse_json(line)
-        return _LINE.validate_json(line)
+        return request
     except ValidationError as error:
         detail = error.errors()[0]
     except ValueError as error:
