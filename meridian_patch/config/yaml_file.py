@@ -16,8 +16,8 @@ from meridian_patch.errors import ConfigError
 MOST_BYTES: Final = 2**20
 # Levels of lists and mappings within each other. No key of ours has more than five.
 MOST_LEVELS: Final = 32
-# Values and keys, those that aliases repeat included. All patterns of a configuration are fewer.
-MOST_VALUES: Final = 200_000
+# Values and keys, those that aliases repeat included: 64 patterns of 300 token ids each.
+MOST_VALUES: Final = 20_000
 # Up to this number, whole numbers are exact in JSON, in every client and as a float.
 MOST_NUMBER: Final = 2**53
 # Characters of a key; digits of a number that is read at all.

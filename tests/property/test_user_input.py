@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meridian_patch.configs
@@ -17,6 +17,7 @@ from meridian_patch.bench.served.workload import read_trace as read_served_trace
 from meridian_patch.bench.simulated.trace import read_trace
 from meridian_patch.calibrate.problems import read_problems
 from meridian_patch.config.families import read_family
+from meridian_patch.config.family import Family
 from meridian_patch.config.json_text import parse_json
 from meridian_patch.config.load import load_config
 from meridian_patch.config.request_options import RequestOptions, parse_options
@@ -24,18 +25,17 @@ from meridian_patch.config.schema import Config
 from meridian_patch.config.validate import dotted, field_names
 from meridian_patch.config.yaml_file import MOST_NUMBER, Dumper, parse_value
 from meridian_patch.errors import ConfigError, MeridianError
-from meridian_patch.replay.cost import load_cost
+from meridian_patch.replay.cost import CostModel, load_cost
 
 CONFIGS = Path(meridian_patch.configs.__file__).parent
 
 
-def leaves(path=()):
-    """Key paths of all values of the configuration."""
-    below = field_names(Config, path)
-    return [each for name in below for each in leaves((*path, name))] if below else [path]
+def leaves(model, path=()):
+    """Key paths of all values of a model."""
+    below = field_names(model, path)
+    return [each for name in below for each in leaves(model, (*path, name))] if below else [path]
 
 
-LEAVES = leaves()
 SCALARS = st.one_of(
     st.from_regex(r"[-+.]?[0-9oxeE_:+.-]{0,12}", fullmatch=True),
     st.from_regex(r"[0-9]{1,40}(e-?[0-9]{1,4})?", fullmatch=True),
@@ -96,7 +96,8 @@ def is_kept(found, wanted, folder):
 
 
 @pytest.mark.parametrize("is_variable", [False, True], ids=["file", "variable"])
-@given(path=st.sampled_from(LEAVES), value=VALUES)
+@settings(deadline=None)
+@given(path=st.sampled_from(leaves(Config)), value=VALUES)
 def test_a_value_is_kept_or_refused_by_name(is_variable, path, value):
     text, wanted = value
     with tempfile.TemporaryDirectory() as name:
@@ -123,6 +124,50 @@ def test_a_value_is_kept_or_refused_by_name(is_variable, path, value):
             kind, found = type(found).model_fields[key].annotation, getattr(found, key)
         assert not isinstance(found, bool) or "bool" in str(kind)
         assert is_kept(found, wanted, folder), (dotted(path), text, found)
+
+
+# A right file, its model, and its reader.
+FILES = {
+    "family": (
+        CONFIGS / "families" / "gpt_oss.yaml",
+        Family,
+        lambda path: read_family(path).family,
+    ),
+    "cost model": (
+        CONFIGS / "cost" / "h100-30b-a3b-moe.yaml",
+        CostModel,
+        lambda path: load_cost(str(path)),
+    ),
+}
+PLACE = "@place"
+
+
+@settings(deadline=None)
+@given(
+    place=st.sampled_from([(kind, path) for kind in FILES for path in leaves(FILES[kind][1])]),
+    value=VALUES,
+)
+def test_a_value_of_another_file_is_kept_or_refused_by_name(place, value):
+    (kind, path), (text, wanted) = place, value
+    right, _, read = FILES[kind]
+    values = section = yaml.safe_load(right.read_text())
+    for key in path[:-1]:
+        section = section.setdefault(key, {})
+    section[path[-1]] = PLACE
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "file.yaml"
+        file.write_text(yaml.dump(values, Dumper=Dumper).replace(f"'{PLACE}'", text))
+        try:
+            found = read(file)
+        except MeridianError as error:
+            message = str(error)
+            assert str(file) in message
+            assert "\n" not in message
+            assert path[-1] in message or "not valid YAML" in message
+            return
+    for key in path:
+        found = getattr(found, key)
+    assert is_kept(found, wanted, Path()), (kind, dotted(path), text, found)
 
 
 BYTES = st.one_of(
@@ -197,6 +242,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("kind", READERS)
+@settings(deadline=None)
 @given(changes=CHANGES)
 def test_a_damaged_file_is_read_or_refused_by_name(kind, changes):
     content, read = READERS[kind]
@@ -226,10 +272,11 @@ NESTED = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(value=NESTED)
 def test_what_is_written_is_read_back(value):
     """As itself, whatever its texts look like; PyYAML reads the same."""
-    written = yaml.dump(value, Dumper=Dumper, allow_unicode=True, width=98)
+    written = yaml.dump(value, Dumper=Dumper, sort_keys=False, width=98)
     found = parse_value(written, "file")
     assert repr(found) == repr(value)
     assert repr(yaml.safe_load(written)) == repr(value)
