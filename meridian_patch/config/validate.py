@@ -63,7 +63,7 @@ def validate(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        details = error.errors()
+        details = _innermost(error.errors())
         lines = [_describe(model, detail, origin_of) for detail in details[:_MOST_ERRORS]]
         if len(details) > _MOST_ERRORS:
             lines.append(f"and {len(details) - _MOST_ERRORS} more")
@@ -109,6 +109,12 @@ def cut(text: str) -> str:
     """A text in a message, in one line; of one that is long, the beginning."""
     line = text if text.isprintable() else repr(text)
     return line if len(line) <= _MOST_CUT else f"{line[:_MOST_CUT]}..."
+
+
+def _innermost(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without errors of a list or section of which a part is wrong: pydantic leaves it out."""
+    around = {each["loc"][:length] for each in details for length in range(len(each["loc"]))}
+    return [each for each in details if each["loc"] not in around]
 
 
 def _describe(

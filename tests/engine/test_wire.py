@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from core_reports import THINK_END_ID
-from openai import BadRequestError, OpenAI
 from run_engine import clean_environment, log_tail
 from workloads import THINK_END, engine_arguments
 
@@ -93,55 +92,6 @@ def test_a_wrap_up_that_cannot_be_forced_is_http_400(server, path, is_streamed):
     assert status == 400
     message = json.loads(text)["error"]["message"]
     assert "vllm_xargs field meridian_wrap_up is 'so </think>', expected text without" in message
-
-
-CAPPED = {
-    "meridian_max_think_tokens": 8,
-    "meridian_min_think_tokens": 0,
-    "meridian_exit": "enforce",
-}
-
-
-def think_tokens(server, path, **fields):
-    """Of the thought, by the response where it is told, else by the length of the text."""
-    reply = whole(server, path, **fields)
-    if path == "/v1/messages":
-        return len(reply["content"][0]["text"].partition(THINK_END)[0].split())
-    return (reply if path == RESPONSES else reply["choices"][0])["meridian"]["think_tokens"]
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_a_field_at_the_top_level_of_a_body_works(server, path):
-    """As in `vllm_xargs`; a wrong one, `true` for a number, and one in both places are HTTP 400."""
-    own = {"prompt": chat_prompt(server)} if path == COMPLETIONS else {}
-    inner = think_tokens(server, path, vllm_xargs=CAPPED, **own)
-    assert think_tokens(server, path, **CAPPED, **own) == inner
-    assert inner < think_tokens(server, path, **own)
-    for wrong, says in (
-        ({"meridian_exit": "on"}, "field meridian_exit is 'on', expected 'off', 'observe'"),
-        ({"meridian_exits": "off"}, "field meridian_exits is 'off', expected a field that exists"),
-        ({"meridian_priority": True}, "field meridian_priority is True, expected a valid integer"),
-        ({"vllm_xargs": {"meridian_priority": True}}, "field meridian_priority is True, expected"),
-        ({**CAPPED, "vllm_xargs": CAPPED}, "is at the top level of the body and in vllm_xargs"),
-    ):
-        status, text = post(server, path, **own, **wrong)
-        assert status == 400, text
-        assert says in text
-
-
-def test_extra_body_of_the_openai_package_works(server):
-    """What its users write for a server of vLLM's."""
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    asked = {"model": "m", "temperature": 0, "extra_body": CAPPED}
-    chat = client.chat.completions.create(messages=MESSAGES, max_tokens=300, **asked)
-    assert chat.choices[0].meridian["exit_reason"] == "hard_cap"
-    completion = client.completions.create(prompt=chat_prompt(server), max_tokens=300, **asked)
-    assert completion.choices[0].meridian["exit_reason"] == "hard_cap"
-    response = client.responses.create(input=QUESTION, max_output_tokens=300, **asked)
-    assert response.meridian["exit_reason"] == "hard_cap"
-    asked["extra_body"] = {"meridian_max_think_tokens": True}
-    with pytest.raises(BadRequestError, match="meridian_max_think_tokens is True, expected"):
-        client.chat.completions.create(messages=MESSAGES, **asked)
 
 
 def test_an_endpoint_without_a_patch_of_its_own_refuses_too(server):

@@ -160,10 +160,10 @@ def test_a_value_of_another_file_is_kept_or_refused_by_name(place, value):
         try:
             found = read(file)
         except MeridianError as error:
-            message = str(error)
-            assert str(file) in message
-            assert "\n" not in message
-            assert path[-1] in message or "not valid YAML" in message
+            # Of a list, one sentence for each value that is wrong.
+            for line in str(error).split("\n"):
+                assert str(file) in line
+                assert path[-1] in line or "not valid YAML" in line
             return
     for key in path:
         found = getattr(found, key)
