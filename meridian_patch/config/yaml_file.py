@@ -160,7 +160,7 @@ class _Loader(yaml.BaseLoader):
         # Load-bearing: PyYAML calls itself for each level, and Python bounds that by a
         # RecursionError.
         if self._levels > MOST_LEVELS or self._nodes > MOST_VALUES:
-            line = self.peek_event().start_mark.line + 1
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
             raise ConfigError(f"{self._origin}, line {line}: it {_too_much(self._levels)}")
         node = super().compose_node(parent, index)
         self._levels -= 1
@@ -217,7 +217,8 @@ class _Values:
 
     def _key(self, node: yaml.Node) -> str:
         is_text = isinstance(node, yaml.ScalarNode) and node.tag == _STR
-        key = str(node.value) if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+        kind = "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+        key = str(node.value) if isinstance(node, yaml.ScalarNode) else kind
         if is_text and 0 < len(key) <= _MOST_KEY and key.isprintable():
             return key
         if is_text:

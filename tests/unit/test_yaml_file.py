@@ -103,7 +103,7 @@ def test_all_else_is_text(text):
         ("a\n--- b", "not valid YAML: expected a single document in the stream"),
         ("{a: 1, a: 2}", "key 'a' is already set in line 1; remove one"),
         ("{true: 1}", "key true is not text; expected a name"),
-        ("{[a]: 1}", "key a sequence is not text"),
+        ("{[a]: 1}", "key a list is not text"),
         ("? {a: b}\n: 1", "key a mapping is not text"),
         ("{'': 1}", "key '' is no name"),
         ('{"a\\nb": 1}', r"key 'a\nb' is no name"),
