@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from meridian_patch import __version__, envs
 from meridian_patch.bench.commands import add_bench
@@ -26,7 +27,7 @@ _MOST_SHOWN = 8
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point; exits with 1 and one sentence on an error of ours."""
+    """Entry point; exits with 1 and one sentence on an error of ours, or about a file."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["serve"]:
         _exit_with(lambda: _serve(arguments[1:]))
@@ -39,6 +40,12 @@ def _exit_with(command: Callable[[], int]) -> None:
         sys.exit(command())
     except MeridianError as error:
         print(f"meridian: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        # Of a file or folder that was named on the command line, such as --out.
+        if error.filename is None:
+            raise
+        print(f"meridian: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _OPTIONAL:
@@ -103,22 +110,23 @@ def _boundaries(parsed: argparse.Namespace) -> int:
 
 def _config(parsed: argparse.Namespace) -> int:
     del parsed
-    loaded = load_config(envs.environment())
     table = Table("key", "value", "origin")
-    values = loaded.config.model_dump(mode="json")
-    for key, origin in loaded.origins.items():
-        value = values
-        for part in key.split("."):
-            value = value[part]
-        table.add_row(key, _shown(value), origin)
+    for key, value, origin in load_config(envs.environment()).rows():
+        # Not as rich's markup: a value may hold brackets.
+        table.add_row(*map(Text, (key, _shown(value), _in_line(origin))))
     Console().print(table)
     return 0
 
 
 def _shown(value: Any) -> str:
-    """A value for the table; of a long list, how long it is."""
+    """A value for the table, in one line; of a long list, how long it is."""
     is_long = isinstance(value, list) and len(value) > _MOST_SHOWN
-    return f"{len(value)} entries" if is_long else str(value)
+    return f"{len(value)} entries" if is_long else _in_line(str(value))
+
+
+def _in_line(text: str) -> str:
+    """The same with escapes, as Python writes them, for what may steer a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _status(parsed: argparse.Namespace) -> int:

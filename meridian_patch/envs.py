@@ -85,11 +85,16 @@ def given_environment() -> dict[str, str]:
 
 
 def check_names(env: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable with our prefix that nothing reads.
+    """Raise ConfigError for a variable with our prefix that nothing reads, or that is empty.
 
-    Those that Kubernetes sets for a service named like us are ignored.
+    Those that Kubernetes sets for a service named like us are ignored. One that sets a
+    configuration value may be empty: it is YAML's null.
     """
     for name, value in env.items():
+        if name in KNOWN and not value:
+            raise ConfigError(
+                f"environment variable {name} is empty, expected a value; unset it for the default"
+            )
         if not name.startswith(PREFIX) or name in KNOWN or name.startswith(OVERRIDE_PREFIX):
             continue
         if _is_service_link(name, value):
@@ -134,7 +139,7 @@ def is_strict(env: Mapping[str, str]) -> bool:
 
 def config_path(env: Mapping[str, str]) -> Path | None:
     value = env.get("MERIDIAN_PATCH_CONFIG")
-    return Path(value) if value else None
+    return None if value is None else Path(value)
 
 
 def config_overrides(env: Mapping[str, str]) -> dict[tuple[str, ...], tuple[str, str]]:
@@ -143,12 +148,20 @@ def config_overrides(env: Mapping[str, str]) -> dict[tuple[str, ...], tuple[str,
     Returns:
         ``{("policy", "name"): ("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")}``: key path to
         variable name and text.
+
+    Raises:
+        ConfigError: two variables set one value, because only the case of their names differs.
     """
-    overrides = {}
+    overrides: dict[tuple[str, ...], tuple[str, str]] = {}
     for name, value in sorted(env.items()):
         if name.startswith(OVERRIDE_PREFIX):
-            path = name.removeprefix(OVERRIDE_PREFIX).lower().split("__")
-            overrides[tuple(path)] = (name, value)
+            path = tuple(name.removeprefix(OVERRIDE_PREFIX).lower().split("__"))
+            if path in overrides:
+                raise ConfigError(
+                    f"environment variables {overrides[path][0]} and {name} set the same value, "
+                    "expected one of them; unset the other"
+                )
+            overrides[path] = (name, value)
     return overrides
 
 

@@ -416,9 +416,9 @@ OUTPUT_PROCESSOR: Final = Patch(
 
 
 def _serving(
-    name: str, endpoint: str, cls: str, calls: tuple[str, ...], relied: tuple[str, ...]
+    name: str, endpoint: str, cls: str, create: str, calls: tuple[str, ...], relied: tuple[str, ...]
 ) -> Patch:
-    """A patch of the class that serves one of the OpenAI endpoints."""
+    """A patch of the class that serves one of the OpenAI endpoints, by its method ``create``."""
     return Patch(
         name=name,
         sites=(
@@ -429,8 +429,8 @@ def _serving(
         build=f"meridian_patch.engine.api.{name.partition('_')[0]}:build_{name}",
         versions=SUPPORTED,
         contract=Contract(
-            calls=("_check_model", *calls),
-            behaviour=(*relied, *calls),
+            calls=("_check_model", create, *calls),
+            behaviour=(f"_{create}", *relied, *calls),
             reads=("engine_client",),
             lookups=("vllm.entrypoints.generate.api_router:init_generate_state",),
             collaborators=(),
@@ -438,8 +438,8 @@ def _serving(
         process="api_server",
         why=(
             "What the input processor refuses comes too late for a streamed response: its status "
-            "is sent. The subclass refuses a wrong `meridian_*` field first, and adds how thinking "
-            "ended to the response."
+            "is sent. The subclass finds `meridian_*` fields in the body, also at its top level, "
+            "refuses a wrong one first, and adds how thinking ended to the response."
         ),
         upstream="none: responses have no field for a plug-in's data",
         remove_when="vLLM checks sampling parameters before a stream begins, and lets a plug-in "
@@ -452,22 +452,25 @@ SERVING: Final = (
         "chat_serving",
         "chat_completion",
         "OpenAIServingChat",
+        create="create_chat_completion",
         calls=("chat_completion_stream_generator", "chat_completion_full_generator"),
-        relied=("_create_chat_completion", "render_chat_request"),
+        relied=("render_chat_request",),
     ),
     _serving(
         "completion_serving",
         "completion",
         "OpenAIServingCompletion",
+        create="create_completion",
         calls=("completion_stream_generator", "request_output_to_completion_response"),
-        relied=("_create_completion", "render_completion_request"),
+        relied=("render_completion_request",),
     ),
     _serving(
         "responses_serving",
         "responses",
         "OpenAIServingResponses",
+        create="create_responses",
         calls=("responses_full_generator",),
-        relied=("_create_responses", "responses_stream_generator"),
+        relied=("responses_stream_generator",),
     ),
 )
 

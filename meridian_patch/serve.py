@@ -3,9 +3,12 @@
 import importlib.metadata
 import os
 import sys
+from collections.abc import Mapping
 
 from meridian_patch import envs
 from meridian_patch.activation import check_entry_point
+from meridian_patch.config.families import exit_config, get_family, load_families
+from meridian_patch.config.load import load_config
 from meridian_patch.emulation.options import split_emulation
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.errors import ConfigError
@@ -49,6 +52,7 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
     emulation = split_emulation(role.arguments)
     if envs.activation(envs.environment()) is not False:
         check_entry_point()
+        _check_configuration({**envs.environment(), **role.environment})
         installed_vllm(load_lock())
         envs.activate_children()
     elif emulation is None:
@@ -68,6 +72,20 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
     command = [sys.executable, "-P", *command]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - no shell on purpose
+
+
+def _check_configuration(env: Mapping[str, str]) -> None:
+    """Refuse here, in one sentence, what the server would refuse behind a traceback.
+
+    Raises:
+        ConfigError: a variable, a configured value or a family file is wrong.
+    """
+    envs.is_strict(env)
+    loaded = load_config(env)
+    families, family = load_families(loaded.config.families_dir), loaded.config.family
+    if family is not None:
+        get_family(families, family, loaded.origins["family"])
+        exit_config(loaded.config, family)
 
 
 def _server(arguments: list[str]) -> list[str]:

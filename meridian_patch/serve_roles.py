@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
 
-import yaml
-
+from meridian_patch.config.validate import shown
+from meridian_patch.config.yaml_file import parse_value, read_text
 from meridian_patch.errors import ConfigError
 
 _TRANSFER: Final = "--kv-transfer-config"
@@ -130,17 +130,21 @@ def _transfer(fabric: Fabric) -> dict[str, Any]:
 
 
 def _in_config_file(arguments: list[str]) -> list[str]:
-    """Options of the file that vLLM's ``--config`` names, as arguments; vLLM reports a bad file."""
+    """Options of the file that vLLM's ``--config`` names, as arguments.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
     # Load-bearing: vLLM reads the file of this spelling only, before all other arguments.
     if _CONFIG not in arguments[:-1]:
         return []
     path = Path(arguments[arguments.index(_CONFIG) + 1])
-    try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
+    options = parse_value(read_text(path), f"file {path}")
     if not isinstance(options, dict):
-        return []
+        raise ConfigError(
+            f"file {path}, which {_CONFIG} names, is a {type(options).__name__}, expected a "
+            "mapping of vLLM's options"
+        )
     return [f"--{name}={value}" for name, value in options.items()]
 
 
@@ -168,5 +172,5 @@ def _blocks(text: str) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise argparse.ArgumentTypeError(f"is {text!r}, expected 0 or more")
+        raise argparse.ArgumentTypeError(f"is {shown(text)}, expected 0 or more")
     return number

@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "demo": ("errors",),  # the tiny reasoner: weights, tokenizer, problems
     "bench": (*PLUGIN, "replay", "emulation", "demo"),
     "demo.run": (*PLUGIN, "emulation", "demo", "bench"),  # the front end of scripts/demo
-    "serve_roles": ("errors",),
+    "serve_roles": ("errors", "config"),
     "serve": (*PLUGIN, "emulation", "serve_roles"),
     "router": PURE,
     "operate": PLUGIN,

@@ -36,6 +36,8 @@ def parse_arm(text: str, reserved: Collection[str]) -> tuple[str, dict[str, str]
     if name in reserved:
         raise BenchError(f"--arm is {text!r}: {name} has no settings of ours; use another name")
     values = {key.strip(): value.strip() for key, _, value in settings}
+    if len(values) < len(settings):
+        raise BenchError(f"--arm is {text!r}, which sets a key twice; expected each key once")
     file = {"MERIDIAN_PATCH_CONFIG": values.pop("config")} if "config" in values else {}
     return name, file | override(values)
 

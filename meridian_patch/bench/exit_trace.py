@@ -1,13 +1,15 @@
 """``meridian bench exit-trace``: draws what early exit saw along thoughts, from an exit.trace."""
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from meridian_patch.bench.options import read_whole
+from meridian_patch.config.json_text import lines_of, parse_json
+from meridian_patch.config.validate import shown
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
@@ -20,6 +22,18 @@ _LEAST_VARIANCE = 1e-6
 
 # One line of the file; docs/exit-trace.md lists its fields.
 Event = Mapping[str, Any]
+# The types of the fields that are drawn: of all events, and of two kinds of them.
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "event": (str,),
+    "request": (str,),
+    "thought": (int,),
+    "think_tokens": (int,),
+}
+_FIELDS_OF: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "probe": dict.fromkeys(("entropy_nats", "variance_nats2"), (int, float, NoneType)),
+    "verdict": {"reason": (str,)},
+}
+_ABSENT = object()
 
 
 def add_exit_trace(benches: Any) -> None:
@@ -58,20 +72,38 @@ def read_trace(path: Path) -> list[list[Event]]:
         BenchError: the file cannot be read, or a line is not an event; names the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = lines_of(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{path} cannot be read: {error}") from error
     thoughts: dict[tuple[str, int], list[Event]] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
-            event = json.loads(line)
-            _ = event["event"], event["think_tokens"]
-            thoughts.setdefault((event["request"], event["thought"]), []).append(event)
-        except (ValueError, KeyError, TypeError) as error:
+            event = _event_of(line)
+        except ValueError as error:
             raise BenchError(
-                f"{path}, line {number} is {line[:60]!r}, expected an event of exit.trace"
+                f"{path}, line {number} is {line[:60]!r}, expected an event of exit.trace: {error}"
             ) from error
+        thoughts.setdefault((event["request"], event["thought"]), []).append(event)
     return list(thoughts.values())
+
+
+def _event_of(line: str) -> Event:
+    """One event with all fields that are drawn; ValueError says what is wrong."""
+    event = parse_json(line)
+    if not isinstance(event, dict):
+        raise ValueError("not an object")  # noqa: TRY004 - one kind of error for a line
+    for name, kinds in _FIELDS.items():
+        _check(event, name, kinds)
+    for name, kinds in _FIELDS_OF.get(event["event"], {}).items():
+        _check(event, name, kinds)
+    return event
+
+
+def _check(event: Event, name: str, kinds: tuple[type, ...]) -> None:
+    # The type itself: a bool is an int in Python.
+    if type(event.get(name, _ABSENT)) not in kinds:
+        value = shown(event[name]) if name in event else "missing"
+        raise ValueError(f"field {name} is {value}")
 
 
 def _of_kind(kind: str, thought: Sequence[Event]) -> list[Event]:

@@ -21,7 +21,7 @@ def progress_bars(console: Console, *, transient: bool = False) -> Progress:
         transient: remove them at the end, and say nothing in a log.
     """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

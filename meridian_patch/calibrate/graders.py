@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_patch.calibrate.problems import Problem
+from meridian_patch.config.validate import shown
 from meridian_patch.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Grader(NamedTuple):
             flaw = self.flaw(problem.answer)
             if flaw:
                 raise CalibrationError(
-                    f"data file {path}, line {problem.line}: answer is {problem.answer!r}, "
+                    f"data file {path}, line {problem.line}: answer is {shown(problem.answer)}, "
                     f"expected {flaw} for grader {self.spec}"
                 )
 

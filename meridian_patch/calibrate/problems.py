@@ -1,11 +1,12 @@
 """Reads labelled problems: JSON lines with a prompt and the right answer."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meridian_patch.config.json_text import lines_of, parse_json
+from meridian_patch.config.validate import shown
 from meridian_patch.errors import CalibrationError
 
 FIELDS = "prompt (text) or messages (a list), answer, and id if you like"
@@ -44,14 +45,14 @@ def read_problems(path: Path) -> ProblemFile:
     """
     try:
         content = path.read_bytes()
-        lines = content.decode().splitlines()
+        lines = lines_of(content)
     except OSError as error:
         raise CalibrationError(
             f"data file {path} cannot be read: {error.strerror}; expected JSON lines with {FIELDS}"
         ) from None
     except UnicodeDecodeError as error:
         raise CalibrationError(f"data file {path} is not UTF-8 text: {error}") from None
-    problems = [_read(path, number, text) for number, text in enumerate(lines, 1) if text.strip()]
+    problems = [_read(path, number, text) for number, text in lines]
     if not problems:
         raise CalibrationError(
             f"data file {path} holds no problems; expected JSON lines with {FIELDS}"
@@ -70,11 +71,10 @@ def read_problems(path: Path) -> ProblemFile:
 def _read(path: Path, number: int, text: str) -> Problem:
     where = f"data file {path}, line {number}"
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise CalibrationError(
-            f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object per "
-            f"line with {FIELDS}"
+            f"{where}: {error}; expected one object per line with {FIELDS}"
         ) from None
     if not isinstance(values, dict):
         raise CalibrationError(
@@ -88,7 +88,7 @@ def _read(path: Path, number: int, text: str) -> Problem:
         )
     name = values.get("id", number)
     if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
-        raise CalibrationError(f"{where}: id is {name!r}, expected text or a whole number")
+        raise CalibrationError(f"{where}: id is {shown(name)}, expected text or a whole number")
     return Problem(str(name), _messages(values, where), answer, number)
 
 
@@ -98,16 +98,18 @@ def _messages(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any],
     if "prompt" in values:
         prompt = values["prompt"]
         if not isinstance(prompt, str) or not prompt.strip():
-            raise CalibrationError(f"{where}: prompt is {prompt!r}, expected text")
+            raise CalibrationError(f"{where}: prompt is {shown(prompt)}, expected text")
         return ({"role": "user", "content": prompt},)
     messages = values["messages"]
     if not isinstance(messages, list) or not messages:
-        raise CalibrationError(f"{where}: messages is {messages!r}, expected a list of messages")
+        raise CalibrationError(
+            f"{where}: messages is {shown(messages)}, expected a list of messages"
+        )
     for index, message in enumerate(messages):
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not is_message or "content" not in message:
             raise CalibrationError(
-                f"{where}: messages[{index}] is {message!r}, expected an object with role and "
+                f"{where}: messages[{index}] is {shown(message)}, expected an object with role and "
                 "content"
             )
     return tuple(messages)

@@ -10,6 +10,7 @@ import yaml
 
 from meridian_patch.calibrate.outcome import Goal, StrategyOutcome
 from meridian_patch.config.schema import SCHEMA_VERSION, Config
+from meridian_patch.config.yaml_file import Dumper
 from meridian_patch.exit.strategies.build import SWITCHES
 
 CURVE_COLUMNS = ("threshold", "saving_ratio", "accuracy", "lost", "lost_bound", "is_safe")
@@ -29,7 +30,7 @@ class _FlowList(list[Any]):
     """A list that is written in one line."""
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(Dumper):
     """Writes rows in one line each, and everything else as blocks."""
 
 

@@ -44,7 +44,7 @@ def calibrate_model(request: CalibrationRequest) -> int:
         BoundaryError: the model's boundaries cannot be resolved.
         ConfigError: a wrong configuration or family file.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     found = read_model(str(request.model), request.reasoning_parser, request.family)
     subject = _subject(request, found)
     goal = Goal(request.epsilon, request.confidence, subject.thresholds)

@@ -129,5 +129,5 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise CalibrationError(f"{option} is {text!r}, expected NAME=VALUE")
-        given[name] = parse_value(value, f"{option} {text}")
+        given[name] = parse_value(value, f"{option} {name}")
     return given

@@ -26,8 +26,16 @@ Nothing has to be configured: the defaults are the product. Values come from, in
 3. one environment variable per value, `MERIDIAN_PATCH_SET_<KEY>`, where `__` stands for the dot.
 
 The file starts with `version: 1`. Unknown keys, duplicate keys and values of the wrong type or
-out of bounds stop the engine with one message that names the key, the file or variable, and what
-was expected.
+out of bounds stop the engine with one sentence that names the key, the file or variable, the value
+and what was expected. Nothing is converted.
+
+Files and variables are YAML with the types of YAML 1.2's core schema. `true` and `false` are truth
+values; `yes`, `no`, `on`, `off`, `1:30` and `2026-01-01` are texts; `1e-3` is a number. A number
+with a 0 before it is refused, because YAML 1.1 takes it for an octal one, and so is one that is not
+kept exactly: a whole number beyond 2⁵³, or one that a float of 64 bits does not hold. A file has at
+most 1 MiB, 20,000 values (what aliases repeat included) and 32 levels. Family files and cost
+models are read in the same way. An empty variable `MERIDIAN_PATCH_SET_<KEY>` is YAML's null; any
+other variable of ours that is empty is refused.
 
 ```yaml
 version: 1

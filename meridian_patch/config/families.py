@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from meridian_patch.config.family import Family
 from meridian_patch.config.schema import Config, ExitConfig
-from meridian_patch.config.validate import validate
+from meridian_patch.config.validate import shown, validate
 from meridian_patch.config.yaml_file import parse_mapping, read_text
 from meridian_patch.errors import ConfigError
 
@@ -35,15 +35,11 @@ def load_families(families_dir: Path | None = None) -> Families:
         families_dir: additional or replacing files; None for the packaged ones alone.
 
     Raises:
-        ConfigError: a wrong file, two files for one family, a replacement without
-            ``replaces: true``, or one that replaces nothing.
+        ConfigError: no such directory, a wrong file, two files for one family, a replacement
+            without ``replaces: true``, or one that replaces nothing.
     """
     families = _read_directory(packaged_directory())
     if families_dir is not None:
-        if not families_dir.is_dir():
-            raise ConfigError(
-                f"families_dir is {str(families_dir)!r}, expected an existing directory"
-            )
         families = _merge(families, _read_directory(families_dir).values())
     return dict(sorted(families.items()))
 
@@ -61,8 +57,8 @@ def get_family(families: Families, name: str, origin: str) -> FamilyFile:
     close = difflib.get_close_matches(name, families, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(
-        f"{origin}: family is {name!r}, which no family file describes; {hint}"
-        f"known: {', '.join(families)}. Add {name}.yaml to a directory of your own and set "
+        f"{origin}: family is {shown(name)}, which no family file describes; {hint}"
+        f"known: {', '.join(families)}. Add a file of its name to a directory of your own and set "
         "families_dir to it"
     )
 
@@ -76,9 +72,14 @@ def read_family(path: Path) -> FamilyFile:
 
 def _read_directory(directory: Path) -> dict[str, FamilyFile]:
     families: dict[str, FamilyFile] = {}
-    for path in sorted(directory.iterdir()):
-        if path.suffix not in SUFFIXES:
-            continue
+    try:
+        paths = sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES)
+    except OSError as error:
+        raise ConfigError(
+            f"families_dir is {shown(str(directory))}, expected an existing directory that can be "
+            f"read: {error.strerror}"
+        ) from error
+    for path in paths:
         file = read_family(path)
         name = file.family.family
         if name in families:

@@ -2,13 +2,21 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
 from meridian_patch.config.schema import Config
-from meridian_patch.config.validate import KeyPath, dotted, field_names, unknown_key, validate
+from meridian_patch.config.validate import (
+    KeyPath,
+    dotted,
+    field_names,
+    shown,
+    unknown_key,
+    validate,
+)
 from meridian_patch.config.yaml_file import parse_mapping, parse_value, read_text
 from meridian_patch.errors import ConfigError
 
@@ -29,6 +37,11 @@ class LoadedConfig:
     origins: Mapping[str, str]
     digest: str
 
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """Dotted key, value as in JSON, and origin of each value."""
+        for path, value in _leaves(self.config.model_dump(mode="json")).items():
+            yield dotted(path), value, self.origins[dotted(path)]
+
 
 def load_config(env: Mapping[str, str]) -> LoadedConfig:
     """Load the configuration from the file and variables that the environment names.
@@ -45,9 +58,10 @@ def load_config(env: Mapping[str, str]) -> LoadedConfig:
     validate(Config, values, lambda _: file_origin)
     for path, (name, text) in envs.config_overrides(env).items():
         _override(values, path, name, text)
+        sources = {each: source for each, source in sources.items() if not _is_in(each, path)}
         sources[path] = f"env {name}"
-    config = validate(Config, values, lambda path: _long_name(sources.get(path, file_origin)))
-    origins = {dotted(path): sources.get(path, "default") for path in _leaves(config.model_dump())}
+    config = validate(Config, values, lambda path: _origins(path, sources) or file_origin)
+    origins = {dotted(path): _origin(path, sources) for path in _leaves(config.model_dump())}
     _check_directory(config, origins)
     _check_trace(config, origins)
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:DIGEST_LENGTH]
@@ -64,12 +78,15 @@ def _read_file(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     except ConfigError as error:
         raise ConfigError(f"{error}; it is set by MERIDIAN_PATCH_CONFIG") from error
     values = parse_mapping(text, origin)
-    if isinstance(values.get("families_dir"), str):
-        values["families_dir"] = path.parent / values["families_dir"]
-    section = values.get("exit")
-    if isinstance(section, dict) and isinstance(section.get("trace"), str):
-        section["trace"] = path.parent / section["trace"]
+    _place(values, "families_dir", path.parent)
+    _place(values.get("exit"), "trace", path.parent)
     return values, origin
+
+
+def _place(section: Any, key: str, directory: Path) -> None:
+    """Let a relative path of a section count from a directory; what is no path is refused later."""
+    if isinstance(section, dict) and section.get(key) and isinstance(section[key], str):
+        section[key] = str(directory / section[key])
 
 
 def _override(values: dict[str, Any], path: KeyPath, name: str, text: str) -> None:
@@ -88,23 +105,42 @@ def _override(values: dict[str, Any], path: KeyPath, name: str, text: str) -> No
         )
     for section in sections:
         values = values.setdefault(str(section), {})
-    values[str(key)] = parse_value(text, origin)
+    values[str(key)] = parse_value(text, origin, path)
 
 
-def _leaves(values: Mapping[str, Any], path: KeyPath = ()) -> list[KeyPath]:
-    leaves: list[KeyPath] = []
+def _origin(path: KeyPath, sources: Mapping[KeyPath, str]) -> str:
+    """Where the value of a key is from, or the mapping or list that it stands in."""
+    around = (path[:length] for length in range(len(path), 0, -1))
+    return next((sources[each] for each in around if each in sources), "default")
+
+
+def _origins(path: KeyPath, sources: Mapping[KeyPath, str]) -> str:
+    """The same in a sentence; of a section, where its keys are from; empty: nothing is set."""
+    own = _origin(path, sources)
+    below = [source for each, source in sources.items() if _is_in(each, path)]
+    found = below if own == "default" else [own]
+    return ", ".join(map(_long_name, dict.fromkeys(found)))
+
+
+def _is_in(path: KeyPath, section: KeyPath) -> bool:
+    return path[: len(section)] == section
+
+
+def _leaves(values: Mapping[str, Any], path: KeyPath = ()) -> dict[KeyPath, Any]:
+    """Values that are no mappings, by their key paths."""
+    leaves: dict[KeyPath, Any] = {}
     for key, value in values.items():
         below = (*path, key)
-        leaves += _leaves(value, below) if isinstance(value, Mapping) else [below]
+        leaves |= _leaves(value, below) if isinstance(value, Mapping) else {below: value}
     return leaves
 
 
 def _check_directory(config: Config, origins: Mapping[str, str]) -> None:
     directory = config.families_dir
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not _is_directory(directory):
         raise ConfigError(
-            f"{_long_name(origins['families_dir'])}: families_dir is {str(directory)!r}, expected "
-            "an existing directory of family files"
+            f"{_long_name(origins['families_dir'])}: families_dir is {shown(str(directory))}, "
+            "expected an existing directory of family files"
         )
 
 
@@ -112,13 +148,28 @@ def _check_trace(config: Config, origins: Mapping[str, str]) -> None:
     file = config.exit.trace
     if file is None:
         return
-    target = file if file.exists() else file.parent
-    is_fit = target.is_file() if target == file else target.is_dir()
-    if not (is_fit and os.access(target, os.W_OK)):
+    if not _can_be_written(file):
         raise ConfigError(
-            f"{_long_name(origins['exit.trace'])}: exit.trace is {str(file)!r}, expected a file "
-            "that can be written, in an existing directory"
+            f"{_long_name(origins['exit.trace'])}: exit.trace is {shown(str(file))}, expected a "
+            "file that can be written, in an existing directory"
         )
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        # Of a name that is too long, for example.
+        return False
+
+
+def _can_be_written(file: Path) -> bool:
+    try:
+        target = file if file.exists() else file.parent
+        is_fit = target.is_file() if target == file else target.is_dir()
+    except OSError:
+        return False
+    return is_fit and os.access(target, os.W_OK)
 
 
 def _long_name(origin: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from reprlib import Repr
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -14,18 +13,13 @@ from meridian_patch.config.schema import (
     ExitConfig,
 )
 from meridian_patch.config.strict_model import StrictModel
+from meridian_patch.config.validate import shown
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
 
 # Up to this number, integers in JSON are exact in every client.
 _MOST = 2**53
-
-# Characters of a wrong value in a message. Nothing longer is written out: a request may be large.
-_MOST_SHOWN = 1000
-_SHORT = Repr()
-_SHORT.maxlist = _SHORT.maxtuple = 200
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 600
 
 
 def _patterns(value: Any) -> Any:
@@ -201,12 +195,6 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         expected = "a field that exists"
     return (
-        f"vllm_xargs field {first['loc'][0]} is {_shown(first['input'])}, expected {expected}; "
+        f"vllm_xargs field {first['loc'][0]} is {shown(first['input'])}, expected {expected}; "
         f"known fields: {', '.join(RequestOptions.model_fields)}"
     )
-
-
-def _shown(value: Any) -> str:
-    """A value of a request for a message; of one that is long, the beginning."""
-    shown = _SHORT.repr(value)
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."

@@ -17,9 +17,18 @@ MAX_WRAP_UP_LENGTH = 500
 """Upper bound of a wrap-up's length, in characters."""
 
 
-def _off(value: Any) -> Any:
-    # YAML 1.1 reads a bare `off` as false.
-    return "off" if value is False else value
+def _version(value: Any) -> Any:
+    if type(value) is not int:
+        # For Python, 1, 1.0 and True are equal.
+        raise ValueError("the whole number 1")
+    return value
+
+
+def _not_empty(value: Any) -> Any:
+    if value == "":
+        # As a path it would be the current directory.
+        raise ValueError("a path; null for none")
+    return value
 
 
 def _patterns(value: Any) -> Any:
@@ -62,7 +71,7 @@ class ExitConfig(StrictModel):
     tests and the simulation set the first one.
     """
 
-    mode: Annotated[Literal["off", "observe", "enforce"], BeforeValidator(_off)] = Field(
+    mode: Literal["off", "observe", "enforce"] = Field(
         default="observe",
         description="`observe` decides and reports when thinking would be closed, and closes "
         "nothing; `enforce` closes it; `off` measures nothing.",
@@ -240,7 +249,7 @@ class ExitConfig(StrictModel):
         "tokens of its own is refused at the start. A request sets its own with `vllm_xargs: "
         "{meridian_exit_patterns: [...]}`.",
     )
-    trace: Path | None = Field(
+    trace: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
         default=None,
         strict=False,
         description="File to which probe results, verdicts and ends of thoughts are appended, as "
@@ -360,14 +369,14 @@ class HandoffConfig(StrictModel):
 class Config(StrictModel):
     """The whole configuration."""
 
-    version: Literal[1] = Field(
+    version: Annotated[Literal[1], BeforeValidator(_version)] = Field(
         default=SCHEMA_VERSION, description="Version of this format. Required in a file."
     )
     family: str | None = Field(
         default=None,
         description="Forces a model family by name. Unset: the family is found from the model.",
     )
-    families_dir: Path | None = Field(
+    families_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
         default=None,
         strict=False,
         description="Directory of family files that are added or replace packaged ones. A relative "

@@ -1,15 +1,19 @@
 """The device that an emulated worker stands for."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
+from meridian_patch.config.validate import shown
 from meridian_patch.errors import BenchError, ConfigError
 from meridian_patch.replay.cost import CostModel, cost_path, load_cost
 from meridian_patch.replay.types import StepWork
 
+# A number that is given as text; Python refuses to read thousands of digits.
+WHOLE = re.compile("[0-9]{1,15}")
 # Device files of NVIDIA's and AMD's drivers.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 # Draft tokens without a model of their own.
@@ -86,10 +90,10 @@ def load_device(name: str, tokens: str = "1") -> EmulatedDevice:
         BenchError: the cost model is unknown or incomplete; the message names file and field.
         ConfigError: the number is none.
     """
-    if not tokens.isdecimal() or int(tokens) < 1:
+    if not WHOLE.fullmatch(tokens) or int(tokens) < 1:
         raise ConfigError(
-            f"one token is to stand for {tokens!r} tokens of the emulated device, expected a whole "
-            "number above 0"
+            f"one token is to stand for {shown(tokens)} tokens of the emulated device, expected a "
+            "whole number above 0"
         )
     return EmulatedDevice(name, load_cost(name), int(tokens))
 

@@ -151,7 +151,7 @@ def read_counters(report: Path) -> dict[str, float]:
             for kind, totals in kinds.items()
             for name, value in totals.items()
         }
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(
             f"the emulated device's report {report} cannot be read ({error}): its server ended "
             "early, or does not run on an emulated device"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
 from meridian_patch import envs
-from meridian_patch.emulation.device import EmulatedDevice, check_machine, load_device
+from meridian_patch.emulation.device import WHOLE, EmulatedDevice, check_machine, load_device
 from meridian_patch.errors import ConfigError
 from meridian_patch.replay import cpu_affinity
 
@@ -110,7 +110,7 @@ def device_environment(device: EmulatedDevice, report: Path | None) -> dict[str,
 def _block_size(given: Sequence[str], place: int) -> int:
     name, equals, value = given[place].partition("=")
     text = value if equals else (given[place + 1] if place + 1 < len(given) else "")
-    if not text.isdecimal() or int(text) % BLOCK_SIZE:
+    if not WHOLE.fullmatch(text) or int(text) % BLOCK_SIZE:
         raise ConfigError(
             f"meridian serve: {name} is {text!r}, expected a multiple of {BLOCK_SIZE}, which is "
             "what attention on a CPU takes"

@@ -32,6 +32,7 @@ _TEXT_KEYS: Final = frozenset(("type", "text", "cache_control"))
 # vLLM's limit of a completion that has none.
 _COMPLETION_TOKENS: Final = 16
 _BUDGET: Final = "thinking_token_budget"
+_OURS: Final = "meridian_"
 _OUR_BUDGET: Final = "meridian_max_think_tokens"
 _BOOL: Final = TypeAdapter(bool)
 _INT: Final = TypeAdapter(int)
@@ -160,9 +161,13 @@ def resume(
     # Without effect once the thought is over: the prompt has its end.
     if type(body.get(_BUDGET)) is int and body[_BUDGET] >= 0:
         after[_BUDGET] = max(body[_BUDGET] - num_output_tokens, 0)
-    ours = body.get("vllm_xargs")
-    if isinstance(ours, dict) and type(ours.get(_OUR_BUDGET)) is int:
+    # Fields of ours stand in `vllm_xargs` or at the top level.
+    inner = body.get("vllm_xargs")
+    ours = {name: value for name, value in body.items() if name.startswith(_OURS)}
+    ours = {**(inner if isinstance(inner, dict) else {}), **ours}
+    if type(ours.get(_OUR_BUDGET)) is int:
         left = max(ours[_OUR_BUDGET] - num_output_tokens, 1)
+        after = {name: value for name, value in after.items() if not name.startswith(_OURS)}
         after["vllm_xargs"] = {**ours, _OUR_BUDGET: left, "meridian_min_think_tokens": 0}
     if num_tokens_left is not None:
         return _limited(after, num_tokens_left)

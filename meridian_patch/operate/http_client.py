@@ -159,7 +159,7 @@ def read_object(text: str) -> dict[str, Any]:
     """A reply's JSON object; an empty one for any other text."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meridian_patch.config.strict_model import StrictModel
-from meridian_patch.config.validate import validate
+from meridian_patch.config.validate import shown, validate
 from meridian_patch.config.yaml_file import parse_mapping, read_text
 from meridian_patch.errors import BenchError, ConfigError
 from meridian_patch.replay.types import StepWork
@@ -48,7 +48,7 @@ class CostModel(StrictModel):
     outside the model: scheduling, input preparation and sampling. ``memory`` reads the weights
     once and the KV of every sequence in the step. ``compute`` is linear in the step's tokens, plus
     attention over each token's context. If memory and compute do not overlap, as on a CPU, they
-    are added up. Numbers are floats in YAML's sense: write ``1.0e-3``.
+    are added up.
 
     A step of more than ``graph_tokens`` tokens is not run by a captured graph: its kernels are
     launched one by one, which takes ``launch_s`` at least. Within EngineCore's process the engine
@@ -114,11 +114,11 @@ def load_cost(name_or_path: str) -> CostModel:
         BenchError: unknown name, unreadable file, wrong value; the message names file and field.
     """
     path = cost_path(name_or_path)
-    if not path.is_file() and path.parent == _packaged_directory():
-        known = ", ".join(sorted(file.stem for file in _packaged_directory().glob(f"*{SUFFIX}")))
+    known = sorted(file.stem for file in _packaged_directory().glob(f"*{SUFFIX}"))
+    if path.parent == _packaged_directory() and path.stem not in known:
         raise BenchError(
-            f"unknown cost model {name_or_path!r}; known: {known}. A file of your own is given as "
-            f"a path that ends in {SUFFIX}"
+            f"unknown cost model {shown(name_or_path)}; known: {', '.join(known)}. A file of your "
+            f"own is given as a path that ends in {SUFFIX}"
         )
     origin = f"cost model {path}"
     try:

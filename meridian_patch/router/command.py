@@ -1,12 +1,12 @@
 """``meridian route``: starts the router."""
 
 import argparse
-import json
 import logging
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from meridian_patch.config.json_text import parse_json
 from meridian_patch.errors import ConfigError
 from meridian_patch.router.engine import Engine, Role
 from meridian_patch.router.hung import HUNG_AFTER_S
@@ -99,7 +99,7 @@ def _route(arguments: argparse.Namespace) -> int:
 
 def _origins(text: str) -> list[str]:
     with suppress(ValueError):
-        origins = json.loads(text)
+        origins = parse_json(text)
         if isinstance(origins, list) and all(isinstance(origin, str) for origin in origins):
             return origins
     expected = 'a JSON list of origins, such as ["https://chat.example.com"]'

@@ -15,8 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
+from meridian_patch.config.yaml_file import parse_value, read_text
 from meridian_patch.telemetry.metrics import METRICS
 
 WHICH: Final = 'model_name=~"$model", instance=~"$instance"'
@@ -62,7 +61,7 @@ def render_dashboard(source: Path) -> str:
     Args:
         source: one of configs/grafana/*.yaml.
     """
-    said = yaml.safe_load(source.read_text())
+    said = parse_value(read_text(source), f"file {source}")
     dashboard = {
         "uid": said["uid"],
         "title": said["title"],

@@ -47,10 +47,31 @@ def test_problems_are_read(tmp_path):
     assert len(found.sha256) == 64
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0c", "\x1c"])
+def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path, character):
+    """Other characters that end lines of a text may stand in a JSON string as they are."""
+    prompt = f"2{character}+2?"
+    if character < " ":
+        path = write(tmp_path, GOOD, json.dumps({**GOOD, "id": 2}) + f"{character}", GOOD)
+        with pytest.raises(CalibrationError, match="line 2: not JSON"):
+            read_problems(path)
+        return
+    path = write(tmp_path, json.dumps({**GOOD, "prompt": prompt}, ensure_ascii=False), GOOD)
+    (first, second) = read_problems(path).problems
+    assert first.messages[0]["content"] == prompt
+    assert second.line == 2
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([GOOD, "{nope"], "line 2: not JSON: .* at column 2"),
+        (["[" * 100_000], "line 1: not JSON: lists and objects are nested too deeply"),
+        (['{"prompt": "a", "answer": ' + "9" * 5000 + "}"], "not JSON: a number has 5000 digits"),
+        (['{"prompt": "a", "answer": NaN}'], "not JSON: it has no NaN"),
+        (['{"prompt": "a", "answer": 1e999}'], "not JSON: 1e999 is larger than any float"),
+        (['{"prompt": "a", "prompt": "b", "answer": 1}'], "not JSON: key 'prompt' stands twice"),
+        (['{"prompt": "\\ud800", "answer": 1}'], "not JSON: a text holds one half of a surr"),
         (["[1]"], "line 1: list, expected an object"),
         ([GOOD, {"prompt": "a"}], "line 2: answer is missing"),
         ([{"prompt": "a", "answer": " "}], "line 1: answer is missing"),

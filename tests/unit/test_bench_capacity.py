@@ -55,6 +55,22 @@ def test_the_highest_rate_served_well_counts():
     assert best_of([rates[0], rates[2], rates[1]]).rate_per_s == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "[" * 100_000, '{"rows": 1}', json.dumps(results(row(0, 1))), "\ufeff{}"],
+    ids=lambda text: text[:12],
+)
+def test_a_file_of_something_else_is_one_sentence(text, tmp_path, capsys):
+    file = tmp_path / "results.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "capacity", str(file)])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("meridian: ")
+    assert printed.count("\n") == 1
+
+
 def test_mixed_results_are_refused():
     with pytest.raises(BenchError, match="2 pairs of a workload and a pool"):
         rates_in(results(row(1, 1), row(1, 1, pool=1)), "latency")

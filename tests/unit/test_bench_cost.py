@@ -36,6 +36,20 @@ def test_a_step_costs_the_slower_of_memory_and_compute(tmp_path):
     assert cost.step_seconds(prefill) == 0.5 + 20 + 55 / 8
 
 
+def test_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(BenchError, match="unknown cost model 'xxx"):
+        load_cost("x" * 5000)
+    with pytest.raises(BenchError, match="cannot be read: File name too long"):
+        load_cost("x" * 5000 + ".yaml")
+
+
+def test_numbers_may_have_an_exponent_alone(tmp_path):
+    """YAML 1.2 reads 1e-3 as a number, as everybody does but YAML 1.1."""
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(GOOD).replace("fixed_s: 0.5", "fixed_s: 5e-1"))
+    assert load_cost(str(path)).fixed_s == 0.5
+
+
 def test_packaged_model_says_where_it_comes_from():
     """The default is derived, and in the range that its machine is known for."""
     cost = load_cost(DEFAULT_COST)

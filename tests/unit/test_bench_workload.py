@@ -160,6 +160,8 @@ def test_missing_field_is_named(tmp_path):
     ("text", "message"),
     [
         ("{", "line 1 is not JSON"),
+        ("[" * 100_000, "line 1 is not JSON: lists and objects are nested too deeply"),
+        ('{"id": "a", "id": "b"}', "line 1 is not JSON: key 'id' stands twice"),
         ("[1]", "line 1 is not a JSON object"),
         ("", "holds no request"),
     ],

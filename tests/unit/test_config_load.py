@@ -85,7 +85,7 @@ def test_digest_follows_values_not_origins(config_file):
         ("version: 1\npolicy:\n  level_tokens: true\n", ["level_tokens is True", "integer"]),
         ("version: 1\npolicy:\n  protected_answer_tokens: -1\n", ["is -1", "equal to 0"]),
         ("version: 1\npolicy:\n  time_budget_us: 49\n", ["time_budget_us is 49", "equal to 50"]),
-        ("version: 1\npolicy: 3\n", ["policy is 3", "PolicyConfig"]),
+        ("version: 1\npolicy: 3\n", ["policy is 3", "expected a mapping of keys"]),
         ("version: 1\nfamily: 3\n", ["family is 3", "string"]),
         ("version: 1\nfamilies_dir: 3\n", ["families_dir is 3", "path"]),
         ("version: 1\nfamilies_dir: none_such\n", ["families_dir is", "existing directory"]),
@@ -106,6 +106,16 @@ def test_digest_follows_values_not_origins(config_file):
         ("version: 1\npolicy: {name: noop\n", ["line 3", "not valid YAML"]),
         ("version: 1\nfamily: !!python/name:os.system\n", ["not valid YAML"]),
         ("version: 1\n1: x\n", ["line 2", "key 1 is not text"]),
+        ("version: 1\npolicy: {level_tokens: 0100}\n", ["policy.level_tokens is 0100", "octal"]),
+        ("version: 1\npolicy: {aging_s: 1:30}\n", ["policy.aging_s is '1:30'", "number"]),
+        ("version: 1\npolicy: {aging_s: 1e-320}\n", ["policy.aging_s is 1e-320", "2.3e-308"]),
+        ("version: 1\nexit: {mode: no}\n", ["exit.mode is 'no'", "'off', 'observe'"]),
+        ("version: 1\nexit: {mode: false}\n", ["exit.mode is False", "'off', 'observe'"]),
+        ("version: 1\nkv: {tiers: yes}\n", ["kv.tiers is 'yes'", "expected true or false"]),
+        ("version: 1\nfamilies_dir: ''\n", ["families_dir is ''", "a path"]),
+        ("version: 1\nexit: {trace: ''}\n", ["exit.trace is ''", "a path"]),
+        (f"version: 1\nfamilies_dir: {'x' * 5000}\n", ["families_dir is '", "existing directory"]),
+        (f"version: 1\nexit: {{trace: {'x' * 5000}}}\n", ["exit.trace is '", "can be written"]),
         ("version: 1\nfamily: a\nfamily: b\n", ["line 3", "'family'", "already set in line 2"]),
         (
             "version: 1\npolicy:\n  name: noop\n  name: noop\n",
@@ -159,6 +169,11 @@ def test_file_that_is_not_text(tmp_path):
         ("POLICY", "{name: noop}", ["policy is a section", "MERIDIAN_PATCH_SET_POLICY__NAME"]),
         ("FAMILY", "[a", ["not valid YAML"]),
         ("FAMILIES_DIR", "/none/such", ["families_dir is '/none/such'", "existing directory"]),
+        ("FAMILIES_DIR", "''", ["families_dir is ''", "a path"]),
+        ("VERSION", "true", ["version is True", "1"]),
+        ("VERSION", "1.0", ["version is 1.0", "1"]),
+        ("REQUESTS__ALLOWED_FIELDS", "[1]", ["requests.allowed_fields is [1]", "meridian_exit"]),
+        ("FAMILY", "\udcff", ["not valid YAML", "0xdcff"]),
     ],
 )
 def test_wrong_variable(config_file, name, value, parts):
@@ -168,6 +183,41 @@ def test_wrong_variable(config_file, name, value, parts):
     for part in [f"environment variable MERIDIAN_PATCH_SET_{name}", *parts]:
         assert part in message
     assert env["MERIDIAN_PATCH_CONFIG"] not in message
+
+
+def test_two_values_that_contradict_each_other_name_both_sources(config_file):
+    """Neither the file alone nor a variable alone is wrong."""
+    env = config_file("version: 1\nexit: {min_think_tokens: 9}\n")
+    name = "MERIDIAN_PATCH_SET_EXIT__MAX_THINK_TOKENS"
+    message = error_of({**env, name: "5"})
+    file = env["MERIDIAN_PATCH_CONFIG"]
+    assert message.startswith(f"file {file}, environment variable {name}: exit is ")
+    assert "min_think_tokens (9) to be at most max_think_tokens (5)" in message
+
+
+def test_a_mapping_in_a_variable_is_told_as_such():
+    """Its values are from the variable, and not from the file that has others."""
+    loaded = load_config({"MERIDIAN_PATCH_SET_PROVENANCE": "{a.b: {c: 1}}"})
+    assert loaded.origins["provenance.a.b.c"] == "env MERIDIAN_PATCH_SET_PROVENANCE"
+    rows = {key: (value, origin) for key, value, origin in loaded.rows()}
+    assert rows["provenance.a.b.c"] == (1, "env MERIDIAN_PATCH_SET_PROVENANCE")
+    assert rows["exit.mode"] == ("observe", "default")
+
+
+def test_many_wrong_fields_are_counted(config_file):
+    """The first ones are named."""
+    keys = "".join(f"a{number}: 1\n" for number in range(30))
+    message = error_of(config_file(f"version: 1\n{keys}"))
+    assert message.count("\n") == 20
+    assert message.endswith("and 10 more")
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_a_word_is_a_word(config_file, mode):
+    """YAML 1.1 took a bare `off` for false."""
+    assert (
+        load_config(config_file(f"version: 1\nexit: {{mode: {mode}}}\n")).config.exit.mode == mode
+    )
 
 
 def test_misspelled_variable_stops_the_load():

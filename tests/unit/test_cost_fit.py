@@ -136,8 +136,9 @@ def test_bursts_depend_on_their_seed_alone_and_fit():
     ("texts", "words"),
     [
         (["dtype"], "expected NAME=VALUE"),
-        (["max_num_seqs=many"], "max_num_seqs=many: expected a whole number"),
-        (["max_model_len=0"], "max_model_len=0: expected a whole number"),
+        (["max_num_seqs=many"], "max_num_seqs is 'many', expected a whole number"),
+        (["max_num_seqs=true"], "max_num_seqs is True, expected a whole number"),
+        (["max_model_len=0"], "max_model_len is 0, expected a whole number"),
     ],
 )
 def test_a_wrong_engine_argument_is_one_sentence(demo_model, texts, words):

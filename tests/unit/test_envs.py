@@ -107,10 +107,15 @@ def test_mode_refuses_other_values():
         envs.is_strict({"MERIDIAN_PATCH_MODE": "loose"})
 
 
+@pytest.mark.parametrize("name", envs.KNOWN)
+def test_an_empty_variable_is_refused(name):
+    """It is no value, and not the default either: half a template was filled in."""
+    with pytest.raises(ConfigError, match=f"environment variable {name} is empty, expected a"):
+        envs.check_names({name: ""})
+
+
 def test_config_path():
-    """An empty path is no path."""
     assert envs.config_path({}) is None
-    assert envs.config_path({"MERIDIAN_PATCH_CONFIG": ""}) is None
     assert envs.config_path({"MERIDIAN_PATCH_CONFIG": "a.yaml"}) == Path("a.yaml")
 
 
@@ -121,6 +126,13 @@ def test_overrides_become_key_paths():
         ("policy", "name"): ("MERIDIAN_PATCH_SET_POLICY__NAME", "noop"),
         ("family",): ("MERIDIAN_PATCH_SET_FAMILY", "x"),
     }
+
+
+def test_two_variables_for_one_value_are_refused():
+    """Which of them counts would depend on the order of their names."""
+    names = "MERIDIAN_PATCH_SET_POLICY__NAME", "MERIDIAN_PATCH_SET_policy__name"
+    with pytest.raises(ConfigError, match=f"variables {names[0]} and {names[1]} set the same"):
+        envs.config_overrides(dict.fromkeys(names, "noop"))
 
 
 @pytest.mark.parametrize(

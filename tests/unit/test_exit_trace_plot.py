@@ -6,6 +6,7 @@ import pytest
 
 from meridian_patch.bench.exit_trace import read_trace
 from meridian_patch.cli import main
+from meridian_patch.errors import BenchError
 
 PNG = b"\x89PNG"
 
@@ -56,6 +57,22 @@ def test_a_picture(trace, tmp_path, capsys, size):
     assert run(file, "--out", out, "--thoughts", size) == 0
     assert out.read_bytes().startswith(PNG)
     assert str(out) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (probe("8"), "field think_tokens is '8'"),
+        (probe(8, True), "field entropy_nats is True"),
+        ({**VERDICT, "reason": 1}, "field reason is 1"),
+        ({"event": []}, r"field event is \[\]"),
+        ([1], "not an object"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(trace, wrong, says):
+    """Here, and not where it is drawn."""
+    with pytest.raises(BenchError, match=f"line 2 is .* expected an event of exit.trace: {says}"):
+        read_trace(trace(END, wrong))
 
 
 def test_what_is_refused(trace, tmp_path, capsys):

@@ -305,6 +305,14 @@ def test_missing_directory(tmp_path):
     assert "families_dir is" in error_of(tmp_path / "none")
 
 
+def test_a_wrong_item_of_a_list_is_one_sentence(own):
+    """The list is not called empty because the item was left out."""
+    text = family_text("mine").replace("source: a test", "source: a, end: [x]", 1)
+    message = error_of(own(mine=text))
+    assert message.endswith("documented_ids.end.0 is 'x', expected a valid integer")
+    assert "\n" not in message
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -332,6 +340,10 @@ def test_missing_directory(tmp_path):
         (("version: 1", "version: 2"), ["version is 2"]),
         (("version: 1\n", ""), ["version is missing"]),
         (("history: strip", "history: strip\nhistory: keep"), ["already set in line 11"]),
+        (
+            ("prompt_start: think", "prompt_start: think\nreplaces: yes"),
+            ["is 'yes', expected true"],
+        ),
     ],
 )
 def test_wrong_family_file(own, change, parts):

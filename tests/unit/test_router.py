@@ -384,6 +384,18 @@ def test_budgets_go_on_with_a_thought() -> None:
     assert after["vllm_xargs"]["meridian_max_think_tokens"] == 7
 
 
+def test_our_budget_at_the_top_level_goes_on_too() -> None:
+    """In one place: an engine refuses a field that it finds in two."""
+    body = {"prompt": "q", "meridian_max_think_tokens": 9, "vllm_xargs": {"a": 1}}
+    after = resume(body, [1, 2, 10, 11], 2)
+    assert after["vllm_xargs"] == {
+        "a": 1,
+        "meridian_max_think_tokens": 7,
+        "meridian_min_think_tokens": 0,
+    }
+    assert "meridian_max_think_tokens" not in after
+
+
 def test_a_whole_response_of_two_engines() -> None:
     """Content, tool calls and log-probabilities are put together as they come."""
     message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": []}

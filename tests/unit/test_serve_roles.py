@@ -68,7 +68,7 @@ def test_an_engine_over_several_hosts_keeps_vllms_own_port(option: str) -> None:
 
 
 def test_the_port_may_stand_in_vllms_configuration_file(tmp_path) -> None:
-    """The command line takes precedence, as in vLLM; a file that is not there is vLLM's matter."""
+    """The command line takes precedence, as in vLLM; a wrong file is refused in one sentence."""
     file = tmp_path / "vllm.yaml"
     file.write_text("port: 8002\nmax-model-len: 1024\n")
     given = ["m", "--role", "answer", "--config", str(file)]
@@ -78,11 +78,13 @@ def test_the_port_may_stand_in_vllms_configuration_file(tmp_path) -> None:
 
     assert channel() == "30016"
     assert channel("--port", "8001") == "30008"
-    for wrong in ("[1, 2]", "a: ["):
+    for wrong, why in (("[1, 2]", "is a list, expected a map"), ("a: [", "line 1: not valid YAML")):
         file.write_text(wrong)
-        assert channel() == "30000"
+        with pytest.raises(ConfigError, match=f"file {file}.* {why}"):
+            channel()
     file.unlink()
-    assert channel() == "30000"
+    with pytest.raises(ConfigError, match=f"file {file} does not exist"):
+        channel()
 
 
 @pytest.mark.parametrize("name", ["kv-transfer-config", "kv_transfer_config"])

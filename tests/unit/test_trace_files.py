@@ -107,6 +107,7 @@ def test_a_missing_field_is_named(field, tmp_path):
         ("", "holds no request"),
         ("[1]", "line 1: .* expected one JSON object per line"),
         ("{", "line 1: Invalid JSON"),
+        (lines(GOOD).rstrip().removesuffix("}") + ', "id": "b"}', "key 'id' stands twice"),
         (lines(GOOD, GOOD), "line 2: field id is 'a', expected an id that was not used before"),
         (lines(LATER), "line 1: field turn is 1, expected 0, the next turn"),
         (lines(FIRST, LATER | {"turn": 2}), "line 2: field turn is 2, expected 1, the next turn"),

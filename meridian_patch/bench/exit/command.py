@@ -81,7 +81,7 @@ def run_exit(parsed: argparse.Namespace) -> int:
         "few": {"problems": few, "seed": seed},
     }
     parsed.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     origin = ExitOrigin(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         shlex.join(["meridian", *sys.argv[1:]]),
@@ -126,7 +126,7 @@ def _play(
     from meridian_patch.demo.problems import make_problems
 
     model = Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner")))
-    with progress_bars(Console()) as progress:
+    with progress_bars(Console(markup=False, emoji=False)) as progress:
         tasks: dict[str, Any] = {}
 
         def show(stage: str, arm: str, done: int, total: int) -> None:

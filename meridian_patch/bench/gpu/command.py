@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(args: argparse.Namespace, command: str) -> int:
     minutes = read_positive("--minutes", args.minutes)
     parts = choose_parts(args.parts)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     date = datetime.now().astimezone()
     folder: Path = args.out or Path("out/gpu-suite") / date.strftime("%Y-%m-%d-%H%M%S")
     # Before vLLM is imported, which leaves variables of its own behind.

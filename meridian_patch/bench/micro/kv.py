@@ -50,7 +50,7 @@ def run_kv_micro(rounds: int, out: Path, *, in_order: bool) -> int:
     Requests finish in a random order, or, ``in_order``, in the one they came in. The ratio of a
     round is taken within the round.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     micro = KVMicro(in_order=in_order)
     count = rounds + WARM_UP_ROUNDS
     with progress_bars(console, transient=True) as progress:

@@ -75,7 +75,7 @@ def run_policy_micro(
     Raises:
         BenchError: a pool was too small.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     rows: list[TimingRow] = []
     operations: TimingRow = {}
     is_interrupted = False

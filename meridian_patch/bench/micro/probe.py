@@ -54,7 +54,7 @@ def run_probe_micro(contexts: list[int], probes: int, out: Path) -> int:
             row = {"runner": runner, "context": context}
             rows.append(row | _added_ms(micro.measure(context, probes)))
     headings = ("runner", "context", *CALLS, "all")
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(make_table("CPU time that a probe adds, ms", headings, map(_cells, rows)))
     write_figures(console, out / "probe-micro.json", {"rounds": probes, "rows": rows})
     return 0

@@ -48,7 +48,7 @@ def run_telemetry_micro(running: Sequence[int], pairs: int, seed: int, out: Path
         seed: of the load.
         out: folder.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     rows: list[dict[str, Any]] = []
     with progress_bars(console, transient=True) as progress:
         task = progress.add_task("pairs of steps", total=len(running) * pairs)

@@ -139,7 +139,7 @@ def run_serve(parsed: argparse.Namespace, command: str | None = None) -> int:
     from meridian_patch.bench.served.plan import plan_comparison
     from meridian_patch.bench.served.run import run_comparison
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     command = command or shlex.join(["meridian", *sys.argv[1:]])
     end_like_ctrl_c()
     try:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from meridian_patch import envs
 from meridian_patch.bench.arms import override
-from meridian_patch.bench.options import read_positive, read_seeds, read_whole
+from meridian_patch.bench.options import WHOLE, read_positive, read_seeds, read_whole
 from meridian_patch.bench.served.arms import ServedArm, read_arms
 from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
 from meridian_patch.bench.served.load import Load
@@ -31,6 +31,7 @@ from meridian_patch.bench.served.workload import (
     make_trace,
     read_trace,
 )
+from meridian_patch.config.validate import shown
 from meridian_patch.emulation.device import EmulatedDevice, check_machine, load_device
 from meridian_patch.emulation.options import MOST_SEQS
 from meridian_patch.engine.device import accelerator_name
@@ -298,6 +299,8 @@ def _serve_args(text: str) -> tuple[str, ...]:
 
 def _port(text: str, arms: int) -> int:
     last = _HIGHEST_PORT - arms + 1
-    if not text.isdecimal() or int(text) > last:
-        raise BenchError(f"--port is {text!r}, expected 0 to {last}: each arm takes the next one")
+    if not WHOLE.fullmatch(text) or int(text) > last:
+        raise BenchError(
+            f"--port is {shown(text)}, expected 0 to {last}: each arm takes the next one"
+        )
     return int(text)

@@ -17,12 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from meridian_patch.config.json_text import lines_of, parse_json
+from meridian_patch.config.validate import shown
 from meridian_patch.demo.problems import MAX_STEPS, make_problem
 from meridian_patch.errors import BenchError
 
 ROLES = ("system", "user", "assistant")
 TURNS = (2, 6)
 _OPTIONAL = ("extra", "follows")
+_LATEST_S = 10_000_000
 # What the client itself decides: a trace must not change how the stream is read or compared.
 _RESERVED = ("model", "messages", "max_tokens", "stream", "return_token_ids", "n")
 # The words of the tiny reasoner's training: it has seen system prompts made of them.
@@ -237,15 +240,13 @@ def read_trace(path: Path) -> list[ServedRequest]:
         BenchError: the file cannot be read, or a line is wrong; names line and field.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = lines_of(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"cannot read the trace {path}: {error}; give a JSON lines file") from None
     trace: list[ServedRequest] = []
     seen: set[str] = set()
     followed: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         request = _parse_line(line, f"{path} line {number}")
         if request.id in seen:
             raise BenchError(f"{path} line {number}: field id {request.id!r} was used before")
@@ -264,9 +265,9 @@ def read_trace(path: Path) -> list[ServedRequest]:
 
 def _parse_line(line: str, where: str) -> ServedRequest:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as error:
-        raise BenchError(f"{where} is not JSON: {error}") from None
+        raise BenchError(f"{where} is {error}") from None
     if not isinstance(fields, dict):
         raise BenchError(f"{where} is not a JSON object, expected {{...}}")
     wanted = ServedRequest.__annotations__
@@ -278,8 +279,9 @@ def _parse_line(line: str, where: str) -> ServedRequest:
             raise BenchError(f"{where}: field {name} is missing")
     _check(where, "id", fields["id"], isinstance(fields["id"], str), "a string")
     arrival, limit = fields["arrival_s"], fields["max_tokens"]
-    is_time = isinstance(arrival, int | float) and not isinstance(arrival, bool) and arrival >= 0
-    _check(where, "arrival_s", arrival, is_time, "seconds, 0 or more")
+    # The type itself: a bool is an int in Python.
+    is_time = type(arrival) in (int, float) and 0 <= arrival <= _LATEST_S
+    _check(where, "arrival_s", arrival, is_time, f"seconds, 0 to {_LATEST_S}")
     _check(where, "expected", fields["expected"], isinstance(fields["expected"], str), "a string")
     is_limit = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
     _check(where, "max_tokens", limit, is_limit, "a whole number above 0")
@@ -310,4 +312,4 @@ def _are_messages(messages: Any) -> bool:
 
 def _check(where: str, field: str, value: object, is_right: bool, expected: str) -> None:
     if not is_right:
-        raise BenchError(f"{where}: field {field} is {value!r}, expected {expected}")
+        raise BenchError(f"{where}: field {field} is {shown(value)}, expected {expected}")

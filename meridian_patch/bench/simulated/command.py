@@ -71,7 +71,8 @@ def run_replay(parsed: argparse.Namespace) -> int:
     limits = Limits(slowdown, itl_ms / 1000)
     results = Results(plan, load_cost(plan.cost), limits, parsed.is_sweep)
     make_folder(parsed.out)
-    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    width = None if sys.stdout.isatty() else _FILE_WIDTH
+    console = Console(width=width, markup=False, emoji=False)
     end_like_ctrl_c()
     play(results, processes, console, parsed.write_trace)
     show(results, parsed.out, console)

@@ -13,6 +13,8 @@ import yaml
 from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
 from meridian_patch.bench.options import read_whole
+from meridian_patch.config.validate import shown
+from meridian_patch.config.yaml_file import Dumper, parse_value
 from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def run_fit_cost(parsed: argparse.Namespace) -> int:
     if parsed.out.suffix != SUFFIX:
         raise BenchError(f"--out is {parsed.out}, expected a file that ends in {SUFFIX}")
     end_like_ctrl_c()
-    console = Console()
+    console = Console(markup=False, emoji=False)
     longest = read_whole("--longest", parsed.longest or str(arguments["max_model_len"]))
     if longest > arguments["max_model_len"]:
         raise BenchError(
@@ -109,6 +111,7 @@ def engine_arguments(model: Path | None, texts: Sequence[str]) -> dict[str, Any]
 
     Raises:
         BenchError: no such directory, or a text of another form.
+        ConfigError: a value that is no YAML.
     """
     if model is not None and not (model / "config.json").is_file():
         raise BenchError(f"--model {model}: no config.json in it; give the directory of a model")
@@ -117,10 +120,12 @@ def engine_arguments(model: Path | None, texts: Sequence[str]) -> dict[str, Any]
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise BenchError(f"--engine is {text!r}, expected NAME=VALUE such as max_num_seqs=256")
-        given[name] = yaml.safe_load(value)
+        given[name] = parse_value(value, f"--engine {name}")
     for name in SIZES:
-        if not isinstance(given.get(name, 1), int) or given.get(name, 1) < 1:
-            raise BenchError(f"--engine {name}={given[name]}: expected a whole number above 0")
+        size = given.get(name, 1)
+        # A bool is an int in Python.
+        if type(size) is not int or size < 1:
+            raise BenchError(f"--engine {name} is {shown(size)}, expected a whole number above 0")
     if model is not None:
         return {"model": str(model), **SIZES, **given}
     # Late: it imports vLLM.
@@ -187,6 +192,6 @@ def write_cost(path: Path, cost: "CostModel") -> None:
     values = cost.model_dump(exclude_none=True)
     lines = textwrap.wrap(values.pop("derivation"), _WIDTH - 2)
     derivation = "\n  ".join(["derivation: >-", *lines])
-    rest = yaml.safe_dump(values, sort_keys=False, width=_WIDTH, allow_unicode=True)
+    rest = yaml.dump(values, Dumper=Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{rest}{derivation}\n")

@@ -1,12 +1,12 @@
 """``meridian bench capacity``: what 1, 8 and 64 GPUs serve, from replays of one engine."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from meridian_patch.bench.options import read_positive, read_whole
 from meridian_patch.bench.simulated.fleet import Parts, best_of, fleet_of, page_of, rates_in
+from meridian_patch.config.json_text import parse_json
 from meridian_patch.errors import BenchError
 
 
@@ -41,15 +41,16 @@ def _run(parsed: argparse.Namespace) -> int:
         read_positive("--router-us", parsed.router_us),
     )
     try:
-        results = json.loads(parsed.results.read_text())
+        results = parse_json(parsed.results.read_text(encoding="utf-8"))
         rates = rates_in(results, parsed.arm)
         about = f"simulated, cost model {results['cost_model']['name']}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        workload = results["workloads"][0]["workload"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise BenchError(
             f"{parsed.results} is no results.json of 'meridian bench sweep': {error}"
         ) from error
     best = best_of(rates)
     numbers = [read_whole("--gpus", text) for text in parsed.gpus.split(",")]
-    print(f"{about}, arm {parsed.arm}, {results['workloads'][0]['workload']}\n")
+    print(f"{about}, arm {parsed.arm}, {workload}\n")
     print(page_of([fleet_of(gpus, best, parts) for gpus in numbers], rates, best))
     return 0

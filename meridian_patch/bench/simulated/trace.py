@@ -13,6 +13,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from meridian_patch.config.json_text import lines_of, parse_json
+from meridian_patch.config.validate import shown
 from meridian_patch.errors import BenchError
 
 LONGEST = 1_000_000
@@ -82,25 +84,28 @@ def read_trace(path: Path) -> list[TraceRequest]:
         BenchError: the file cannot be read, or a line is wrong; names file, line and field.
     """
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        why = error.strerror
+        lines = lines_of(path.read_bytes())
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise BenchError(f"cannot read the trace {path}: {why}; give a JSON lines file") from None
     checked = _Checks()
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            checked.add(_parse(line, where), where)
+    for number, line in lines:
+        where = f"{path} line {number}"
+        checked.add(_parse(line, where), where)
     if not checked.trace:
         raise BenchError(f"the trace {path} holds no request; expected one JSON object per line")
     return checked.trace
 
 
-def _parse(line: bytes, where: str) -> TraceRequest:
+def _parse(line: str, where: str) -> TraceRequest:
     try:
-        return _LINE.validate_json(line)
+        request = _LINE.validate_json(line)
+        parse_json(line)
+        return request
     except ValidationError as error:
         detail = error.errors()[0]
+    except ValueError as error:
+        raise BenchError(f"{where}: {error}; expected one JSON object per line") from None
     expected = detail["msg"].removeprefix("Input should be ")
     if not detail["loc"]:
         raise BenchError(f"{where}: {expected}; expected one JSON object per line") from None
@@ -114,7 +119,7 @@ def _parse(line: bytes, where: str) -> TraceRequest:
 
 
 def _wrong(where: str, field: str, value: object, expected: str) -> BenchError:
-    return BenchError(f"{where}: field {field} is {value!r}, expected {expected}")
+    return BenchError(f"{where}: field {field} is {shown(value)}, expected {expected}")
 
 
 class _Checks:

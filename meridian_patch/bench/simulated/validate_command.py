@@ -97,7 +97,7 @@ def run_validate(parsed: argparse.Namespace) -> int:
     arguments = engine_arguments(None, [f"num_gpu_blocks_override={blocks}"])
     rounds = read_whole("--rounds", parsed.rounds)
     bursts = read_whole("--bursts", parsed.bursts)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     end_like_ctrl_c()
     # Every second round in reverse order, so that a change of the machine's speed hits all arms.
     order = [(n, arm) for n in range(rounds) for arm in (arms if n % 2 == 0 else arms[::-1])]

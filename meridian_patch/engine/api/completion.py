@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from meridian_patch.engine.api.body_fields import move_fields, restore_fields
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
@@ -21,7 +22,12 @@ def build_completion_serving(original: type) -> type:
     responses_config()
 
     class SummaryServingCompletion(original):
+        async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+            await restore_fields(request, raw_request)
+            return await super().create_completion(request, raw_request)
+
         async def _check_model(self, request: Any) -> Any:
+            move_fields(request)
             # Load-bearing: upstream calls this before it sends anything. The input processor would
             # refuse only after the HTTP status of a stream was sent.
             check_fields(getattr(request, "vllm_xargs", None), served_through(self.engine_client))

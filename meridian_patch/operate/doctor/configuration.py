@@ -82,10 +82,9 @@ def _values(env: Mapping[str, str]) -> Iterator[Finding]:
         where = f"file {path} and variables" if path else "variables"
         yield AREA.fail("values", str(error), expected=f"{where} that load", fix=_HOW)
         return
-    values = _flat(loaded.config.model_dump(mode="json"))
     told = [
-        _origin(key, values.get(key), origin, without)
-        for key, origin in loaded.origins.items()
+        _origin(key, value, origin, without)
+        for key, value, origin in loaded.rows()
         if origin != "default" and key != "version"
     ]
     source = f"file {path}" if path else "no file"
@@ -103,11 +102,3 @@ def _origin(key: str, value: Any, origin: str, without: LoadedConfig) -> str:
 
 def _without_overrides(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith(envs.OVERRIDE_PREFIX)}
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{above}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
