@@ -38,7 +38,7 @@ class RequestOptions(StrictModel):
     Attributes:
         meridian_itl_ms: target of the answer's inter-token latency, in milliseconds.
         meridian_priority: lower goes first, as in vLLM; 0 if it is not set.
-        meridian_max_think_tokens: upper bound of the length of one thought, in tokens.
+        meridian_max_think_tokens: upper bound of all thoughts together, in tokens.
         meridian_min_think_tokens: think tokens before which no strategy closes the thought.
         meridian_exit: the mode of early exit.
         meridian_eat_delta: threshold of EAT, in nats squared; switches it on.

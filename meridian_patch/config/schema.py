@@ -83,8 +83,9 @@ class ExitConfig(StrictModel):
     max_think_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Upper bound of one thought, in tokens; unset: none. A request's "
-        "`thinking_token_budget` is one too. A bound takes precedence over a higher floor.",
+        description="Upper bound of all thoughts of a request together, in tokens; unset: none. "
+        "vLLM's `thinking_token_budget` is one of each thought. A bound takes precedence over a "
+        "higher floor.",
     )
     grace_tokens: int = Field(
         default=64,

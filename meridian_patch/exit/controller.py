@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
-from meridian_patch.exit.strategies.base import TokenSignals, own_end
+from meridian_patch.exit.strategies.base import ThoughtStart, TokenSignals, own_end
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.exit.thought_monitor import ThoughtMonitor
 from meridian_patch.phase.tracker import Phase, RequestPhase
@@ -17,7 +17,8 @@ class ExitController:
     1. In mode ``off`` it returns no action. In ``observe`` it returns probes, and verdicts are only
        kept in the outcome. In ``enforce`` it also returns closes, one per thought.
     2. After an end boundary it returns no action until a new thought starts. The new thought has a
-       new monitor: floor, bounds and strategies apply to each thought separately.
+       new monitor: floor and strategies apply to each thought separately. ``max_think_tokens``
+       bounds all thoughts together: a new one has what the earlier ones left.
 
     Tokens may become known late, so an action may come later than the token at which it is due.
 
@@ -89,19 +90,19 @@ class ExitController:
         """Strategies that could not have fired in the current thought yet, and why."""
         return self._watch.too_soon() if self._watch else NO_OBSTACLES
 
-    def start(self, think_tokens: int = 0) -> None:
+    def start(self, think_tokens: int = 0, earlier_tokens: int = 0) -> None:
         """Begin a thought: the one that the prompt opens, or one after a new start marker.
 
         Args:
             think_tokens: number of its tokens so far, which were not measured.
+            earlier_tokens: think tokens of the request before this thought.
         """
         if self._config.mode == "off":
             return
         self._num_thoughts += 1
         self._is_closing = False
-        self._watch = ThoughtMonitor(
-            self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
-        )
+        start = ThoughtStart(self._breaks, self._budget_tokens, think_tokens, earlier_tokens)
+        self._watch = ThoughtMonitor(self._num_thoughts, self._config, start)
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
         """Process accepted think tokens; for a step that ends the thought, call ``end`` instead.
@@ -185,6 +186,6 @@ def follow(
         # An earlier thought ended among these tokens too; its length is not recorded.
         controller.end(0)
     if not controller.is_thinking:
-        controller.start(max(seen - begin, 0))
+        controller.start(max(seen - begin, 0), state.think_tokens_before)
     first = max(seen, begin)
     return controller.accept(state.known[first:], rows[first - seen :])

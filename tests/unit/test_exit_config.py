@@ -8,6 +8,7 @@ from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.config.request_options import RequestOptions, parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
+from meridian_patch.exit.strategies.base import ThoughtStart
 from meridian_patch.exit.strategies.build import SWITCHES, build_strategies
 from meridian_patch.exit.text_breaks import find_breaks
 
@@ -21,14 +22,14 @@ def test_defaults():
     assert (config.rpdi_window_tokens, config.rpdi_lambda) == (512, 2.0)
     assert config.eat_warmup_probes == 4 / config.eat_alpha
     assert config.eat_delta == pytest.approx(1e-3 * 0.6931**2, rel=0.01)
-    reasons = [s.reason for s in build_strategies(config, find_breaks([]))]
+    reasons = [s.reason for s in build_strategies(config, ThoughtStart(find_breaks([])))]
     assert reasons == ["eat", "rpdi"]
 
 
 def test_every_strategy_can_be_switched():
     """Bounds come last: at the same token a strategy's reason says more."""
     config = ExitConfig(eat=False, end_probability=True, loop=True, max_think_tokens=900)
-    reasons = [s.reason for s in build_strategies(config, find_breaks([]), 800)]
+    reasons = [s.reason for s in build_strategies(config, ThoughtStart(find_breaks([]), 800))]
     assert reasons == ["rpdi", "end_probability", "loop", "hard_cap", "budget"]
 
 
@@ -37,9 +38,10 @@ def test_each_switch_is_that_of_one_strategy():
     assert {"eat", "rpdi", "end_probability"} <= set(SWITCHES)
     off = dict.fromkeys(SWITCHES, False)
     for switch in SWITCHES:
-        (strategy,) = build_strategies(ExitConfig(**off | {switch: True}), find_breaks([]))
+        config = ExitConfig(**off | {switch: True})
+        (strategy,) = build_strategies(config, ThoughtStart(find_breaks([])))
         assert strategy.reason == switch
-    assert not build_strategies(ExitConfig(**off), find_breaks([]))
+    assert not build_strategies(ExitConfig(**off), ThoughtStart(find_breaks([])))
 
 
 @pytest.mark.parametrize("mode", ["off", "observe", "enforce"])

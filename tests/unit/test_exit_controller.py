@@ -103,15 +103,24 @@ def test_a_token_without_its_row_is_an_error():
 
 
 def test_one_close_per_thought():
-    """Behind the verdict and behind the boundary nothing is asked for; a new thought is new."""
+    """Behind the verdict and behind the boundary nothing is asked for, until the next thought."""
     controller = controller_of(max_think_tokens=5)
     assert len(closes(controller, [PLAIN] * 50)) == 1
     controller.closing()
     assert controller.end(1).reason == "hard_cap"
     assert not closes(controller, [PLAIN] * 50)
     assert controller.end(1) is None
-    controller.start()
-    assert [close.close_at for close in closes(controller, [PLAIN] * 50)] == [5]
+    controller.start(earlier_tokens=51)
+    assert len(closes(controller, [PLAIN] * 50)) == 1
+
+
+def test_a_bound_holds_over_all_thoughts():
+    """A thought that opens again has what the earlier ones left, then none."""
+    controller = ExitController(config_of(max_think_tokens=20, min_think_tokens=30), BREAKS)
+    for earlier_tokens, close_at in ((0, 20), (13, 7), (19, 1), (20, 1), (40, 1)):
+        controller.start(earlier_tokens=earlier_tokens)
+        (close,) = closes(controller, [PLAIN] * 50)
+        assert (close.reason, close.close_at) == ("hard_cap", close_at)
 
 
 @pytest.mark.parametrize(("mode", "asked"), [("off", 0), ("observe", 0), ("enforce", 1)])

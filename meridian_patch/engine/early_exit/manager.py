@@ -12,9 +12,9 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
+from meridian_patch.engine.early_exit.ended_thoughts import EndedThoughts
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
-from meridian_patch.engine.early_exit.saved_tokens import SavedTokens
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
@@ -22,11 +22,11 @@ from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
 from meridian_patch.engine.early_exit.watched_request import WatchedRequest
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles, Outcome
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles
 from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import PASSING, Obstacle
 from meridian_patch.exit.strategies.base import BUDGET, NO_SIGNALS
-from meridian_patch.exit.strategies.build import is_probing
+from meridian_patch.exit.strategies.build import OWN_BOUNDS, is_probing
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT
@@ -87,7 +87,7 @@ class EarlyExit:
         self._breaks = breaks
         self._tracker = tracker
         self._counters = phase_counters
-        self._saved = SavedTokens(phase_counters)
+        self._ends = EndedThoughts(phase_counters)
         self._trace = trace
         self._watched: dict[str, WatchedRequest] = {}
         # Requests that wait for their first step, which decides whether they are followed.
@@ -162,6 +162,7 @@ class EarlyExit:
         finally:
             self._measured.pop(name, None)
             self._end_thought(name)
+            self.forced_closes.forget(name)
             if not self._watched:
                 self._signals.forget()
 
@@ -228,7 +229,7 @@ class EarlyExit:
         ended = self._unsampled.ended(name)
         if ended is not None:
             self._outcomes[name] = ExitReport(*ended)
-            self._count(ended[0], self.mode)
+            self._ends.ended(ended[0], self.mode)
 
     def before_update(self, model_output: Any) -> None:
         """Take a step's signals; its tokens are not appended to the requests yet."""
@@ -375,8 +376,7 @@ class EarlyExit:
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
             watched.think_tokens += outcome.think_tokens
-            self._count(outcome, watched.config.mode)
-            self._counters.count(counters.MEASURED, watched.config.mode)
+            self._ends.ended(outcome, watched.config.mode)
             if watched.has_options:
                 self._cannot(watched, outcome.too_soon)
             watched.is_reported = False
@@ -389,6 +389,8 @@ class EarlyExit:
             self._end_thought(watched.request.request_id)
             watched.due = watched.given_up = None
             watched.num_refused = watched.lines_left = 0
+            if outcome is not None and outcome.reason in OWN_BOUNDS:
+                self.forced_closes.bar(watched.request)
         if state.phase is _ANSWER:
             self._measured.pop(watched.request.request_id, None)
         else:
@@ -429,7 +431,10 @@ class EarlyExit:
             known = watched.not_enforced
             watched.not_enforced = {each: why for each, why in known.items() if each != reason}
         think_tokens = watched.state.tokens_in_phase
-        self.forced_closes.begin(watched.request, watched.config.wrap_up, think_tokens)
+        is_last = reason in OWN_BOUNDS
+        self.forced_closes.begin(
+            watched.request, watched.config.wrap_up, think_tokens, is_last=is_last
+        )
         if self.probes is not None:
             self.probes.cancel(name)
 
@@ -485,12 +490,3 @@ class EarlyExit:
         self.forced_closes.end(name)
         if self.probes is not None:
             self.probes.cancel(name)
-
-    def _count(self, outcome: Outcome, mode: str) -> None:
-        self._counters.count(counters.EXIT, outcome.reason)
-        self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
-        self._saved.ended(outcome, mode)
-        if outcome.verdict is not None:
-            self._counters.count(counters.VERDICT, outcome.verdict.reason)
-        if outcome.num_invalid:
-            self._counters.count(counters.INVALID, "think", outcome.num_invalid)

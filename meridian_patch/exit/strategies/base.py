@@ -60,11 +60,13 @@ class ThoughtStart(NamedTuple):
         breaks: text breaks of the served vocabulary.
         budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         think_tokens: number of tokens that the thought has already.
+        earlier_tokens: think tokens of the request before this thought.
     """
 
     breaks: Breaks
     budget_tokens: int | None = None
     think_tokens: int = 0
+    earlier_tokens: int = 0
 
 
 class Firing(NamedTuple):
@@ -103,14 +105,14 @@ class Strategy:
     fires_from: float = 0
 
     @classmethod
-    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+    def is_on(cls, config: ExitConfig, start: ThoughtStart | None = None) -> bool:
         """Whether thoughts have this strategy: by default its switch.
 
         Args:
             config: the request's configuration.
-            budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+            start: what is known of a thought; None: whether any thought may have it.
         """
-        del budget_tokens
+        del start
         return bool(getattr(config, cls.reason))
 
     @classmethod

@@ -11,7 +11,6 @@ from meridian_patch.exit.strategies.hard_cap import Budget, HardCap
 from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.pattern import PatternExit
 from meridian_patch.exit.strategies.rpdi import Rpdi
-from meridian_patch.exit.text_breaks import Breaks
 
 LISTED: Final[tuple[type[Strategy], ...]] = (
     Eat,
@@ -40,6 +39,9 @@ SWITCHES: Final = tuple(
 )
 """Strategies that the configuration switches on and off: a switch is named as its reason."""
 
+OWN_BOUNDS: Final = tuple(each.reason for each in STRATEGIES if each.is_bound and each is not Budget)
+"""Upper bounds at which the plug-in itself closes thoughts: none may open behind such a close."""
+
 BY_SIGNALS: Final = tuple(each.reason for each in STRATEGIES if each.uses_signals)
 """Strategies that need signals or probes: callers are told where an engine has none."""
 
@@ -47,19 +49,14 @@ BY_PROBES: Final = tuple(each.reason for each in STRATEGIES if each.uses_probes)
 """Strategies that need probes."""
 
 
-def build_strategies(
-    config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None, think_tokens: int = 0
-) -> list[Strategy]:
+def build_strategies(config: ExitConfig, start: ThoughtStart) -> list[Strategy]:
     """New strategies for a thought; if several fire at the same token, the first is used.
 
     Args:
         config: the request's configuration.
-        breaks: text breaks of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
-        think_tokens: number of tokens that the thought has already.
+        start: what is known of the thought.
     """
-    start = ThoughtStart(breaks, budget_tokens, think_tokens)
-    return [each.of(config, start) for each in STRATEGIES if each.is_on(config, budget_tokens)]
+    return [each.of(config, start) for each in STRATEGIES if each.is_on(config, start)]
 
 
 def is_probing(config: ExitConfig) -> bool:

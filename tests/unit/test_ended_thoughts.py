@@ -1,6 +1,6 @@
-"""Estimates of saved think tokens."""
+"""Thoughts that ended are counted, and what their closes save is estimated."""
 
-from meridian_patch.engine.early_exit.saved_tokens import SavedTokens
+from meridian_patch.engine.early_exit.ended_thoughts import EndedThoughts
 from meridian_patch.exit.actions import Close, Outcome
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -9,10 +9,10 @@ DUE = Close("eat", 290, 300, "figures")
 
 def saved_after(*outcomes, mode="enforce"):
     counters = PhaseCounters()
-    saved = SavedTokens(counters)
+    ends = EndedThoughts(counters)
     for outcome in outcomes:
-        saved.ended(outcome, mode)
-    return counters.totals
+        ends.ended(outcome, mode)
+    return {name: n for name, n in counters.totals.items() if name.startswith("estimated_saved")}
 
 
 def natural(tokens, verdict=None):
