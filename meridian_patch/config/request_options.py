@@ -11,15 +11,14 @@ from meridian_patch.config.exit_patterns import MOST_OF_A_REQUEST, Pattern, read
 from meridian_patch.config.schema import (
     MAX_WRAP_UP_LENGTH,
     MOST_PATTERN_TOKENS,
+    MOST_TOKENS,
     ExitConfig,
+    Reserve,
 )
 from meridian_patch.config.strict_model import StrictModel
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
-
-# Up to this number, integers in JSON are exact in every client.
-_MOST = 2**53
 
 # Characters of a wrong value in a message. Nothing longer is written out: a request may be large.
 _MOST_SHOWN = 1000
@@ -51,21 +50,24 @@ class RequestOptions(StrictModel):
         meridian_stop_scope: where stop strings match; the API server reads it.
         meridian_exit_patterns: texts, or token ids, that end a thought; in place of the
             configuration's.
+        meridian_answer_reserve: tokens of ``max_tokens``, or a share of it below 1, that thoughts
+            leave to the answer.
     """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    meridian_priority: int = Field(default=0, ge=-_MOST, le=_MOST)
-    meridian_max_think_tokens: int | None = Field(default=None, ge=1, le=_MOST)
-    meridian_min_think_tokens: int | None = Field(default=None, ge=0, le=_MOST)
+    meridian_priority: int = Field(default=0, ge=-MOST_TOKENS, le=MOST_TOKENS)
+    meridian_max_think_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    meridian_min_think_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     meridian_exit: Literal["off", "observe", "enforce"] | None = None
     meridian_eat_delta: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     meridian_rpdi_lambda: float | None = Field(default=None, gt=1, allow_inf_nan=False)
     meridian_loop_max_pattern_size: int | None = Field(default=None, ge=1, le=MOST_PATTERN_TOKENS)
     meridian_loop_min_pattern_size: int | None = Field(default=None, ge=0, le=MOST_PATTERN_TOKENS)
-    meridian_loop_min_count: int | None = Field(default=None, ge=2, le=_MOST)
+    meridian_loop_min_count: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
     meridian_wrap_up: str | None = Field(default=None, max_length=MAX_WRAP_UP_LENGTH)
     meridian_stop_scope: Literal["all", "answer"] | None = None
     meridian_exit_patterns: Annotated[tuple[Pattern, ...] | None, BeforeValidator(_patterns)] = None
+    meridian_answer_reserve: Reserve = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -119,6 +121,7 @@ class RequestOptions(StrictModel):
             "loop": self._has_loop or None,
             "wrap_up": self.meridian_wrap_up,
             "patterns": self.meridian_exit_patterns,
+            "answer_reserve": self.meridian_answer_reserve,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -138,6 +141,24 @@ class RequestOptions(StrictModel):
 
 
 NO_OPTIONS: Final = RequestOptions()
+
+
+def check_reserve(options: RequestOptions, max_tokens: int | None) -> None:
+    """Refuse a reserve that leaves a request nothing to think.
+
+    Args:
+        options: of the request.
+        max_tokens: upper bound of its output; None: it sets none.
+
+    Raises:
+        ConfigError: the message names the field, its value and the bound.
+    """
+    reserve = options.meridian_answer_reserve
+    if reserve is not None and max_tokens is not None and reserve >= max(max_tokens, 1):
+        raise ConfigError(
+            f"vllm_xargs field meridian_answer_reserve is {reserve}, expected less than "
+            f"max_tokens, which is {max_tokens}: nothing would be left to think"
+        )
 
 
 def stop_scope(extra_args: Mapping[str, Any] | None, default: str) -> str:

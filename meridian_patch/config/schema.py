@@ -16,6 +16,9 @@ MOST_PATTERN_TOKENS = 1024
 MAX_WRAP_UP_LENGTH = 500
 """Upper bound of a wrap-up's length, in characters."""
 
+# Up to this number, integers in JSON are exact in every client.
+MOST_TOKENS = 2**53
+
 
 def _off(value: Any) -> Any:
     # YAML 1.1 reads a bare `off` as false.
@@ -24,6 +27,18 @@ def _off(value: Any) -> Any:
 
 def _patterns(value: Any) -> Any:
     return read_patterns(value, MOST_PATTERNS)
+
+
+def _reserve(value: Any) -> Any:
+    is_tokens = type(value) is int and 1 <= value <= MOST_TOKENS
+    is_share = type(value) is float and 0 < value < 1
+    if value is None or is_tokens or is_share:
+        return value
+    raise ValueError("a whole number of tokens, at least 1, or a share of max_tokens below 1")
+
+
+Reserve = Annotated[int | float | None, BeforeValidator(_reserve)]
+"""Tokens that are kept for an answer: a number of them, or a share of ``max_tokens``."""
 
 
 class KvConfig(StrictModel):
@@ -86,6 +101,13 @@ class ExitConfig(StrictModel):
         description="Upper bound of all thoughts of a request together, in tokens; unset: none. "
         "vLLM's `thinking_token_budget` is one of each thought. A bound takes precedence over a "
         "higher floor.",
+    )
+    answer_reserve: Reserve = Field(
+        default=None,
+        description="[Answer reserve](early-exit.md#answer-reserve): tokens of a request's "
+        "`max_tokens` that its thoughts leave to its answer; a value below 1 is a share, such as "
+        "0.25. Unset: none. A request sets its own with `vllm_xargs: "
+        "{meridian_answer_reserve: ...}`.",
     )
     grace_tokens: int = Field(
         default=64,
@@ -285,6 +307,7 @@ RequestField = Literal[
     "meridian_wrap_up",
     "meridian_stop_scope",
     "meridian_exit_patterns",
+    "meridian_answer_reserve",
 ]
 
 

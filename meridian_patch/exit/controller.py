@@ -26,14 +26,21 @@ class ExitController:
         config: the request's configuration.
         breaks: text breaks of the served vocabulary.
         budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        closes_by: known tokens, prompt included, behind which a close must begin, so that the
+            answer has its reserve; None: there is none.
     """
 
     def __init__(
-        self, config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None
+        self,
+        config: ExitConfig,
+        breaks: Breaks,
+        budget_tokens: int | None = None,
+        closes_by: int | None = None,
     ) -> None:
         self._config = config
         self._breaks = breaks
         self._budget_tokens = budget_tokens
+        self._closes_by = closes_by
         # None outside of a thought.
         self._watch: ThoughtMonitor | None = None
         self._num_thoughts = 0
@@ -90,18 +97,20 @@ class ExitController:
         """Strategies that could not have fired in the current thought yet, and why."""
         return self._watch.too_soon() if self._watch else NO_OBSTACLES
 
-    def start(self, think_tokens: int = 0, earlier_tokens: int = 0) -> None:
+    def start(self, think_tokens: int = 0, *, earlier_tokens: int = 0, begin: int = 0) -> None:
         """Begin a thought: the one that the prompt opens, or one after a new start marker.
 
         Args:
             think_tokens: number of its tokens so far, which were not measured.
             earlier_tokens: think tokens of the request before this thought.
+            begin: known tokens of the request, prompt included, before this thought.
         """
         if self._config.mode == "off":
             return
         self._num_thoughts += 1
         self._is_closing = False
-        start = ThoughtStart(self._breaks, self._budget_tokens, think_tokens, earlier_tokens)
+        room = None if self._closes_by is None else self._closes_by - begin
+        start = ThoughtStart(self._breaks, self._budget_tokens, think_tokens, earlier_tokens, room)
         self._watch = ThoughtMonitor(self._num_thoughts, self._config, start)
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
@@ -186,6 +195,7 @@ def follow(
         # An earlier thought ended among these tokens too; its length is not recorded.
         controller.end(0)
     if not controller.is_thinking:
-        controller.start(max(seen - begin, 0), state.think_tokens_before)
+        earlier = state.think_tokens_before
+        controller.start(max(seen - begin, 0), earlier_tokens=earlier, begin=begin)
     first = max(seen, begin)
     return controller.accept(state.known[first:], rows[first - seen :])

@@ -1,11 +1,11 @@
-"""Upper bounds on the real scheduler: they hold over all thoughts of a request."""
+"""Upper bounds on the real scheduler: over all thoughts of a request, and before its answer."""
 
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
-from exit_driver import exit_driver, is_empty, thinker
+from exit_driver import add_drafts, exit_driver, force_first_rows, is_empty, thinker
 from scheduler_driver import THINK_END, THINK_START, WORD, Job
 from vllm.v1.core.sched.output import GrammarOutput
 
@@ -112,6 +112,106 @@ def test_a_request_that_was_barred_leaves_nothing(driver_for):
         driver.drain()
         driver.barred.clear()
         assert is_empty(driver)
+
+
+MAX_TOKENS, RESERVE = 200, 50
+RESERVED = {
+    "EXIT__ANSWER_RESERVE": str(RESERVE),
+    "EXIT__MIN_THINK_TOKENS": "0",
+    "EXIT__EAT": "false",
+    "EXIT__RPDI": "false",
+}
+
+
+def play(driver, fields=None, max_tokens=MAX_TOKENS, **job):
+    """A thought that would not end; the tokens of its answer, None if it has none."""
+    driver.add(thinker("r", 10_000, max_tokens=max_tokens, **job), fields)
+    request = driver.scheduler.requests["r"]
+    driver.drain()
+    said = request._output_token_ids
+    assert len(said) == max_tokens
+    assert is_empty(driver)
+    return len(said) - said.index(THINK_END) - 1 if THINK_END in said else None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (None, RESERVE),
+        ({"meridian_answer_reserve": 70}, 70),
+        ({"meridian_answer_reserve": 0.25}, 50),
+        ({"meridian_answer_reserve": 0.333}, 67),
+        ({"meridian_max_think_tokens": 100}, 99),
+        ({"meridian_wrap_up": "so.it.ends"}, RESERVE),
+    ],
+)
+def test_the_answer_has_its_reserve(driver_for, fields, expected):
+    """Of the configuration, or of the request; a wrap-up and the close are counted."""
+    driver = driver_for(**RESERVED)
+    answer = play(driver, fields)
+    # One token is in flight when a close is decided, or none.
+    assert expected - 1 <= answer <= expected
+    assert answer == expected or fields == {"meridian_max_think_tokens": 100}
+    reason = "hard_cap" if fields == {"meridian_max_think_tokens": 100} else "answer_reserve"
+    assert driver.scheduler.phase_counters.totals[f"exit:{reason}"] == 1
+
+
+def test_drafts_do_not_eat_the_reserve(driver_for, monkeypatch):
+    """Those that a step accepts may take a thought past the bound, so the bound is that lower."""
+    add_drafts(monkeypatch)
+    driver = driver_for(**RESERVED)
+    force_first_rows(driver)
+    assert RESERVE <= play(driver) <= RESERVE + 8
+
+
+def test_nothing_is_closed_for_a_reserve_where_exit_observes(driver_for):
+    """As with all bounds, the caller learns where the thought would have been closed."""
+    driver = driver_for(**RESERVED | {"EXIT__MODE": "observe"})
+    assert play(driver) is None
+    totals = driver.scheduler.phase_counters.totals
+    assert totals["exit_verdict:answer_reserve"] == 1
+    assert "exit:answer_reserve" not in totals
+
+
+@pytest.mark.parametrize("reserve", ["200", "5000", "0.999"])
+def test_a_reserve_that_leaves_nothing_to_think_is_half(driver_for, reserve):
+    """Of the server, whose requests may have any max_tokens."""
+    driver = driver_for(**RESERVED | {"EXIT__ANSWER_RESERVE": reserve})
+    assert play(driver) == MAX_TOKENS // 2
+
+
+def test_a_reserve_counts_what_the_model_has_room_for(driver_for):
+    """A request may ask for more tokens than fit behind its prompt."""
+    driver = driver_for(**RESERVED)
+    driver.add(thinker("r", 10_000, prompt_tokens=1948, max_tokens=1500))
+    request = driver.scheduler.requests["r"]
+    driver.drain()
+    said = request._output_token_ids
+    assert (len(said), len(said) - said.index(THINK_END) - 1) == (100, RESERVE)
+
+
+def test_no_thought_opens_in_the_reserve(driver_for):
+    """Behind such a close, as behind one at the bound of think tokens."""
+    driver = driver_for(**RESERVED)
+    driver.add(reopener("r"), {"meridian_answer_reserve": 250})
+    request = driver.scheduler.requests["r"]
+    driver.drain()
+    said = request._output_token_ids
+    assert driver.forced[-1] == ("r", THINK_END)
+    behind = said[len(said) - said[::-1].index(THINK_END) :]
+    assert len(behind) >= 250 - 10
+    assert THINK_START not in behind
+    assert driver.barred
+    assert is_empty(driver)
+
+
+def test_a_cap_of_max_tokens_closes_nothing_on_the_last_token(driver_for):
+    """No answer would follow: the close is given up, and the caller told why."""
+    driver = driver_for(**CAPPED | {"EXIT__MAX_THINK_TOKENS": "60", "EXIT__GRACE_TOKENS": "0"})
+    for cap in (58, 59, 60):
+        answer = play(driver, {"meridian_max_think_tokens": cap}, max_tokens=60)
+        assert answer is None or answer > 0
+    assert driver.scheduler.phase_counters.totals["exit_given_up:no_room"] >= 1
 
 
 def test_rows_beside_those_of_structured_output():

@@ -94,6 +94,18 @@ def test_a_wrap_up_that_cannot_be_forced_is_http_400(server, path, is_streamed):
     assert "vllm_xargs field meridian_wrap_up is 'so </think>', expected text without" in message
 
 
+@pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS, RESPONSES))
+def test_a_reserve_that_leaves_nothing_to_think_is_http_400(server, path, is_streamed):
+    """Field, value and the request's own bound, by whatever name, before a stream begins."""
+    status, text = post(
+        server, path, stream=is_streamed, vllm_xargs={"meridian_answer_reserve": 300}
+    )
+    assert status == 400
+    message = json.loads(text)["error"]["message"]
+    assert "meridian_answer_reserve is 300, expected less than max_tokens, which is 300" in message
+
+
 def test_an_endpoint_without_a_patch_of_its_own_refuses_too(server):
     """The input processor stands behind all of them."""
     status, text = post(server, "/v1/messages", vllm_xargs={"meridian_exit": "on"})

@@ -5,7 +5,7 @@ import pytest
 from meridian_patch.config.families import load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.matching import ModelIdentity, match_family
-from meridian_patch.config.request_options import RequestOptions, parse_options
+from meridian_patch.config.request_options import RequestOptions, check_reserve, parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.strategies.base import ThoughtStart
@@ -63,6 +63,7 @@ def test_mode_can_be_set_in_the_environment(mode):
             {"MIN_THINK_TOKENS": "600", "MAX_THINK_TOKENS": "500"},
             ["expected min_think_tokens (600) to be at most max_think_tokens (500)"],
         ),
+        ({"ANSWER_RESERVE": "1.5"}, ["exit.answer_reserve is 1.5", "a share of max_tokens below 1"]),
         ({"LOOP_MIN_COUNT": "1"}, ["exit.loop_min_count is 1", "equal to 2"]),
         ({"LOOP_MAX_PATTERN_SIZE": "2000"}, ["less than or equal to 1024"]),
         (
@@ -161,6 +162,10 @@ def test_all_fields_have_the_prefix():
         ("meridian_loop_min_count", 1, "expected greater than or equal to 2"),
         ("meridian_loop_max_pattern_size", 1025, "expected less than or equal to 1024"),
         ("meridian_loop_min_pattern_size", -1, "expected greater than or equal to 0"),
+        ("meridian_answer_reserve", 0, "expected a whole number of tokens, at least 1, or a share"),
+        ("meridian_answer_reserve", 1.0, "expected a whole number of tokens"),
+        ("meridian_answer_reserve", "5", "expected a whole number of tokens"),
+        ("meridian_answer_reserve", True, "expected a whole number of tokens"),
         ("meridian_eat_alpha", 0.1, "expected a field that exists"),
     ],
 )
@@ -187,6 +192,23 @@ def test_a_message_is_no_longer_than_a_page(name, value):
         parse_options({name: value})
     assert str(error.value).startswith(f"vllm_xargs field {name} is ")
     assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("reserve", [300, 0.25])
+def test_a_reserve_is_tokens_or_a_share(reserve):
+    """The request's stands in for the server's."""
+    assert load_config({f"{SET}ANSWER_RESERVE": str(reserve)}).config.exit.answer_reserve == reserve
+    options = parse_options({"meridian_answer_reserve": reserve})
+    assert options.exit_config(ExitConfig(answer_reserve=5)).answer_reserve == reserve
+    check_reserve(options, 301)
+    check_reserve(options, None)
+
+
+@pytest.mark.parametrize("max_tokens", [200, 300])
+def test_a_reserve_that_leaves_nothing_to_think_is_refused(max_tokens):
+    """It names field, value and bound."""
+    with pytest.raises(ConfigError, match=rf"is 300, expected less than max_tokens, .*{max_tokens}"):
+        check_reserve(parse_options({"meridian_answer_reserve": 300}), max_tokens)
 
 
 def test_bounds_of_a_request_that_clash():

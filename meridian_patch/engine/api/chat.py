@@ -19,7 +19,8 @@ def build_chat_serving(original: type) -> type:
         async def _check_model(self, request: Any) -> Any:
             # Load-bearing: upstream calls this before it sends anything. The input processor would
             # refuse only after the HTTP status of a stream was sent.
-            check_fields(getattr(request, "vllm_xargs", None), served_through(self.engine_client))
+            served = served_through(self.engine_client)
+            check_fields(getattr(request, "vllm_xargs", None), served, _most_tokens(request))
             return await super()._check_model(request)
 
         async def chat_completion_stream_generator(
@@ -46,6 +47,13 @@ def build_chat_serving(original: type) -> type:
             return response
 
     return SummaryServingChat
+
+
+def _most_tokens(request: Any) -> int | None:
+    # Load-bearing: upstream takes the newer name, where a request has both.
+    newer: int | None = request.max_completion_tokens
+    older: int | None = request.max_tokens
+    return older if newer is None else newer
 
 
 async def _watch(results: Any, summaries: Summaries, details: UsageDetails) -> AsyncGenerator[Any]:

@@ -14,6 +14,7 @@ from packaging.version import Version
 from vllm.v1.core.sched.output import GrammarOutput
 
 from meridian_patch.engine.early_exit.mask_rows import MaskRows
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 from meridian_patch.telemetry.counters import LeftOut
@@ -37,6 +38,8 @@ class _Closing:
     wrap_up: TokenIds = ()
     # Whether the request has drafts in the last step: the number of its new tokens is unknown then.
     has_drafts: bool = False
+    # Whether a token of an answer fits behind the sequence.
+    has_room: bool = True
     # Whether no thought may open again behind the close.
     is_last: bool = False
     # Whether all tokens of the close are known or in flight.
@@ -55,7 +58,7 @@ class ForcedCloses:
     4. No token is forced after the end of the thought. The last tokens of the thought may be the
        beginning of a boundary, so the thought may end before the end of the close sequence.
     5. A close that structured output would reject is given up, because vLLM ends a request whose
-       grammar rejects a token.
+       grammar rejects a token. So is one behind which no token of an answer would fit.
     6. A wrap-up is said whole or not at all: it is left out if no answer token would fit behind it
        and the close, and when a close starts again.
     7. Behind a close at an upper bound a request is barred from opening another thought: its masks
@@ -73,7 +76,7 @@ class ForcedCloses:
         sequence: the tokens that a close forces; some of them may not be needed.
         accepts: whether a request's structured output accepts the given tokens next.
         choose_wrap_up: tokens of a request's wrap-up, given its text and the thought's length.
-        gave_up: called with the id of each request whose close is given up.
+        gave_up: called with the id of each request whose close is given up, and why.
         left_out: called with the reason for which a chosen wrap-up is not said after all.
         skips_adapter: a request with a LoRA adapter skips the next step, so that no request must be
             admitted to it. Load-bearing: upstream counts only the adapters of the requests in a
@@ -89,7 +92,7 @@ class ForcedCloses:
         self.sequence = self._up_to_end(ROOT)
         self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
         self.choose_wrap_up: Callable[[Any, str, int], TokenIds] = lambda *_: ()
-        self.gave_up: Callable[[str], None] = lambda _request_id: None
+        self.gave_up: Callable[[str, Obstacle], None] = lambda *_: None
         self.left_out: Callable[[LeftOut], None] = lambda _reason: None
         self.skips_adapter = False
         self._words = (vocab_size + 31) // 32
@@ -173,11 +176,10 @@ class ForcedCloses:
             num_drafts = len(drafts.get(name, ()))
             closing.has_drafts = num_drafts > 0
             tokens = self._next_tokens(closing, output.num_scheduled_tokens[name], num_drafts)
-            # Load-bearing: with structured output all earlier tokens are known when a step's masks
-            # are computed, so the grammar's state is that of the token to sample.
-            if tokens and not self.accepts(closing.request, tokens):
+            obstacle = self._obstacle(closing, tokens) if tokens else None
+            if obstacle is not None:
                 self.end(name)
-                self.gave_up(name)
+                self.gave_up(name, obstacle)
             elif tokens:
                 rows.force(name, tokens[0])
             elif closing.is_said and closing.is_last and self._start_ids:
@@ -221,12 +223,22 @@ class ForcedCloses:
             closing.begin = request.num_output_tokens
             state = self._matcher.state_after(request.all_token_ids)
             closing.sequence = self._up_to_end(state, closing.wrap_up)
-            if closing.wrap_up and len(closing.sequence) >= self._room(request):
+            room = self._room(request)
+            if closing.wrap_up and len(closing.sequence) >= room:
                 self.left_out(LeftOut.ROOM)
                 closing.sequence, closing.wrap_up = self._up_to_end(state), ()
+            closing.has_room = len(closing.sequence) < room
         index = request.num_output_tokens + on_the_way - closing.begin
         closing.is_said = index >= len(closing.sequence)
         return closing.sequence[index:]
+
+    def _obstacle(self, closing: _Closing, tokens: TokenIds) -> Obstacle | None:
+        """Why these tokens, which are to be forced next, must not be; None: they may be."""
+        if not closing.has_room:
+            return Obstacle.NO_ROOM
+        # Load-bearing: with structured output all earlier tokens are known when a step's masks are
+        # computed, so the grammar's state is that of the token to sample.
+        return None if self.accepts(closing.request, tokens) else Obstacle.GRAMMAR
 
     def _up_to_end(self, state: int, wrap_up: TokenIds = ()) -> TokenIds:
         """Wrap-up and close sequence up to the end of the thought, from a state of the matcher."""

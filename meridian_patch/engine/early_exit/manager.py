@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.early_exit.answer_room import AnswerRoom
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.early_exit.ended_thoughts import EndedThoughts
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
@@ -52,6 +53,7 @@ class EarlyExit:
         tracker: phases of all requests.
         closings: forces the close sequences.
         checks: checks whether a close would be undone.
+        room: where thoughts must be closed for the sake of their answers.
         probes: None if thoughts cannot be probed.
         unable: strategies that cannot be carried out in this engine, and why.
         trace: None if no trace is written.
@@ -66,6 +68,7 @@ class EarlyExit:
         tracker: PhaseTracker,
         closings: ForcedCloses,
         checks: CloseChecks,
+        room: AnswerRoom,
         probes: Probes | None,
         phase_counters: PhaseCounters,
         unable: Obstacles = NO_OBSTACLES,
@@ -75,7 +78,7 @@ class EarlyExit:
     ) -> None:
         self.forced_closes = closings
         self.probes = probes
-        self._checks = checks
+        self._checks, self._room = checks, room
         closings.accepts, closings.gave_up = checks.accepts, self._refused
         self._unable = unable
         # Reports since the last ``drain_outcomes``.
@@ -295,7 +298,7 @@ class EarlyExit:
         """Mark strategies that this engine can no longer carry out, and why."""
         self._unable = {**obstacles, **self._unable}
         for watched in self._watched.values():
-            self._cannot(watched, self._unable_of(watched.config))
+            watched.cannot(self._unable_of(watched.config))
 
     def stopped(self) -> UnavailableEarlyExit:
         """What tells requests from now on that no thought is closed, those under way included."""
@@ -330,9 +333,10 @@ class EarlyExit:
     def _measure(
         self, request: Any, state: RequestPhase, config: ExitConfig, *, has_options: bool = False
     ) -> None:
-        controller = ExitController(config, self._breaks, budget_tokens(request))
+        closes_by = self._room.closes_by(request, config)
+        controller = ExitController(config, self._breaks, budget_tokens(request), closes_by)
         watched = WatchedRequest(request, controller, state, config, has_options, len(state.known))
-        self._cannot(watched, self._unable_of(config))
+        watched.cannot(self._unable_of(config))
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
 
@@ -378,7 +382,7 @@ class EarlyExit:
             watched.think_tokens += outcome.think_tokens
             self._ends.ended(outcome, watched.config.mode)
             if watched.has_options:
-                self._cannot(watched, outcome.too_soon)
+                watched.cannot(outcome.too_soon)
             watched.is_reported = False
             if self._trace is not None:
                 self._trace.ended(watched.request.request_id, outcome, watched.controller)
@@ -445,12 +449,12 @@ class EarlyExit:
             self._give_up(watched, obstacle)
         return obstacle is None
 
-    def _refused(self, name: str) -> None:
-        """Give up a close that had begun, because structured output would reject it."""
+    def _refused(self, name: str, obstacle: Obstacle) -> None:
+        """Give up a close that had begun, because something would end the request with it."""
         watched = self._watched.get(name)
         if watched is not None:
             watched.was_refused()
-            self._give_up(watched, Obstacle.GRAMMAR)
+            self._give_up(watched, obstacle)
 
     def _give_up(self, watched: WatchedRequest, obstacle: Obstacle) -> None:
         """Report why a close cannot be carried out; each is counted once, however often tried."""
@@ -459,24 +463,17 @@ class EarlyExit:
         verdict = watched.controller.verdict
         watched.given_up = verdict if obstacle in PASSING else None
         if verdict is not None:
-            self._cannot(watched, {verdict.reason: obstacle})
+            watched.cannot({verdict.reason: obstacle})
 
     def _cut_short(self, watched: WatchedRequest) -> None:
         """Tell the caller of a request that ended why its last thought was not closed."""
         if watched.has_options and watched.controller.verdict is None:
-            self._cannot(watched, watched.controller.too_soon)
+            watched.cannot(watched.controller.too_soon)
         self._report(watched)
 
     def _unable_of(self, config: ExitConfig) -> Obstacles:
         """The strategies that are on in ``config`` but that this engine cannot carry out."""
         return {each: why for each, why in self._unable.items() if getattr(config, each)}
-
-    def _cannot(self, watched: WatchedRequest, obstacles: Obstacles) -> None:
-        """Note strategies that cannot close a thought; earlier reasons take precedence."""
-        known = watched.not_enforced
-        if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
-            watched.not_enforced = {**obstacles, **known}
-            watched.is_reported = False
 
     def _report(self, watched: WatchedRequest) -> None:
         """Report news to the caller; the request has tokens in the step that is processed."""

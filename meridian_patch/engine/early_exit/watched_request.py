@@ -49,6 +49,13 @@ class WatchedRequest:
         self.num_refused += 1
         self.lines_left = 2**self.num_refused - 1
 
+    def cannot(self, obstacles: Obstacles) -> None:
+        """Note strategies that cannot close a thought; earlier reasons take precedence."""
+        known = self.not_enforced
+        if self.config.mode == "enforce" and not obstacles.keys() <= known.keys():
+            self.not_enforced = {**obstacles, **known}
+            self.is_reported = False
+
     def retries_close(self, *, at_line: bool) -> bool:
         """Whether to try a close again that was given up.
 

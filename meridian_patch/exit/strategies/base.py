@@ -61,12 +61,15 @@ class ThoughtStart(NamedTuple):
         budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         think_tokens: number of tokens that the thought has already.
         earlier_tokens: think tokens of the request before this thought.
+        room_tokens: think tokens behind which a close must begin, so that the answer has its
+            reserve; None: there is none.
     """
 
     breaks: Breaks
     budget_tokens: int | None = None
     think_tokens: int = 0
     earlier_tokens: int = 0
+    room_tokens: int | None = None
 
 
 class Firing(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.exit.strategies.answer_reserve import AnswerReserve
 from meridian_patch.exit.strategies.base import NATURAL, Strategy, ThoughtStart
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
@@ -20,6 +21,7 @@ LISTED: Final[tuple[type[Strategy], ...]] = (
     EndProbability,
     LoopBreaker,
     PatternExit,
+    AnswerReserve,
 )
 """All strategies. A new one stands at the end, because metrics keep the order of their labels."""
 

@@ -6,8 +6,8 @@ from typing import ClassVar, Self
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.strategies.base import BUDGET, Firing, Signals, Strategy, ThoughtStart
 
-# At most 1/8 of max_think_tokens may be given up to find the end of a line.
-_MOST_LEAD_SHARE = 8
+# At most 1/8 of a bound may be given up to find the end of a line.
+MOST_LEAD_SHARE = 8
 
 
 class HardCap(Strategy):
@@ -46,7 +46,7 @@ class HardCap(Strategy):
     def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
         """See ``Strategy``."""
         assert config.max_think_tokens is not None
-        lead = min(config.grace_tokens, config.max_think_tokens // _MOST_LEAD_SHARE)
+        lead = min(config.grace_tokens, config.max_think_tokens // MOST_LEAD_SHARE)
         left = max(config.max_think_tokens - start.earlier_tokens, 0)
         return cls(left, lead, start.think_tokens)
 

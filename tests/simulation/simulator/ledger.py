@@ -9,6 +9,7 @@ from short_thoughts import short_thoughts
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.exit.strategies.answer_reserve import AnswerReserve
 from meridian_patch.phase.boundaries import Boundaries
 from simulator.axes import Case
 from simulator.failure import Failure
@@ -82,6 +83,9 @@ class Ledger:
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
         floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
+        if self._case.strategy == AnswerReserve.reason:
+            # What the answer needs takes precedence.
+            floor = 0
         bounds = [
             ask.extra.get("meridian_max_think_tokens"),
             short_thoughts(self._case.strategy).get("max_think_tokens"),
