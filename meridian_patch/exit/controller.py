@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
-from meridian_patch.exit.strategies.base import ThoughtStart, TokenSignals, own_end
+from meridian_patch.exit.strategies.base import UNANSWERED, ThoughtStart, TokenSignals, own_end
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.exit.thought_monitor import ThoughtMonitor
 from meridian_patch.phase.tracker import Phase, RequestPhase
@@ -139,11 +139,12 @@ class ExitController:
         """Note that the close is being forced, so the thought no longer ends by itself."""
         self._is_closing = True
 
-    def end(self, num_tokens: int) -> Outcome | None:
-        """End the thought, because the boundary was accepted.
+    def end(self, num_tokens: int, *, is_answered: bool = True) -> Outcome | None:
+        """End the thought, because the boundary was accepted, or because its request ended.
 
         Args:
             num_tokens: think tokens that were not passed to ``accept``, including the boundary's.
+            is_answered: False if the request ended in the thought.
 
         Returns:
             The outcome; None if the request was not in a thought.
@@ -152,7 +153,9 @@ class ExitController:
         if watch is None:
             return None
         think_tokens = watch.think_tokens + num_tokens
-        if self._is_closing and watch.verdict:
+        if not is_answered:
+            reason = UNANSWERED
+        elif self._is_closing and watch.verdict:
             reason = watch.verdict.reason
         else:
             reason = own_end(think_tokens, self._budget_tokens)

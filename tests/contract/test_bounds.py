@@ -215,7 +215,7 @@ def test_a_cap_of_max_tokens_closes_nothing_on_the_last_token(driver_for):
 
 
 def test_rows_beside_those_of_structured_output():
-    """A request with drafts has a row for each; a grammar that accepts the marker alone keeps it."""
+    """A request has a row for each draft; a grammar that accepts the marker alone keeps its own."""
     rows_of = {"bound": 2, "only": 1, "forced": 3, "barred": 3}
     grammar_rows = np.stack([np.full(3, -1, np.int32), np.full(3, 3, np.int32), mask_of(40, 3)])
     grammar = GrammarOutput(["bound", "only"], grammar_rows, [1, 0])

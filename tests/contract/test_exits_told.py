@@ -236,7 +236,9 @@ def test_a_thought_that_is_too_short(driver_for, think_tokens, settings, expecte
 def test_a_thought_that_never_ends(driver_for):
     """Told with its last token, where the room for warm-up was missing."""
     driver = driver_for(EXIT__EAT_WARMUP_PROBES="20", EXIT__RPDI="false")
-    assert run(driver, EAT, 400, max_tokens=90) == (None, 0, {"eat": "warm_up"})
+    outcome, think_tokens, not_enforced = run(driver, EAT, 400, max_tokens=90)
+    assert (outcome.reason, outcome.think_tokens, think_tokens) == ("unanswered", 90, 90)
+    assert not_enforced == {"eat": "warm_up"}
 
 
 def test_an_aborted_request_is_told_nothing(driver_for):

@@ -147,6 +147,16 @@ def test_reason_of_an_end_that_was_not_forced():
         assert controller.end(1).reason is reason
 
 
+def test_a_request_may_end_in_its_thought():
+    """Whatever was asked for by then, nothing answered it."""
+    controller = controller_of(max_think_tokens=5)
+    closes(controller, [PLAIN] * 6)
+    controller.closing()
+    outcome = controller.end(0, is_answered=False)
+    assert (outcome.reason, outcome.think_tokens) == ("unanswered", 6)
+    assert outcome.verdict.reason == "hard_cap"
+
+
 def test_signals_that_are_missing_are_counted():
     """NaN closes nothing; the caps, which need no signal, still do."""
     controller = controller_of(rpdi=True, rpdi_window_tokens=2, **END_PROBABILITY)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from meridian_patch.exit.actions import Outcome
-from meridian_patch.exit.strategies.base import BUDGET, NATURAL
+from meridian_patch.exit.strategies.base import BUDGET, NATURAL, UNANSWERED
 from meridian_patch.policy.output_lengths import LengthHistogram
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -12,7 +12,7 @@ from meridian_patch.telemetry.counters import PhaseCounters
 class EndedThoughts:
     """Counts each thought when it ends, and what a close of it saved, or would have saved.
 
-    A thought that ended by itself after a verdict shows what a close would have saved. Of a thought
+    A thought that went on after a verdict shows what a close would have saved. Of a thought
     that was closed it is estimated how much longer it would have gone on: as much as thoughts of
     its length that ended by themselves.
     """
@@ -34,6 +34,10 @@ class EndedThoughts:
             count(counters.INVALID, "think", outcome.num_invalid)
         self._estimate(outcome, mode)
 
+    def unanswered(self, finish_reason: str) -> None:
+        """Count a request that ended in its thought, by vLLM's name of why."""
+        self._counters.count(counters.UNANSWERED, finish_reason)
+
     def _estimate(self, outcome: Outcome, mode: str) -> None:
         """Count saved tokens.
 
@@ -42,6 +46,7 @@ class EndedThoughts:
         """
         if outcome.reason == NATURAL:
             self._natural.add(outcome.think_tokens)
+        if outcome.reason in {NATURAL, UNANSWERED}:
             if outcome.verdict is not None and mode == "observe":
                 saved = max(outcome.think_tokens - outcome.verdict.close_at, 0)
                 self._counters.count(counters.SAVED, "observe", saved)

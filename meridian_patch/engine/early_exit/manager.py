@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.early_exit.answer_room import AnswerRoom
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
-from meridian_patch.engine.early_exit.ended_thoughts import EndedThoughts
+from meridian_patch.engine.early_exit.exit_reports import ExitReports, leaves_no_answer
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
@@ -81,8 +79,6 @@ class EarlyExit:
         self._checks, self._room = checks, room
         closings.accepts, closings.gave_up = checks.accepts, self._refused
         self._unable = unable
-        # Reports since the last ``drain_outcomes``.
-        self._outcomes: dict[str, ExitReport] = {}
         self._config = config
         self._may_probe = config.mode == "enforce" and is_probing(config)
         self._boundary_id = boundaries.end[0][0]
@@ -90,7 +86,7 @@ class EarlyExit:
         self._breaks = breaks
         self._tracker = tracker
         self._counters = phase_counters
-        self._ends = EndedThoughts(phase_counters)
+        self.reports = ExitReports(phase_counters, trace)
         self._trace = trace
         self._watched: dict[str, WatchedRequest] = {}
         # Requests that wait for their first step, which decides whether they are followed.
@@ -116,7 +112,7 @@ class EarlyExit:
     @property
     def is_idle(self) -> bool:
         """Whether no request is followed and no report or ended probe is left to handle."""
-        return not (self.num_watched or self._outcomes or self._ended)
+        return not (self.num_watched or self.reports.outcomes or self._ended)
 
     @property
     def num_probes(self) -> int:
@@ -134,7 +130,7 @@ class EarlyExit:
         self.freed(request)
         # A session's turn may have ended in the step that is being processed: keep its report.
         if not request.resumable:
-            self._outcomes.pop(name, None)
+            self.reports.outcomes.pop(name, None)
         state, sampling = self._tracker.get(name), request.sampling_params
         if state is None or sampling is None:
             return
@@ -150,16 +146,17 @@ class EarlyExit:
         """Stop following a request that ended, also if its last tokens cannot be processed."""
         name = request.request_id
         self._undecided.pop(name, None)
-        self._unsampled.remove(name)
+        cut = self._unsampled.remove(name)
+        if cut is not None and leaves_no_answer(request):
+            self.reports.unmeasured(name, *cut, self.mode)
+            self.reports.unanswered(request)
         watched = self._watched.pop(name, None)
         if watched is None:
             return
         try:
             if name in self._measured:
                 self._follow(watched)
-                # An aborted request has no output that could carry a report.
-                if request.status != RequestStatus.FINISHED_ABORTED:
-                    self._cut_short(watched)
+                self.reports.cut_short(watched)
             if self._trace is not None:
                 self._trace.cut(name, watched.controller)
         finally:
@@ -231,8 +228,7 @@ class EarlyExit:
             self._measured[name] = None
         ended = self._unsampled.ended(name)
         if ended is not None:
-            self._outcomes[name] = ExitReport(*ended)
-            self._ends.ended(ended[0], self.mode)
+            self.reports.unmeasured(name, *ended, self.mode)
 
     def before_update(self, model_output: Any) -> None:
         """Take a step's signals; its tokens are not appended to the requests yet."""
@@ -315,10 +311,7 @@ class EarlyExit:
 
     def drain_outcomes(self) -> dict[str, ExitReport]:
         """New reports for callers since the last call, by request id."""
-        outcomes = self._outcomes
-        if outcomes:
-            self._outcomes = {}
-        return outcomes
+        return self.reports.drain()
 
     def _check_health(self) -> None:
         """After a step: stop asking for signals or probes that the workers do not deliver."""
@@ -379,13 +372,7 @@ class EarlyExit:
         action = follow(watched.controller, state, seen, rows)
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
-            watched.think_tokens += outcome.think_tokens
-            self._ends.ended(outcome, watched.config.mode)
-            if watched.has_options:
-                watched.cannot(outcome.too_soon)
-            watched.is_reported = False
-            if self._trace is not None:
-                self._trace.ended(watched.request.request_id, outcome, watched.controller)
+            self.reports.ended(watched, outcome)
         if self._trace is not None:
             self._trace.looked(watched.request.request_id, watched.controller)
         # With draft tokens, a thought may end and the next one begin within a step.
@@ -402,7 +389,7 @@ class EarlyExit:
         if watched.retries_close(at_line=state.known[-1] in self._breaks.line):
             action = Action(close=watched.given_up)
         self._act(watched, action)
-        self._report(watched)
+        self.reports.report(watched)
 
     def _act(self, watched: WatchedRequest, action: Action | None) -> None:
         self._do(watched, action)
@@ -465,23 +452,9 @@ class EarlyExit:
         if verdict is not None:
             watched.cannot({verdict.reason: obstacle})
 
-    def _cut_short(self, watched: WatchedRequest) -> None:
-        """Tell the caller of a request that ended why its last thought was not closed."""
-        if watched.has_options and watched.controller.verdict is None:
-            watched.cannot(watched.controller.too_soon)
-        self._report(watched)
-
     def _unable_of(self, config: ExitConfig) -> Obstacles:
         """The strategies that are on in ``config`` but that this engine cannot carry out."""
         return {each: why for each, why in self._unable.items() if getattr(config, each)}
-
-    def _report(self, watched: WatchedRequest) -> None:
-        """Report news to the caller; the request has tokens in the step that is processed."""
-        if not watched.is_reported:
-            watched.is_reported = True
-            self._outcomes[watched.request.request_id] = ExitReport(
-                watched.controller.outcome, watched.think_tokens, watched.not_enforced
-            )
 
     def _end_thought(self, name: str) -> None:
         self.forced_closes.end(name)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from meridian_patch.exit.actions import Outcome
-from meridian_patch.exit.strategies.base import own_end
-from meridian_patch.phase.tracker import RequestPhase
+from meridian_patch.exit.strategies.base import UNANSWERED, own_end
+from meridian_patch.phase.tracker import Phase, RequestPhase
 
 
 @dataclass(slots=True)
@@ -34,9 +34,19 @@ class UnsampledThoughts:
         """
         self._thinkers[request_id] = _UnsampledThought(state, budget_tokens)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
-        self._thinkers.pop(request_id, None)
+    def remove(self, request_id: str) -> tuple[Outcome, int] | None:
+        """Forget a request; unknown ids are ignored.
+
+        Returns:
+            The outcome of the thought in which it is, and the think tokens of all its thoughts;
+            None if it is in none.
+        """
+        thinker = self._thinkers.pop(request_id, None)
+        if thinker is None or thinker.state.phase is not Phase.THINK:
+            return None
+        all_tokens = thinker.state.think_tokens
+        think_tokens = all_tokens - thinker.reported_tokens
+        return Outcome(UNANSWERED, think_tokens, None, 0, is_measured=False), all_tokens
 
     def ended(self, request_id: str) -> tuple[Outcome, int] | None:
         """Find out whether a change of phase ended a thought.

@@ -9,7 +9,7 @@ from meridian_patch.exit.strategies.hard_cap import MOST_LEAD_SHARE, HardCap
 
 
 class AnswerReserve(HardCap):
-    """Closes when no more of ``max_tokens`` is left than ``answer_reserve`` keeps for the answer."""
+    """Closes when of ``max_tokens`` only the answer's ``answer_reserve`` is left."""
 
     reason = "answer_reserve"
     words = "closed, the rest of max_tokens is kept for the answer"

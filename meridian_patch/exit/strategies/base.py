@@ -42,6 +42,9 @@ NATURAL: Final = "natural"
 BUDGET: Final = "budget"
 """The reason of a thought that vLLM ended at its own budget."""
 
+UNANSWERED: Final = "unanswered"
+"""The reason of a thought within which its request ended, by its length or by a stop token."""
+
 
 def own_end(think_tokens: int, budget_tokens: int | None) -> str:
     """The reason of an end that the plug-in did not force.

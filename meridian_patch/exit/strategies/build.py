@@ -5,7 +5,7 @@ from typing import Final
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.strategies.answer_reserve import AnswerReserve
-from meridian_patch.exit.strategies.base import NATURAL, Strategy, ThoughtStart
+from meridian_patch.exit.strategies.base import NATURAL, UNANSWERED, Strategy, ThoughtStart
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
 from meridian_patch.exit.strategies.hard_cap import Budget, HardCap
@@ -31,6 +31,7 @@ STRATEGIES: Final = tuple(sorted(LISTED, key=lambda each: each.is_bound))
 REASONS: Final[Mapping[str, str]] = {
     NATURAL: "the model ended its thought itself",
     **{each.reason: each.words for each in LISTED},
+    UNANSWERED: "the request ended in its thought, without an answer",
 }
 """All reasons for which a thought may end, and what is said of each."""
 
@@ -41,7 +42,9 @@ SWITCHES: Final = tuple(
 )
 """Strategies that the configuration switches on and off: a switch is named as its reason."""
 
-OWN_BOUNDS: Final = tuple(each.reason for each in STRATEGIES if each.is_bound and each is not Budget)
+OWN_BOUNDS: Final = tuple(
+    each.reason for each in STRATEGIES if each.is_bound and each is not Budget
+)
 """Upper bounds at which the plug-in itself closes thoughts: none may open behind such a close."""
 
 BY_SIGNALS: Final = tuple(each.reason for each in STRATEGIES if each.uses_signals)
