@@ -5,7 +5,13 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
-from meridian_patch.exit.strategies.base import UNANSWERED, ThoughtStart, TokenSignals, own_end
+from meridian_patch.exit.strategies.base import (
+    UNANSWERED,
+    ThoughtStart,
+    TokenSignals,
+    budget_left,
+    own_end,
+)
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.exit.thought_monitor import ThoughtMonitor
 from meridian_patch.phase.tracker import Phase, RequestPhase
@@ -41,6 +47,8 @@ class ExitController:
         self._breaks = breaks
         self._budget_tokens = budget_tokens
         self._closes_by = closes_by
+        # What vLLM's budget leaves to the current thought.
+        self._budget_left = budget_tokens
         # None outside of a thought.
         self._watch: ThoughtMonitor | None = None
         self._num_thoughts = 0
@@ -97,20 +105,29 @@ class ExitController:
         """Strategies that could not have fired in the current thought yet, and why."""
         return self._watch.too_soon() if self._watch else NO_OBSTACLES
 
-    def start(self, think_tokens: int = 0, *, earlier_tokens: int = 0, begin: int = 0) -> None:
+    def start(
+        self,
+        think_tokens: int = 0,
+        *,
+        earlier_tokens: int = 0,
+        begin: int = 0,
+        given_tokens: int = 0,
+    ) -> None:
         """Begin a thought: the one that the prompt opens, or one after a new start marker.
 
         Args:
             think_tokens: number of its tokens so far, which were not measured.
             earlier_tokens: think tokens of the request before this thought.
             begin: known tokens of the request, prompt included, before this thought.
+            given_tokens: what the prompt has of this thought behind its start marker.
         """
         if self._config.mode == "off":
             return
         self._num_thoughts += 1
         self._is_closing = False
         room = None if self._closes_by is None else self._closes_by - begin
-        start = ThoughtStart(self._breaks, self._budget_tokens, think_tokens, earlier_tokens, room)
+        self._budget_left = budget_left(self._budget_tokens, given_tokens)
+        start = ThoughtStart(self._breaks, self._budget_left, think_tokens, earlier_tokens, room)
         self._watch = ThoughtMonitor(self._num_thoughts, self._config, start)
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
@@ -158,7 +175,7 @@ class ExitController:
         elif self._is_closing and watch.verdict:
             reason = watch.verdict.reason
         else:
-            reason = own_end(think_tokens, self._budget_tokens)
+            reason = own_end(think_tokens, self._budget_left)
         self.outcome = Outcome(
             reason,
             think_tokens,
@@ -198,7 +215,11 @@ def follow(
         # An earlier thought ended among these tokens too; its length is not recorded.
         controller.end(0)
     if not controller.is_thinking:
-        earlier = state.think_tokens_before
-        controller.start(max(seen - begin, 0), earlier_tokens=earlier, begin=begin)
+        controller.start(
+            max(seen - begin, 0),
+            earlier_tokens=state.think_tokens_before,
+            begin=begin,
+            given_tokens=state.given_think_tokens if state.is_given else 0,
+        )
     first = max(seen, begin)
     return controller.accept(state.known[first:], rows[first - seen :])

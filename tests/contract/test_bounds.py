@@ -214,6 +214,47 @@ def test_a_cap_of_max_tokens_closes_nothing_on_the_last_token(driver_for):
     assert driver.scheduler.phase_counters.totals["exit_given_up:no_room"] >= 1
 
 
+BUDGET = 30
+
+
+@pytest.mark.parametrize("mode", ["observe", "enforce"])
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["measured", "unmeasured"])
+@pytest.mark.parametrize("given", [0, 1, 12])
+def test_the_reason_of_vllms_own_budget(driver_for, given, is_sampled, mode):
+    """It counts what the prompt has behind the start marker, as the line break of a template."""
+    if mode == "enforce" and not is_sampled:
+        pytest.skip("all are measured there")
+    settings = {"EXIT__MODE": mode, "EXIT__EAT": "false", "EXIT__RPDI": "false"}
+    driver = driver_for(**settings, EXIT__OBSERVED_AT_A_TIME="1")
+    jobs = {"budget": BUDGET - given, "natural": BUDGET - given - 1}
+    if not is_sampled:
+        driver.add(thinker("first", 100))
+        driver.step()
+    for name, tokens in jobs.items():
+        prompt = (*thinker(name).prompt, *[WORD] * given)
+        driver.add(Job(name, prompt, tokens, 30))
+        request = driver.scheduler.requests[name]
+        request.sampling_params.thinking_token_budget = BUDGET
+    driver.drain()
+    totals = driver.scheduler.phase_counters.totals
+    assert totals["exit:budget"] == 1
+    assert totals["think_tokens:budget"] == BUDGET - given + 1
+    # Its length is none that a thought has by itself.
+    assert totals["exit:natural"] == 2 - is_sampled
+    assert is_empty(driver)
+
+
+def test_a_close_keeps_away_from_a_budget_that_the_prompt_has_begun_to_use(driver_for):
+    """vLLM would force its own close during ours: it closes the thought."""
+    driver = driver_for(**CAPPED | {"EXIT__MAX_THINK_TOKENS": "20"})
+    job = thinker("r", 22)
+    driver.add(Job("r", (*job.prompt, *[WORD] * 8), 22, 30))
+    driver.scheduler.requests["r"].sampling_params.thinking_token_budget = BUDGET
+    driver.drain()
+    assert not driver.forced
+    assert driver.scheduler.phase_counters.totals["exit_given_up:budget"] == 1
+
+
 def test_rows_beside_those_of_structured_output():
     """A request has a row for each draft; a grammar that accepts the marker alone keeps its own."""
     rows_of = {"bound": 2, "only": 1, "forced": 3, "barred": 3}

@@ -147,6 +147,21 @@ def test_reason_of_an_end_that_was_not_forced():
         assert controller.end(1).reason is reason
 
 
+@pytest.mark.parametrize(("given", "tokens"), [(0, 30), (1, 29), (30, 0), (40, 0)])
+def test_the_budget_counts_what_the_prompt_has_of_the_thought(given, tokens):
+    """As vLLM does, from the start marker on; a thought behind it has a budget of its own."""
+    for shorter, reason in ((0, "budget"), (1, "natural")):
+        if shorter > tokens:
+            continue
+        controller = ExitController(config_of(mode="observe"), BREAKS, 30)
+        controller.start(given_tokens=given)
+        closes(controller, [PLAIN] * (tokens - shorter))
+        assert controller.end(1).reason == reason
+        controller.start()
+        closes(controller, [PLAIN] * 29)
+        assert controller.end(1).reason == "natural"
+
+
 def test_a_request_may_end_in_its_thought():
     """Whatever was asked for by then, nothing answered it."""
     controller = controller_of(max_think_tokens=5)

@@ -421,7 +421,7 @@ class EarlyExit:
         if watched.given_up is not None:
             known = watched.not_enforced
             watched.not_enforced = {each: why for each, why in known.items() if each != reason}
-        think_tokens = watched.state.tokens_in_phase
+        think_tokens = watched.thought_tokens
         is_last = reason in OWN_BOUNDS
         self.forced_closes.begin(
             watched.request, watched.config.wrap_up, think_tokens, is_last=is_last
@@ -431,7 +431,7 @@ class EarlyExit:
 
     def _may_close(self, watched: WatchedRequest) -> bool:
         """Whether nothing that is applied after the masks would undo the close."""
-        obstacle = self._checks.obstacle(watched.request, watched.state.tokens_in_phase)
+        obstacle = self._checks.obstacle(watched.request, watched.thought_tokens)
         if obstacle is not None:
             self._give_up(watched, obstacle)
         return obstacle is None

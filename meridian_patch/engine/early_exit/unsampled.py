@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meridian_patch.exit.actions import Outcome
-from meridian_patch.exit.strategies.base import UNANSWERED, own_end
+from meridian_patch.exit.strategies.base import UNANSWERED, budget_left, own_end
 from meridian_patch.phase.tracker import Phase, RequestPhase
 
 
@@ -11,6 +11,8 @@ from meridian_patch.phase.tracker import Phase, RequestPhase
 class _UnsampledThought:
     state: RequestPhase
     budget_tokens: int | None
+    # What the prompt has of the current thought behind its start marker.
+    given_tokens: int
     # Think tokens of its thoughts whose end was reported.
     reported_tokens: int = 0
 
@@ -32,7 +34,8 @@ class UnsampledThoughts:
             state: its phase, as the tracker keeps it.
             budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         """
-        self._thinkers[request_id] = _UnsampledThought(state, budget_tokens)
+        given = state.given_think_tokens
+        self._thinkers[request_id] = _UnsampledThought(state, budget_tokens, given)
 
     def remove(self, request_id: str) -> tuple[Outcome, int] | None:
         """Forget a request; unknown ids are ignored.
@@ -60,5 +63,6 @@ class UnsampledThoughts:
             return None
         all_tokens = thinker.state.think_tokens_before
         think_tokens, thinker.reported_tokens = all_tokens - thinker.reported_tokens, all_tokens
-        reason = own_end(think_tokens, thinker.budget_tokens)
+        reason = own_end(think_tokens, budget_left(thinker.budget_tokens, thinker.given_tokens))
+        thinker.given_tokens = 0
         return Outcome(reason, think_tokens, None, 0, is_measured=False), all_tokens

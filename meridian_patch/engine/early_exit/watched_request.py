@@ -44,6 +44,12 @@ class WatchedRequest:
     not_enforced: Obstacles = field(default_factory=dict)
     is_reported: bool = True
 
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens of its thought behind the start marker, as vLLM's budget counts them."""
+        state = self.state
+        return state.tokens_in_phase + (state.given_think_tokens if state.is_given else 0)
+
     def was_refused(self) -> None:
         """Note a close that had begun and that structured output refused."""
         self.num_refused += 1
