@@ -99,7 +99,8 @@ class RequestOptions(StrictModel):
         """The configuration of early exit with this request's options applied.
 
         If the request sets only one bound and the floor is then above the maximum, the maximum is
-        used. The same holds for the sizes of a loop's pattern, where the request's own is used.
+        used. Where it sets the greatest size of a loop's pattern alone, the least is vLLM's: with
+        that of the configuration it might never find a loop.
         """
         settings = self._exit_settings()
         if not settings:
@@ -134,7 +135,7 @@ class RequestOptions(StrictModel):
         """Both sizes of a loop's pattern, where one is the request's and the other is not."""
         least, most = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
         if least is None and most is not None:
-            return {"loop_min_pattern_size": min(config.loop_min_pattern_size, most)}
+            return {"loop_min_pattern_size": 1}
         if most is None and least is not None:
             return {"loop_max_pattern_size": max(config.loop_max_pattern_size, least)}
         return {}

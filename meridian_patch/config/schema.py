@@ -248,7 +248,8 @@ class ExitConfig(StrictModel):
         ge=0,
         description="Loop: least tokens of the pattern; 0 means 1. A shorter pattern is found as "
         "several of its kind. The default is a guess: short rows of one token are usual in code, "
-        "tables and numbers.",
+        "tables and numbers. Where `loop_max_pattern_size` is set and this is not, it is 1, as in "
+        "vLLM.",
     )
     loop_min_count: int = Field(
         default=4,
@@ -271,6 +272,15 @@ class ExitConfig(StrictModel):
         "file's directory, or to the working directory if set in the environment. Unset: no trace "
         "is written.",
     )
+
+    @model_validator(mode="after")
+    def _fit_sizes(self) -> Self:
+        is_set = self.model_fields_set & {"loop_max_pattern_size", "loop_min_pattern_size"}
+        if is_set == {"loop_max_pattern_size"}:
+            # The model is frozen from here on. The field stays unset, so that a value of the
+            # family's file is not overruled.
+            object.__setattr__(self, "loop_min_pattern_size", 1)
+        return self
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

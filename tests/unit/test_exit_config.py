@@ -1,5 +1,7 @@
 """Section exit, a request's own fields, and a family's probe text."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from meridian_patch.config.families import load_families
@@ -8,8 +10,9 @@ from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.config.request_options import RequestOptions, check_reserve, parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
-from meridian_patch.exit.strategies.base import ThoughtStart
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals, ThoughtStart
 from meridian_patch.exit.strategies.build import SWITCHES, build_strategies
+from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.text_breaks import find_breaks
 
 SET = "MERIDIAN_PATCH_SET_EXIT__"
@@ -67,7 +70,7 @@ def test_mode_can_be_set_in_the_environment(mode):
         ({"LOOP_MIN_COUNT": "1"}, ["exit.loop_min_count is 1", "equal to 2"]),
         ({"LOOP_MAX_PATTERN_SIZE": "2000"}, ["less than or equal to 1024"]),
         (
-            {"LOOP_MAX_PATTERN_SIZE": "4"},
+            {"LOOP_MAX_PATTERN_SIZE": "4", "LOOP_MIN_PATTERN_SIZE": "8"},
             ["expected loop_min_pattern_size (8) to be at most loop_max_pattern_size (4)"],
         ),
         (
@@ -227,20 +230,59 @@ def test_sizes_of_a_loop_that_clash():
     ("fields", "expected"),
     [
         ({"min_count": 3}, (8, 256, 3)),
-        ({"max_pattern_size": 4}, (4, 4, 4)),
-        ({"max_pattern_size": 300}, (8, 300, 4)),
+        ({"max_pattern_size": 4}, (1, 4, 4)),
+        ({"max_pattern_size": 300}, (1, 300, 4)),
         ({"min_pattern_size": 500}, (500, 500, 4)),
         ({"min_pattern_size": 0, "max_pattern_size": 20, "min_count": 2}, (0, 20, 2)),
     ],
 )
 def test_a_request_has_loops_of_its_own(fields, expected):
-    """Any of the fields switches it on; where two sizes do not fit, the request's is used."""
+    """Any of the fields switches it on; a greatest size alone has vLLM's least."""
     options = parse_options({f"meridian_loop_{name}": value for name, value in fields.items()})
     config = options.exit_config(ExitConfig())
     assert options.has_exit_options
     assert config.loop
     sizes = config.loop_min_pattern_size, config.loop_max_pattern_size
     assert (*sizes, config.loop_min_count) == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_pattern_size": 2}])
+def test_vllms_own_settings_find_what_vllm_finds(fields):
+    """A cycle of three tokens, with a greatest size of eight: of the server and of a request."""
+    ours = {"max_pattern_size": 8, "min_count": 4} | fields
+    server = ExitConfig(**{f"loop_{name}": value for name, value in ours.items()})
+    options = parse_options({f"meridian_loop_{name}": value for name, value in ours.items()})
+    for config in (server, options.exit_config(ExitConfig(loop_min_pattern_size=8))):
+        breaker = LoopBreaker.of(config, ThoughtStart(find_breaks([])))
+        tokens = [1, 2, 3] * 10
+        firing = breaker.accept(tokens, Signals.of([NO_SIGNALS] * len(tokens)), 0)
+        params = RepetitionParams(**ours)
+        assert firing.at + 1 == next(n for n in range(31) if params.has_loop(tokens[:n])) == 12
+
+
+@dataclass
+class RepetitionParams:
+    """vLLM's ``RepetitionDetectionParams``, and its check by the words of its documentation."""
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def has_loop(self, tokens):
+        sizes = range(self.min_pattern_size, self.max_pattern_size + 1)
+        return any(
+            tokens[-size * self.min_count :] == tokens[-size:] * self.min_count
+            for size in sizes
+            if size * self.min_count <= len(tokens)
+        )
+
+
+def test_a_least_size_that_follows_the_greatest_is_not_set():
+    """So a family's file may have its own."""
+    config = ExitConfig(loop_max_pattern_size=4)
+    assert config.loop_min_pattern_size == 1
+    assert "loop_min_pattern_size" not in config.model_fields_set
+    assert ExitConfig().loop_min_pattern_size == 8
 
 
 def test_probe_texts_end_the_thought():
