@@ -214,6 +214,28 @@ def test_a_cap_of_max_tokens_closes_nothing_on_the_last_token(driver_for):
     assert driver.scheduler.phase_counters.totals["exit_given_up:no_room"] >= 1
 
 
+def test_forced_tokens_are_named(driver_for):
+    """Of each close, by their indices in the output; a thought that ends by itself has none."""
+    driver = driver_for(**CAPPED | {"EXIT__WRAP_UP": "so.it.ends"})
+    reports, drain = {}, driver.scheduler.early_exit.drain_outcomes
+
+    def drain_outcomes():
+        news = drain()
+        reports.update(news)
+        return news
+
+    driver.scheduler.early_exit.drain_outcomes = drain_outcomes
+    driver.add(thinker("closed", 10_000, max_tokens=60))
+    driver.add(thinker("natural", 10))
+    request = driver.scheduler.requests["closed"]
+    driver.drain()
+    said = request._output_token_ids
+    forced = [token for name, token in driver.forced if name == "closed"]
+    assert [said[index] for index in reports["closed"].forced] == forced
+    assert (len(forced), forced[-1]) == (len("so.it.ends") + 1, THINK_END)
+    assert reports["natural"].forced == ()
+
+
 BUDGET = 30
 
 

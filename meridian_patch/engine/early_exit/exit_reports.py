@@ -87,7 +87,10 @@ class ExitReports:
         if not watched.is_reported:
             watched.is_reported = True
             self.outcomes[watched.request.request_id] = ExitReport(
-                watched.controller.outcome, watched.think_tokens, watched.not_enforced
+                watched.controller.outcome,
+                watched.think_tokens,
+                watched.not_enforced,
+                watched.forced,
             )
 
 

@@ -132,6 +132,14 @@ class ForcedCloses:
         closing = self._closings.get(request_id)
         return closing is not None and closing.begin is not None
 
+    def forced_on(self, request_id: str) -> tuple[int, ...]:
+        """Indices in a request's output of the known tokens that its close forced."""
+        closing = self._closings.get(request_id)
+        if closing is None or closing.begin is None:
+            return ()
+        end = closing.begin + len(closing.sequence)
+        return tuple(range(closing.begin, min(end, closing.request.num_output_tokens)))
+
     def end(self, request_id: str) -> None:
         """Stop closing, because the thought ended; unknown ids are ignored."""
         self._closings.pop(request_id, None)

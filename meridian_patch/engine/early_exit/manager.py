@@ -372,6 +372,7 @@ class EarlyExit:
         action = follow(watched.controller, state, seen, rows)
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
+            watched.forced += self.forced_closes.forced_on(watched.request.request_id)
             self.reports.ended(watched, outcome)
         if self._trace is not None:
             self._trace.looked(watched.request.request_id, watched.controller)

@@ -38,8 +38,9 @@ class WatchedRequest:
     # how many ends of lines it is not tried again.
     num_refused: int = 0
     lines_left: int = 0
-    # Sum over all thoughts that have ended.
+    # Sum over all thoughts that have ended, and indices of the tokens that their closes forced.
     think_tokens: int = 0
+    forced: tuple[int, ...] = ()
     # Strategies that cannot close its thoughts, and whether its caller was told.
     not_enforced: Obstacles = field(default_factory=dict)
     is_reported: bool = True
