@@ -50,6 +50,7 @@ class RequestOptions(StrictModel):
         meridian_stop_scope: where stop strings match; the API server reads it.
         meridian_exit_patterns: texts, or token ids, that end a thought; in place of the
             configuration's.
+        meridian_loop_scope: where loops are looked for; switches the loop breaker on.
         meridian_answer_reserve: tokens of ``max_tokens``, or a share of it below 1, that thoughts
             leave to the answer.
     """
@@ -68,6 +69,7 @@ class RequestOptions(StrictModel):
     meridian_stop_scope: Literal["all", "answer"] | None = None
     meridian_exit_patterns: Annotated[tuple[Pattern, ...] | None, BeforeValidator(_patterns)] = None
     meridian_answer_reserve: Reserve = None
+    meridian_loop_scope: Literal["thought", "all"] | None = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -119,6 +121,7 @@ class RequestOptions(StrictModel):
             "loop_max_pattern_size": self.meridian_loop_max_pattern_size,
             "loop_min_pattern_size": self.meridian_loop_min_pattern_size,
             "loop_min_count": self.meridian_loop_min_count,
+            "loop_scope": self.meridian_loop_scope,
             "loop": self._has_loop or None,
             "wrap_up": self.meridian_wrap_up,
             "patterns": self.meridian_exit_patterns,
@@ -129,7 +132,8 @@ class RequestOptions(StrictModel):
     @property
     def _has_loop(self) -> bool:
         sizes = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
-        return (*sizes, self.meridian_loop_min_count) != (None, None, None)
+        others = self.meridian_loop_min_count, self.meridian_loop_scope
+        return any(value is not None for value in (*sizes, *others))
 
     def _fit_sizes(self, config: ExitConfig) -> dict[str, int]:
         """Both sizes of a loop's pattern, where one is the request's and the other is not."""

@@ -257,6 +257,12 @@ class ExitConfig(StrictModel):
         ge=2,
         description="Loop: how often the pattern must stand there. The default is a guess.",
     )
+    loop_scope: Literal["thought", "all"] = Field(
+        default="thought",
+        description="Loop: where loops are looked for. `all`: in answers, too; a request whose "
+        "answer loops ends with the finish reason `repetition`, in mode `enforce`. A request sets "
+        "its own with `vllm_xargs: {meridian_loop_scope: ...}`.",
+    )
     patterns: Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)] = Field(
         default=(),
         description="Strategy: close a thought that holds one of these patterns, at most 64: texts "
@@ -318,6 +324,7 @@ RequestField = Literal[
     "meridian_stop_scope",
     "meridian_exit_patterns",
     "meridian_answer_reserve",
+    "meridian_loop_scope",
 ]
 
 

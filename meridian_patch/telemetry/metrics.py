@@ -200,6 +200,18 @@ METRICS: Final = (
         ),
     ),
     Metric(
+        event=counters.ANSWER_LOOP,
+        name="meridian_answer_loops",
+        label="mode",
+        values=("observe", "enforce"),
+        unit="answers",
+        help="Answers that repeated themselves, of requests whose answers are looked at, by mode.",
+        operator=(
+            "In `enforce` their requests ended with the finish reason `repetition`. Only with "
+            "`exit.loop_scope: all`, see [loops](early-exit.md#loops)"
+        ),
+    ),
+    Metric(
         event=counters.THINK_TOKENS,
         name="meridian_think_tokens",
         label="reason",

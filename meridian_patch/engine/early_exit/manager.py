@@ -9,6 +9,7 @@ from typing import Any
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.early_exit.answer_loops import AnswerLoops
 from meridian_patch.engine.early_exit.answer_room import AnswerRoom
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
 from meridian_patch.engine.early_exit.exit_reports import ExitReports, leaves_no_answer
@@ -87,6 +88,7 @@ class EarlyExit:
         self._tracker = tracker
         self._counters = phase_counters
         self.reports = ExitReports(phase_counters, trace)
+        self._answer_loops = AnswerLoops(phase_counters)
         self._trace = trace
         self._watched: dict[str, WatchedRequest] = {}
         # Requests that wait for their first step, which decides whether they are followed.
@@ -137,6 +139,7 @@ class EarlyExit:
         config = options.exit_config(self._config)
         if config.mode == "off":
             return
+        self._answer_loops.add(request, state, config)
         if config.mode == "observe" and not options.has_exit_options:
             self._undecided[name] = request, state
         else:
@@ -146,6 +149,7 @@ class EarlyExit:
         """Stop following a request that ended, also if its last tokens cannot be processed."""
         name = request.request_id
         self._undecided.pop(name, None)
+        self._answer_loops.remove(name)
         cut = self._unsampled.remove(name)
         if cut is not None and leaves_no_answer(request):
             self.reports.unmeasured(name, *cut, self.mode)
@@ -259,6 +263,7 @@ class EarlyExit:
                 watched.kept.append((table, spans.get(name)))
             else:
                 self._follow(watched)
+        self._answer_loops.after_update(scheduled)
         self._signals.over()
         if not self._watched:
             # The last request ended during this step.
