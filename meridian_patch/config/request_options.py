@@ -53,6 +53,7 @@ class RequestOptions(StrictModel):
         meridian_loop_scope: where loops are looked for; switches the loop breaker on.
         meridian_answer_reserve: tokens of ``max_tokens``, or a share of it below 1, that thoughts
             leave to the answer.
+        meridian_history: what later prompts of its conversation hold of its thoughts.
     """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -70,6 +71,7 @@ class RequestOptions(StrictModel):
     meridian_exit_patterns: Annotated[tuple[Pattern, ...] | None, BeforeValidator(_patterns)] = None
     meridian_answer_reserve: Reserve = None
     meridian_loop_scope: Literal["thought", "all"] | None = None
+    meridian_history: Literal["strip", "keep", "keep_in_tool_loop"] | None = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -146,6 +148,34 @@ class RequestOptions(StrictModel):
 
 
 NO_OPTIONS: Final = RequestOptions()
+
+HISTORY: Final = "meridian_history"
+
+# Arguments of chat templates, and their values with which earlier thoughts stay in the prompt.
+_KEEPING: Final = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+    "drop_thinking": False,
+}
+
+
+def kept_history(template_arguments: Mapping[str, Any] | None) -> str | None:
+    """What a request's arguments of its chat template say of earlier thoughts, as ``HISTORY``.
+
+    Templates that have such an argument drop thoughts at the next user's turn without it.
+
+    Returns:
+        ``keep`` or ``keep_in_tool_loop``; None if they say nothing.
+    """
+    known = [
+        (template_arguments or {})[name] is value
+        for name, value in _KEEPING.items()
+        if isinstance((template_arguments or {}).get(name), bool)
+    ]
+    if not known:
+        return None
+    return "keep" if any(known) else "keep_in_tool_loop"
 
 
 def check_reserve(options: RequestOptions, max_tokens: int | None) -> None:

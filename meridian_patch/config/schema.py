@@ -325,6 +325,7 @@ RequestField = Literal[
     "meridian_exit_patterns",
     "meridian_answer_reserve",
     "meridian_loop_scope",
+    "meridian_history",
 ]
 
 

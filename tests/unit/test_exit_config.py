@@ -7,7 +7,12 @@ import pytest
 from meridian_patch.config.families import load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.matching import ModelIdentity, match_family
-from meridian_patch.config.request_options import RequestOptions, check_reserve, parse_options
+from meridian_patch.config.request_options import (
+    RequestOptions,
+    check_reserve,
+    kept_history,
+    parse_options,
+)
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals, ThoughtStart
@@ -145,6 +150,23 @@ def test_a_request_has_its_own():
     assert (mine.eat, mine.eat_delta, mine.rpdi, mine.rpdi_lambda) == (True, 0.01, True, 3.0)
     off = parse_options({"meridian_exit": "off"}).exit_config(config)
     assert off == config.model_copy(update={"mode": "off"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "history"),
+    [
+        (None, None),
+        ({"enable_thinking": True, "preserve_thinking": "yes"}, None),
+        ({"preserve_thinking": True}, "keep"),
+        ({"clear_thinking": False}, "keep"),
+        ({"truncate_history_thinking": False, "clear_thinking": True}, "keep"),
+        ({"preserve_thinking": False}, "keep_in_tool_loop"),
+        ({"clear_thinking": True}, "keep_in_tool_loop"),
+    ],
+)
+def test_arguments_of_the_template_say_what_becomes_of_thoughts(arguments, history):
+    """As far as they are known."""
+    assert kept_history(arguments) == history
 
 
 def test_all_fields_have_the_prefix():
