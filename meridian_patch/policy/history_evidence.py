@@ -12,7 +12,7 @@ from typing import Final
 _MOST_TURNS: Final = 4096
 # Weight of what was seen before, per prompt.
 _FORGETTING: Final = 0.98
-# Share of prompts with kept thoughts from which on the others are taken for such, too. It is below a
+# Share of prompts with kept thoughts from which on others are taken for such, too. It is below a
 # half: to keep a thought in vain is what stock does with each.
 _LEAST_SHARE: Final = 0.25
 
