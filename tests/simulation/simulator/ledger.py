@@ -83,7 +83,8 @@ class Ledger:
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
         floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
-        if self._case.strategy == AnswerReserve.reason:
+        has_reserve = "meridian_answer_reserve" in ask.extra
+        if has_reserve or self._case.strategy == AnswerReserve.reason:
             # What the answer needs takes precedence.
             floor = 0
         bounds = [

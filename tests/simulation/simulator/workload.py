@@ -241,7 +241,7 @@ class Workload:
                 {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
                 {"meridian_min_think_tokens": MOST}, {"meridian_rpdi_lambda": 1.0000001},
                 {"meridian_exit_patterns": [[70]]}, {"meridian_loop_min_count": MOST},
-                {"meridian_loop_min_pattern_size": 0},
+                {"meridian_loop_min_pattern_size": 0}, {"meridian_answer_reserve": MOST},
             ))  # fmt: skip
             if case.queue == "priority":
                 ask.priority = rng.choice((MIN64, MAX64))
@@ -253,6 +253,8 @@ class Workload:
             {"meridian_priority": rng.randrange(-3, 4)},
             {"meridian_max_think_tokens": rng.randrange(8, 200)},
             {"meridian_min_think_tokens": rng.randrange(8, 200)},
+            {"meridian_answer_reserve": rng.choice((1, 20, 200, 0.25, 0.9))},
+            {"meridian_history": rng.choice(("strip", "keep", "keep_in_tool_loop"))},
         ))  # fmt: skip
 
     def _add_images(self, rng: random.Random, ask: Ask) -> None:
