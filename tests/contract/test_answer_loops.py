@@ -33,11 +33,11 @@ class Rambler(Job):
         said = super().token(index)
         begin = 0 if self.think_tokens is None else self.think_tokens + 1
         if said == WORD and index < begin:
-            return 60 + index * index // 7 % 50
+            return 60 + index * 7 % 50
         place = index - begin - self.loops_from
         if said != WORD:
             return said
-        return 60 + index % SIZE if 0 <= place < self.loops_for else 60 + index * index // 7 % 50
+        return 60 + index % SIZE if 0 <= place < self.loops_for else 60 + index * 7 % 50
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -46,10 +46,10 @@ def driver_for(request, monkeypatch, demo_model):
 
 
 def play(driver, job, fields=None, **sampling):
-    driver.add(job, fields)
-    request = driver.scheduler.requests[job.request_id]
-    for name, value in sampling.items():
-        setattr(request.sampling_params, name, value)
+    driver.jobs[job.request_id] = job
+    driver.deliveries[job.request_id] = []
+    request = driver._request_of(job, extra_args=fields, **sampling)
+    driver.scheduler.add_request(request)
     driver.drain()
     assert is_empty(driver)
     return request

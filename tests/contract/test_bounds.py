@@ -92,7 +92,7 @@ def test_a_thought_that_ends_by_itself_leaves_the_rest_of_the_bound(driver_for):
     request = driver.scheduler.requests["r"]
     driver.drain()
     said = request._output_token_ids
-    first, second = (index for index, token in enumerate(said) if token == THINK_END)
+    first, second, *_ = (index for index, token in enumerate(said) if token == THINK_END)
     assert first == 11
     # Behind the first thought, of 12 tokens, and the marker at 14, 8 are left.
     assert 14 + 8 - 2 <= second <= 14 + 8 + 2
@@ -239,13 +239,19 @@ def test_forced_tokens_are_named(driver_for):
 BUDGET = 30
 
 
-@pytest.mark.parametrize("mode", ["observe", "enforce"])
-@pytest.mark.parametrize("is_sampled", [True, False], ids=["measured", "unmeasured"])
+def add(driver, job, **sampling):
+    """A request with sampling parameters from its start on."""
+    driver.jobs[job.request_id] = job
+    driver.deliveries[job.request_id] = []
+    driver.scheduler.add_request(driver._request_of(job, **sampling))
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_sampled"), [("observe", True), ("observe", False), ("enforce", True)]
+)
 @pytest.mark.parametrize("given", [0, 1, 12])
 def test_the_reason_of_vllms_own_budget(driver_for, given, is_sampled, mode):
     """It counts what the prompt has behind the start marker, as the line break of a template."""
-    if mode == "enforce" and not is_sampled:
-        pytest.skip("all are measured there")
     settings = {"EXIT__MODE": mode, "EXIT__EAT": "false", "EXIT__RPDI": "false"}
     driver = driver_for(**settings, EXIT__OBSERVED_AT_A_TIME="1")
     jobs = {"budget": BUDGET - given, "natural": BUDGET - given - 1}
@@ -254,9 +260,7 @@ def test_the_reason_of_vllms_own_budget(driver_for, given, is_sampled, mode):
         driver.step()
     for name, tokens in jobs.items():
         prompt = (*thinker(name).prompt, *[WORD] * given)
-        driver.add(Job(name, prompt, tokens, 30))
-        request = driver.scheduler.requests[name]
-        request.sampling_params.thinking_token_budget = BUDGET
+        add(driver, Job(name, prompt, tokens, 30), thinking_token_budget=BUDGET)
     driver.drain()
     totals = driver.scheduler.phase_counters.totals
     assert totals["exit:budget"] == 1
@@ -270,8 +274,8 @@ def test_a_close_keeps_away_from_a_budget_that_the_prompt_has_begun_to_use(drive
     """vLLM would force its own close during ours: it closes the thought."""
     driver = driver_for(**CAPPED | {"EXIT__MAX_THINK_TOKENS": "20"})
     job = thinker("r", 22)
-    driver.add(Job("r", (*job.prompt, *[WORD] * 8), 22, 30))
-    driver.scheduler.requests["r"].sampling_params.thinking_token_budget = BUDGET
+    job = Job("r", (*job.prompt, *[WORD] * 8), 22, 30)
+    add(driver, job, thinking_token_budget=BUDGET)
     driver.drain()
     assert not driver.forced
     assert driver.scheduler.phase_counters.totals["exit_given_up:budget"] == 1
@@ -280,7 +284,9 @@ def test_a_close_keeps_away_from_a_budget_that_the_prompt_has_begun_to_use(drive
 def test_rows_beside_those_of_structured_output():
     """A request has a row for each draft; a grammar that accepts the marker alone keeps its own."""
     rows_of = {"bound": 2, "only": 1, "forced": 3, "barred": 3}
-    grammar_rows = np.stack([np.full(3, -1, np.int32), np.full(3, 3, np.int32), mask_of(40, 3)])
+    grammar_rows = np.stack(
+        [np.full(3, -1, np.int32), np.array([3, 0, 0], np.int32), mask_of(40, 3)]
+    )
     grammar = GrammarOutput(["bound", "only"], grammar_rows, [1, 0])
     rows = MaskRows(grammar, 3, rows_of.__getitem__)
     assert rows.output() is not None

@@ -236,7 +236,7 @@ def test_a_thought_that_is_too_short(driver_for, think_tokens, settings, expecte
 def test_a_thought_that_never_ends(driver_for):
     """Told with its last token, where the room for warm-up was missing."""
     driver = driver_for(EXIT__EAT_WARMUP_PROBES="20", EXIT__RPDI="false")
-    outcome, think_tokens, not_enforced = run(driver, EAT, 400, max_tokens=90)
+    outcome, think_tokens, not_enforced, _ = run(driver, EAT, 400, max_tokens=90)
     assert (outcome.reason, outcome.think_tokens, think_tokens) == ("unanswered", 90, 90)
     assert not_enforced == {"eat": "warm_up"}
 

@@ -111,7 +111,7 @@ def test_a_tool_loop_is_no_evidence(demo_model):
     driver = driver_for(demo_model, blocks=200)
     job = replace(first_turn(1), opening=TOOL_CALL_IDS)
     turn(driver, job)
-    turn(driver, next_turn(job, 1, keeps=True))
+    turn(driver, replace(next_turn(job, 1, keeps=True), opening=()))
     assert not driver.scheduler.kv_tiers._evidence.keeps
     assert tiers_of(driver)[Tier.THINK_COMPLETE]
 

@@ -60,7 +60,7 @@ def test_a_request_that_ends_in_its_thought_is_unanswered(driver_for, why, setti
     # One that is measured first, and answers.
     jobs = [thinker("first", 100)] * is_sampled
     driver = driver_for(**settings, EXIT__EAT="false", EXIT__RPDI="false")
-    outcome, think_tokens, _ = play(driver, *jobs, job)["r"]
+    outcome, think_tokens, *_ = play(driver, *jobs, job)["r"]
     assert (outcome.reason, outcome.think_tokens, think_tokens) == ("unanswered", tokens, tokens)
     assert outcome.is_measured != is_sampled
     assert counted(driver) == {f"unanswered:{why}": 1}
@@ -97,7 +97,7 @@ def test_the_second_thought_counts_alone(driver_for):
 
     driver = driver_for(**OBSERVE)
     reports = play(driver, Again("r", thinker("r").prompt, 30, 200, max_tokens=70))
-    outcome, think_tokens, _ = reports["r"]
+    outcome, think_tokens, *_ = reports["r"]
     assert (outcome.reason, outcome.think_tokens, think_tokens) == ("unanswered", 19, 31 + 19)
     assert counted(driver) == {"unanswered:length": 1}
 
