@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from meridian_patch.engine.early_exit import close_checks, unavailable
 from meridian_patch.engine.scheduler import assembly, guard
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
+from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.obstacles import Obstacle
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
@@ -180,7 +181,7 @@ def test_nothing_is_measured(driver_for):
     for _ in range(5):
         driver.step()
     [said] = seen["r"]
-    assert said == (None, 0, {"eat": "no_signals", "rpdi": "no_signals"})
+    assert said == ExitReport(None, 0, {"eat": "no_signals", "rpdi": "no_signals"})
     driver.drain()
     assert seen["r"][-1].outcome.reason == "natural"
     assert seen["r"][-1].not_enforced == said.not_enforced
@@ -198,7 +199,7 @@ def test_what_is_lost_while_a_thought_is_under_way(driver_for):
     driver.scheduler.early_exit.lost({"eat": Obstacle.NO_SIGNALS})
     for _ in range(30):
         driver.step()
-    assert seen == {"r": [(None, 0, {"eat": "no_signals"})]}
+    assert seen == {"r": [ExitReport(None, 0, {"eat": "no_signals"})]}
     driver.drain()
     assert seen["r"][-1].not_enforced == {"eat": "no_signals", "rpdi": "warm_up"}
     assert not seen["observed"][-1].not_enforced
