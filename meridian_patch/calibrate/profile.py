@@ -100,7 +100,8 @@ def render_profile(
 
 def _exit_section(config: Config, outcomes: Sequence[StrategyOutcome]) -> dict[str, Any]:
     """The section in force; strategies and bounds that were not calibrated are off."""
-    values = config.exit.model_dump(mode="json", exclude={"max_think_tokens", "trace"})
+    bounds = {"max_think_tokens", "answer_reserve"}
+    values = config.exit.model_dump(mode="json", exclude={*bounds, "trace"})
     values |= {"mode": "observe", "patterns": []} | dict.fromkeys(SWITCHES, False)
     for outcome in outcomes:
         if outcome.chosen is not None:

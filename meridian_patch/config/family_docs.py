@@ -18,6 +18,13 @@ so their blocks are evicted first once the request has finished.
 - `keep`: it holds all thinking that the client sends back. Outputs are kept as stock vLLM does.
 - `unverified`: not known. Outputs are kept as stock vLLM does.
 
+The rule is the template's default. A client may have its thoughts kept: a request's
+`chat_template_kwargs` (`preserve_thinking`, `clear_thinking`, `truncate_history_thinking`,
+`drop_thinking`) and `meridian_history` count for that request, and without them what prompts show:
+a prompt that goes on with the thought of its turn before keeps it, and one that goes on without it
+does not. First turns, which show nothing, follow the rule, or keep their thoughts while a quarter
+of such prompts did lately.
+
 A wrong rule costs cache hits, never correctness. `kv.history` sets the rule of one server. To
 change a family, put a file of its name with `replaces: true` into a directory of your own and set
 `families_dir` to it; [its keys](configuration.md#families) hold the rule and what shows it.

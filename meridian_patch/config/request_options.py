@@ -10,16 +10,15 @@ from meridian_patch.config.exit_patterns import MOST_OF_A_REQUEST, Pattern, read
 from meridian_patch.config.schema import (
     MAX_WRAP_UP_LENGTH,
     MOST_PATTERN_TOKENS,
+    MOST_TOKENS,
     ExitConfig,
+    Reserve,
 )
 from meridian_patch.config.strict_model import StrictModel
 from meridian_patch.config.validate import shown
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
-
-# Up to this number, integers in JSON are exact in every client.
-_MOST = 2**53
 
 
 def _patterns(value: Any) -> Any:
@@ -32,7 +31,7 @@ class RequestOptions(StrictModel):
     Attributes:
         meridian_itl_ms: target of the answer's inter-token latency, in milliseconds.
         meridian_priority: lower goes first, as in vLLM; 0 if it is not set.
-        meridian_max_think_tokens: upper bound of the length of one thought, in tokens.
+        meridian_max_think_tokens: upper bound of all thoughts together, in tokens.
         meridian_min_think_tokens: think tokens before which no strategy closes the thought.
         meridian_exit: the mode of early exit.
         meridian_eat_delta: threshold of EAT, in nats squared; switches it on.
@@ -45,21 +44,28 @@ class RequestOptions(StrictModel):
         meridian_stop_scope: where stop strings match; the API server reads it.
         meridian_exit_patterns: texts, or token ids, that end a thought; in place of the
             configuration's.
+        meridian_loop_scope: where loops are looked for; switches the loop breaker on.
+        meridian_answer_reserve: tokens of ``max_tokens``, or a share of it below 1, that thoughts
+            leave to the answer.
+        meridian_history: what later prompts of its conversation hold of its thoughts.
     """
 
     meridian_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    meridian_priority: int = Field(default=0, ge=-_MOST, le=_MOST)
-    meridian_max_think_tokens: int | None = Field(default=None, ge=1, le=_MOST)
-    meridian_min_think_tokens: int | None = Field(default=None, ge=0, le=_MOST)
+    meridian_priority: int = Field(default=0, ge=-MOST_TOKENS, le=MOST_TOKENS)
+    meridian_max_think_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    meridian_min_think_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     meridian_exit: Literal["off", "observe", "enforce"] | None = None
     meridian_eat_delta: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     meridian_rpdi_lambda: float | None = Field(default=None, gt=1, allow_inf_nan=False)
     meridian_loop_max_pattern_size: int | None = Field(default=None, ge=1, le=MOST_PATTERN_TOKENS)
     meridian_loop_min_pattern_size: int | None = Field(default=None, ge=0, le=MOST_PATTERN_TOKENS)
-    meridian_loop_min_count: int | None = Field(default=None, ge=2, le=_MOST)
+    meridian_loop_min_count: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
     meridian_wrap_up: str | None = Field(default=None, max_length=MAX_WRAP_UP_LENGTH)
     meridian_stop_scope: Literal["all", "answer"] | None = None
     meridian_exit_patterns: Annotated[tuple[Pattern, ...] | None, BeforeValidator(_patterns)] = None
+    meridian_answer_reserve: Reserve = None
+    meridian_loop_scope: Literal["thought", "all"] | None = None
+    meridian_history: Literal["strip", "keep", "keep_in_tool_loop"] | None = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -91,7 +97,8 @@ class RequestOptions(StrictModel):
         """The configuration of early exit with this request's options applied.
 
         If the request sets only one bound and the floor is then above the maximum, the maximum is
-        used. The same holds for the sizes of a loop's pattern, where the request's own is used.
+        used. Where it sets the greatest size of a loop's pattern alone, the least is vLLM's: with
+        that of the configuration it might never find a loop.
         """
         settings = self._exit_settings()
         if not settings:
@@ -110,28 +117,77 @@ class RequestOptions(StrictModel):
             "loop_max_pattern_size": self.meridian_loop_max_pattern_size,
             "loop_min_pattern_size": self.meridian_loop_min_pattern_size,
             "loop_min_count": self.meridian_loop_min_count,
+            "loop_scope": self.meridian_loop_scope,
             "loop": self._has_loop or None,
             "wrap_up": self.meridian_wrap_up,
             "patterns": self.meridian_exit_patterns,
+            "answer_reserve": self.meridian_answer_reserve,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def _has_loop(self) -> bool:
         sizes = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
-        return (*sizes, self.meridian_loop_min_count) != (None, None, None)
+        others = self.meridian_loop_min_count, self.meridian_loop_scope
+        return any(value is not None for value in (*sizes, *others))
 
     def _fit_sizes(self, config: ExitConfig) -> dict[str, int]:
         """Both sizes of a loop's pattern, where one is the request's and the other is not."""
         least, most = self.meridian_loop_min_pattern_size, self.meridian_loop_max_pattern_size
         if least is None and most is not None:
-            return {"loop_min_pattern_size": min(config.loop_min_pattern_size, most)}
+            return {"loop_min_pattern_size": 1}
         if most is None and least is not None:
             return {"loop_max_pattern_size": max(config.loop_max_pattern_size, least)}
         return {}
 
 
 NO_OPTIONS: Final = RequestOptions()
+
+HISTORY: Final = "meridian_history"
+
+# Arguments of chat templates, and their values with which earlier thoughts stay in the prompt.
+_KEEPING: Final = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+    "drop_thinking": False,
+}
+
+
+def kept_history(template_arguments: Mapping[str, Any] | None) -> str | None:
+    """What a request's arguments of its chat template say of earlier thoughts, as ``HISTORY``.
+
+    Templates that have such an argument drop thoughts at the next user's turn without it.
+
+    Returns:
+        ``keep`` or ``keep_in_tool_loop``; None if they say nothing.
+    """
+    known = [
+        (template_arguments or {})[name] is value
+        for name, value in _KEEPING.items()
+        if isinstance((template_arguments or {}).get(name), bool)
+    ]
+    if not known:
+        return None
+    return "keep" if any(known) else "keep_in_tool_loop"
+
+
+def check_reserve(options: RequestOptions, max_tokens: int | None) -> None:
+    """Refuse a reserve that leaves a request nothing to think.
+
+    Args:
+        options: of the request.
+        max_tokens: upper bound of its output; None: it sets none.
+
+    Raises:
+        ConfigError: the message names the field, its value and the bound.
+    """
+    reserve = options.meridian_answer_reserve
+    if reserve is not None and max_tokens is not None and reserve >= max(max_tokens, 1):
+        raise ConfigError(
+            f"vllm_xargs field meridian_answer_reserve is {reserve}, expected less than "
+            f"max_tokens, which is {max_tokens}: nothing would be left to think"
+        )
 
 
 def stop_scope(extra_args: Mapping[str, Any] | None, default: str) -> str:

@@ -16,6 +16,9 @@ MOST_PATTERN_TOKENS = 1024
 MAX_WRAP_UP_LENGTH = 500
 """Upper bound of a wrap-up's length, in characters."""
 
+# Up to this number, integers in JSON are exact in every client.
+MOST_TOKENS = 2**53
+
 
 def _version(value: Any) -> Any:
     if type(value) is not int:
@@ -33,6 +36,18 @@ def _not_empty(value: Any) -> Any:
 
 def _patterns(value: Any) -> Any:
     return read_patterns(value, MOST_PATTERNS)
+
+
+def _reserve(value: Any) -> Any:
+    is_tokens = type(value) is int and 1 <= value <= MOST_TOKENS
+    is_share = type(value) is float and 0 < value < 1
+    if value is None or is_tokens or is_share:
+        return value
+    raise ValueError("a whole number of tokens, at least 1, or a share of max_tokens below 1")
+
+
+Reserve = Annotated[int | float | None, BeforeValidator(_reserve)]
+"""Tokens that are kept for an answer: a number of them, or a share of ``max_tokens``."""
 
 
 class KvConfig(StrictModel):
@@ -92,8 +107,16 @@ class ExitConfig(StrictModel):
     max_think_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Upper bound of one thought, in tokens; unset: none. A request's "
-        "`thinking_token_budget` is one too. A bound takes precedence over a higher floor.",
+        description="Upper bound of all thoughts of a request together, in tokens; unset: none. "
+        "vLLM's `thinking_token_budget` is one of each thought. A bound takes precedence over a "
+        "higher floor.",
+    )
+    answer_reserve: Reserve = Field(
+        default=None,
+        description="[Answer reserve](early-exit.md#answer-reserve): tokens of a request's "
+        "`max_tokens` that its thoughts leave to its answer; a value below 1 is a share, such as "
+        "0.25. Unset: none. A request sets its own with `vllm_xargs: "
+        "{meridian_answer_reserve: ...}`.",
     )
     grace_tokens: int = Field(
         default=64,
@@ -234,13 +257,20 @@ class ExitConfig(StrictModel):
         ge=0,
         description="Loop: least tokens of the pattern; 0 means 1. A shorter pattern is found as "
         "several of its kind. The default is a guess: short rows of one token are usual in code, "
-        "tables and numbers.",
+        "tables and numbers. Where `loop_max_pattern_size` is set and this is not, it is 1, as in "
+        "vLLM.",
     )
     loop_min_count: int = Field(
         default=4,
         examples=[3],
         ge=2,
         description="Loop: how often the pattern must stand there. The default is a guess.",
+    )
+    loop_scope: Literal["thought", "all"] = Field(
+        default="thought",
+        description="Loop: where loops are looked for. `all`: in answers, too; a request whose "
+        "answer loops ends with the finish reason `repetition`, in mode `enforce`. A request sets "
+        "its own with `vllm_xargs: {meridian_loop_scope: ...}`.",
     )
     patterns: Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)] = Field(
         default=(),
@@ -257,6 +287,15 @@ class ExitConfig(StrictModel):
         "file's directory, or to the working directory if set in the environment. Unset: no trace "
         "is written.",
     )
+
+    @model_validator(mode="after")
+    def _fit_sizes(self) -> Self:
+        is_set = self.model_fields_set & {"loop_max_pattern_size", "loop_min_pattern_size"}
+        if is_set == {"loop_max_pattern_size"}:
+            # The model is frozen from here on. The field stays unset, so that a value of the
+            # family's file is not overruled.
+            object.__setattr__(self, "loop_min_pattern_size", 1)
+        return self
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -293,6 +332,9 @@ RequestField = Literal[
     "meridian_wrap_up",
     "meridian_stop_scope",
     "meridian_exit_patterns",
+    "meridian_answer_reserve",
+    "meridian_loop_scope",
+    "meridian_history",
 ]
 
 

@@ -74,8 +74,10 @@ class ExitReport(NamedTuple):
         outcome: how its last thought ended; None: none has ended.
         think_tokens: sum over all its thoughts that ended.
         not_enforced: in mode ``enforce``, the strategies that could not close, and why.
+        forced: indices in the output of the tokens that closes forced.
     """
 
     outcome: Outcome | None
     think_tokens: int
     not_enforced: Obstacles = NO_OBSTACLES
+    forced: tuple[int, ...] = ()

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
-from meridian_patch.exit.strategies.base import TokenSignals, own_end
+from meridian_patch.exit.strategies.base import (
+    UNANSWERED,
+    ThoughtStart,
+    TokenSignals,
+    budget_left,
+    own_end,
+)
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.exit.thought_monitor import ThoughtMonitor
 from meridian_patch.phase.tracker import Phase, RequestPhase
@@ -17,7 +23,8 @@ class ExitController:
     1. In mode ``off`` it returns no action. In ``observe`` it returns probes, and verdicts are only
        kept in the outcome. In ``enforce`` it also returns closes, one per thought.
     2. After an end boundary it returns no action until a new thought starts. The new thought has a
-       new monitor: floor, bounds and strategies apply to each thought separately.
+       new monitor: floor and strategies apply to each thought separately. ``max_think_tokens``
+       bounds all thoughts together: a new one has what the earlier ones left.
 
     Tokens may become known late, so an action may come later than the token at which it is due.
 
@@ -25,14 +32,23 @@ class ExitController:
         config: the request's configuration.
         breaks: text breaks of the served vocabulary.
         budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        closes_by: known tokens, prompt included, behind which a close must begin, so that the
+            answer has its reserve; None: there is none.
     """
 
     def __init__(
-        self, config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None
+        self,
+        config: ExitConfig,
+        breaks: Breaks,
+        budget_tokens: int | None = None,
+        closes_by: int | None = None,
     ) -> None:
         self._config = config
         self._breaks = breaks
         self._budget_tokens = budget_tokens
+        self._closes_by = closes_by
+        # What vLLM's budget leaves to the current thought.
+        self._budget_left = budget_tokens
         # None outside of a thought.
         self._watch: ThoughtMonitor | None = None
         self._num_thoughts = 0
@@ -89,19 +105,30 @@ class ExitController:
         """Strategies that could not have fired in the current thought yet, and why."""
         return self._watch.too_soon() if self._watch else NO_OBSTACLES
 
-    def start(self, think_tokens: int = 0) -> None:
+    def start(
+        self,
+        think_tokens: int = 0,
+        *,
+        earlier_tokens: int = 0,
+        begin: int = 0,
+        given_tokens: int = 0,
+    ) -> None:
         """Begin a thought: the one that the prompt opens, or one after a new start marker.
 
         Args:
             think_tokens: number of its tokens so far, which were not measured.
+            earlier_tokens: think tokens of the request before this thought.
+            begin: known tokens of the request, prompt included, before this thought.
+            given_tokens: what the prompt has of this thought behind its start marker.
         """
         if self._config.mode == "off":
             return
         self._num_thoughts += 1
         self._is_closing = False
-        self._watch = ThoughtMonitor(
-            self._num_thoughts, self._config, self._breaks, self._budget_tokens, think_tokens
-        )
+        room = None if self._closes_by is None else self._closes_by - begin
+        self._budget_left = budget_left(self._budget_tokens, given_tokens)
+        start = ThoughtStart(self._breaks, self._budget_left, think_tokens, earlier_tokens, room)
+        self._watch = ThoughtMonitor(self._num_thoughts, self._config, start)
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
         """Process accepted think tokens; for a step that ends the thought, call ``end`` instead.
@@ -129,11 +156,12 @@ class ExitController:
         """Note that the close is being forced, so the thought no longer ends by itself."""
         self._is_closing = True
 
-    def end(self, num_tokens: int) -> Outcome | None:
-        """End the thought, because the boundary was accepted.
+    def end(self, num_tokens: int, *, is_answered: bool = True) -> Outcome | None:
+        """End the thought, because the boundary was accepted, or because its request ended.
 
         Args:
             num_tokens: think tokens that were not passed to ``accept``, including the boundary's.
+            is_answered: False if the request ended in the thought.
 
         Returns:
             The outcome; None if the request was not in a thought.
@@ -142,10 +170,12 @@ class ExitController:
         if watch is None:
             return None
         think_tokens = watch.think_tokens + num_tokens
-        if self._is_closing and watch.verdict:
+        if not is_answered:
+            reason = UNANSWERED
+        elif self._is_closing and watch.verdict:
             reason = watch.verdict.reason
         else:
-            reason = own_end(think_tokens, self._budget_tokens)
+            reason = own_end(think_tokens, self._budget_left)
         self.outcome = Outcome(
             reason,
             think_tokens,
@@ -185,6 +215,11 @@ def follow(
         # An earlier thought ended among these tokens too; its length is not recorded.
         controller.end(0)
     if not controller.is_thinking:
-        controller.start(max(seen - begin, 0))
+        controller.start(
+            max(seen - begin, 0),
+            earlier_tokens=state.think_tokens_before,
+            begin=begin,
+            given_tokens=state.given_think_tokens if state.is_given else 0,
+        )
     first = max(seen, begin)
     return controller.accept(state.known[first:], rows[first - seen :])

@@ -7,9 +7,9 @@ from typing import Final
 class Obstacle(StrEnum):
     """One reason; callers and metrics see its value.
 
-    The first nine apply to the whole engine and disable strategies. The next eight apply to a
-    close, which something applied after the plug-in's masks would undo. The last three apply to
-    one thought.
+    The first nine apply to the whole engine and disable strategies. The next nine apply to a
+    close: something applied after the plug-in's masks would undo it, or no answer would follow it.
+    The last three apply to one thought.
     """
 
     NO_BOUNDARY = "no_boundary"
@@ -30,6 +30,7 @@ class Obstacle(StrEnum):
     LOGITS_PROCESSORS = "logits_processors"
     TRACE_REPLAY = "trace_replay"
     BUDGET = "budget"
+    NO_ROOM = "no_room"
 
     FLOOR = "floor"
     WARM_UP = "warm_up"
@@ -45,6 +46,7 @@ TO_CLOSES: Final = (
     Obstacle.LOGITS_PROCESSORS,
     Obstacle.TRACE_REPLAY,
     Obstacle.BUDGET,
+    Obstacle.NO_ROOM,
 )
 """Obstacles that are found when a close is due."""
 

@@ -13,6 +13,8 @@ Summary = dict[str, Any]
   mode ``observe``: ``exit_reason`` and ``think_tokens`` of the close that was due;
 * ``measured``: False if the last thought was not measured, so that it is not known whether it was
   due to be closed; otherwise missing;
+* ``forced_tokens``: only if thoughts were closed: indices in the output of the tokens that closes
+  forced. They were the only ones that could be sampled, so their log-probabilities are 0;
 * ``not_enforced``: only in mode ``enforce`` if strategies could not close: each with its
   ``Obstacle``. It is the only key if no thought has ended.
 """
@@ -32,6 +34,8 @@ def summarize(report: ExitReport) -> Summary:
             }
         if not last.is_measured:
             summary["measured"] = False
+    if report.forced:
+        summary["forced_tokens"] = list(report.forced)
     if report.not_enforced:
         summary["not_enforced"] = {
             str(strategy): str(why) for strategy, why in report.not_enforced.items()

@@ -8,10 +8,10 @@ from meridian_patch.config.schema import ExitConfig
 from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.probe_schedule import ProbeSchedule
-from meridian_patch.exit.strategies.base import Signals, TokenSignals
+from meridian_patch.exit.strategies.base import Signals, ThoughtStart, TokenSignals
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.strategies.eat import Eat
-from meridian_patch.exit.text_breaks import Breaks
+from meridian_patch.exit.strategies.hard_cap import HardCap
 
 MOST_STORED: Final = 128
 """Tokens that are processed together at most, where they come one by one."""
@@ -22,8 +22,7 @@ class ThoughtMonitor:
 
     1. Strategies see every token of the thought, and the probe results. The strategy that fires at
        the earliest token is used; below the floor none fires.
-    2. The floor is ``min_think_tokens``, or an upper bound that is lower: ``max_think_tokens`` or
-       vLLM's budget.
+    2. The floor is ``min_think_tokens``, or an upper bound of the thought that is lower.
     3. After a strategy fired, the close is due at the first end of a line, at the latest after
        ``grace_tokens`` or at an upper bound. This is the verdict. After it tokens are only counted.
 
@@ -39,36 +38,30 @@ class ThoughtMonitor:
     Args:
         number: number of the thought in its request, from 1.
         config: the request's configuration.
-        breaks: text breaks of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
-        think_tokens: number of tokens that the thought has already.
+        start: what is known of the thought.
     """
 
-    def __init__(
-        self,
-        number: int,
-        config: ExitConfig,
-        breaks: Breaks,
-        budget_tokens: int | None = None,
-        think_tokens: int = 0,
-    ) -> None:
+    def __init__(self, number: int, config: ExitConfig, start: ThoughtStart) -> None:
         self._number = number
-        self._line_ends = breaks.line
+        self._line_ends = start.breaks.line
         self._grace_tokens = config.grace_tokens
-        bounds = (config.max_think_tokens, budget_tokens)
-        self._most_tokens = min((bound for bound in bounds if bound is not None), default=math.inf)
+        self._strategies = build_strategies(config, start)
+        bounds = (each.most_tokens for each in self._strategies if isinstance(each, HardCap))
+        self._most_tokens = min(bounds, default=math.inf)
         self._floor_tokens = int(min(config.min_think_tokens, self._most_tokens))
-        self._strategies = build_strategies(config, breaks, budget_tokens, think_tokens)
         fires_from = min((each.fires_from for each in self._strategies), default=math.inf)
         self._fires_from = max(fires_from, self._floor_tokens)
         self._eat = next((each for each in self._strategies if isinstance(each, Eat)), None)
         self._schedule: ProbeSchedule | None = None
         if any(each.uses_probes for each in self._strategies):
             self._schedule = ProbeSchedule(
-                config.probe_min_gap_tokens, config.probe_max_gap_tokens, breaks, think_tokens
+                config.probe_min_gap_tokens,
+                config.probe_max_gap_tokens,
+                start.breaks,
+                start.think_tokens,
             )
         # Accepted tokens of the thought.
-        self.think_tokens = think_tokens
+        self.think_tokens = start.think_tokens
         # The decision to close the thought; it is not changed once set.
         self.verdict: Close | None = None
         # Stored tokens that were not processed yet, and their signals.

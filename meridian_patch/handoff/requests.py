@@ -34,6 +34,7 @@ _COMPLETION_TOKENS: Final = 16
 _BUDGET: Final = "thinking_token_budget"
 _OURS: Final = "meridian_"
 _OUR_BUDGET: Final = "meridian_max_think_tokens"
+_RESERVE: Final = "meridian_answer_reserve"
 _BOOL: Final = TypeAdapter(bool)
 _INT: Final = TypeAdapter(int)
 
@@ -138,6 +139,7 @@ def ingest(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> Json:
     facts = Facts.model_validate(ticket[FACTS])
     after = _continued(body, ticket[PROMPT_IDS], facts.num_output_tokens)
     after = _limited(after, facts.max_tokens_left)
+    after = _with_reserve(after)
     rest = {name: value for name, value in ticket.items() if name != PROMPT_IDS}
     after[_TRANSFER] = {**after.get(_TRANSFER, {}), **rest}
     return after
@@ -161,22 +163,14 @@ def resume(
     # Without effect once the thought is over: the prompt has its end.
     if type(body.get(_BUDGET)) is int and body[_BUDGET] >= 0:
         after[_BUDGET] = max(body[_BUDGET] - num_output_tokens, 0)
-    # Fields of ours stand in `vllm_xargs` or at the top level.
-    inner = body.get("vllm_xargs")
-    ours = {name: value for name, value in body.items() if name.startswith(_OURS)}
-    ours = {**(inner if isinstance(inner, dict) else {}), **ours}
-    if type(ours.get(_OUR_BUDGET)) is int:
-        left = max(ours[_OUR_BUDGET] - num_output_tokens, 1)
-        after = {name: value for name, value in after.items() if not name.startswith(_OURS)}
-        after["vllm_xargs"] = {**ours, _OUR_BUDGET: left, "meridian_min_think_tokens": 0}
     if num_tokens_left is not None:
-        return _limited(after, num_tokens_left)
+        return _with_reserve(_limited(after, num_tokens_left))
     if not _is_chat(body) and body.get("max_tokens") is None:
         after["max_tokens"] = _COMPLETION_TOKENS
     for name in _LIMITS:
         if after.get(name) is not None:
             after[name] = max(int(after[name]) - num_output_tokens, 1)
-    return after
+    return _with_reserve(after)
 
 
 def releasing(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> Json:
@@ -205,12 +199,35 @@ def _continued(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tok
         after["prompt"] = list(token_ids)
     if after.get("min_tokens"):
         after["min_tokens"] = max(int(after["min_tokens"]) - num_output_tokens, 0)
+    # Fields of ours stand in `vllm_xargs` or at the top level.
+    inner = body.get("vllm_xargs")
+    ours = {name: value for name, value in body.items() if name.startswith(_OURS)}
+    if ours:
+        after = {name: value for name, value in after.items() if name not in ours}
+        after["vllm_xargs"] = ours = {**(inner if isinstance(inner, dict) else {}), **ours}
+    elif isinstance(inner, dict):
+        ours = inner
+    if type(ours.get(_OUR_BUDGET)) is int:
+        # Also behind the thought: it may open again.
+        left = max(ours[_OUR_BUDGET] - num_output_tokens, 1)
+        after["vllm_xargs"] = {**ours, _OUR_BUDGET: left, "meridian_min_think_tokens": 0}
     return after
 
 
 def _limited(after: Json, num_tokens: int) -> Json:
     rest = {name: value for name, value in after.items() if name not in _LIMITS}
     return {**rest, "max_tokens": num_tokens}
+
+
+def _with_reserve(after: Json) -> Json:
+    """The request with an answer reserve that is less than what it may still write."""
+    ours, known = after.get("vllm_xargs"), [after.get(name) for name in _LIMITS]
+    limits = [int(value) for value in known if value is not None]
+    if not isinstance(ours, dict) or type(ours.get(_RESERVE)) is not int or not limits:
+        return after
+    left = min(ours[_RESERVE], min(limits) - 1)
+    fields = {name: value for name, value in ours.items() if name != _RESERVE}
+    return {**after, "vllm_xargs": fields | ({_RESERVE: left} if left > 0 else {})}
 
 
 def _without_tickets(values: Mapping[str, Any]) -> Json:

@@ -68,6 +68,24 @@ class RequestPhase:
         return self.own_thought if found is None else found
 
     @property
+    def given_think_tokens(self) -> int:
+        """Tokens that the prompt has behind the start marker of the thought that it opens."""
+        begin, known = self.own_thought, self.known
+        if self.first_phase is not _THINK or self.boundaries is None or begin is None:
+            return 0
+        starts = (
+            len(start)
+            for start in self.boundaries.start
+            if tuple(known[begin : begin + len(start)]) == start
+        )
+        return self.given_tokens - begin - max(starts, default=self.given_tokens - begin)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the current phase is the one that the prompt ends in."""
+        return self.tokens_before == self.given_tokens
+
+    @property
     def tokens_in_phase(self) -> int:
         """Accepted tokens since this phase began; the boundary belongs to the phase it ends."""
         return len(self.known) - self.tokens_before

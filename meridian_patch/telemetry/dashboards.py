@@ -51,6 +51,8 @@ _COLOURS: Final = {
     "pattern": "super-light-blue",
     "budget": "light-red",
     "hard_cap": "red",
+    "answer_reserve": "dark-orange",
+    "unanswered": "dark-red",
 }
 _GREY: Final = "#808080"
 

@@ -180,8 +180,35 @@ METRICS: Final = (
         unit="thoughts",
         help="Thoughts that ended, by reason.",
         operator=(
-            "nothing; it shows what ended thinking. Thoughts that ran into `max_tokens`, and those "
-            "of requests in mode `off`, are not counted"
+            "nothing; it shows what ended thinking. `unanswered`: the request ended in its "
+            "thought. Thoughts of requests in mode `off`, of aborted ones, and those in which a "
+            "session's turn ended are not counted"
+        ),
+    ),
+    Metric(
+        event=counters.UNANSWERED,
+        name="meridian_unanswered_requests",
+        label="finish_reason",
+        values=("length", "stop", "repetition"),
+        unit="requests",
+        help="Requests that ended in their thought, without an answer, by vLLM's finish reason.",
+        operator=(
+            "Their clients got no content. `length`: the thought took all of `max_tokens`: raise "
+            "it, or [keep a reserve](early-exit.md#answer-reserve). `stop`: the model ended its "
+            "turn, or said a stop token. `repetition`: vLLM's own check for loops ended it. A stop "
+            "string that matches in a thought is not seen here"
+        ),
+    ),
+    Metric(
+        event=counters.ANSWER_LOOP,
+        name="meridian_answer_loops",
+        label="mode",
+        values=("observe", "enforce"),
+        unit="answers",
+        help="Answers that repeated themselves, of requests whose answers are looked at, by mode.",
+        operator=(
+            "In `enforce` their requests ended with the finish reason `repetition`. Only with "
+            "`exit.loop_scope: all`, see [loops](early-exit.md#loops)"
         ),
     ),
     Metric(

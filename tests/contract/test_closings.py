@@ -84,8 +84,8 @@ def test_a_close_is_for_one_thought(monkeypatch, demo_model):
     assert "r" not in closes
     second = request.num_output_tokens
     driver.drain()
-    # Its own floor and cap hold for the second thought.
-    assert request._output_token_ids.index(THINK_END, second) - second >= 40
+    # The first one left nothing of the bound to the second.
+    assert request._output_token_ids.index(THINK_END, second) - second <= 4
     assert is_empty(driver)
 
 
@@ -169,5 +169,5 @@ def test_a_request_whose_kv_load_failed_is_closed(monkeypatch, demo_model, long_
     for _ in range(100):
         driver.step()
     assert has_end(request, scheduler.early_exit.forced_closes.sequence)
-    assert not len(scheduler.early_exit.forced_closes)
+    assert "again" not in scheduler.early_exit.forced_closes
     assert not scheduler.phase_counters.totals.get("fallback:exception")

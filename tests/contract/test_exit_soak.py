@@ -146,7 +146,7 @@ def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
             assert find_faults(pool) == []
             # What is followed is there; what was said of a step went with it.
             assert scheduler.early_exit.num_watched <= len(scheduler.requests)
-            assert not scheduler.early_exit._outcomes
+            assert not scheduler.early_exit.reports.outcomes
     driver.drain()
     # What ended with an abort is told with the next step.
     driver.add(Job("last", (65,) * 5, None, 2))

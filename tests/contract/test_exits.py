@@ -80,7 +80,7 @@ def test_observing_takes_a_sample(driver_for, is_async):
         "late",
     }
     for number in range(6):
-        outcome, think_tokens, _ = told[f"r{number}"]
+        outcome, think_tokens, *_ = told[f"r{number}"]
         assert outcome.think_tokens == think_tokens == 201 + 10 * number
     totals = driver.scheduler.phase_counters.totals
     assert totals["exit:natural"] == 8

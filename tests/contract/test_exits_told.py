@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from meridian_patch.engine.early_exit import close_checks, unavailable
 from meridian_patch.engine.scheduler import assembly, guard
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
+from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.obstacles import Obstacle
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
@@ -180,7 +181,7 @@ def test_nothing_is_measured(driver_for):
     for _ in range(5):
         driver.step()
     [said] = seen["r"]
-    assert said == (None, 0, {"eat": "no_signals", "rpdi": "no_signals"})
+    assert said == ExitReport(None, 0, {"eat": "no_signals", "rpdi": "no_signals"})
     driver.drain()
     assert seen["r"][-1].outcome.reason == "natural"
     assert seen["r"][-1].not_enforced == said.not_enforced
@@ -198,7 +199,7 @@ def test_what_is_lost_while_a_thought_is_under_way(driver_for):
     driver.scheduler.early_exit.lost({"eat": Obstacle.NO_SIGNALS})
     for _ in range(30):
         driver.step()
-    assert seen == {"r": [(None, 0, {"eat": "no_signals"})]}
+    assert seen == {"r": [ExitReport(None, 0, {"eat": "no_signals"})]}
     driver.drain()
     assert seen["r"][-1].not_enforced == {"eat": "no_signals", "rpdi": "warm_up"}
     assert not seen["observed"][-1].not_enforced
@@ -236,7 +237,9 @@ def test_a_thought_that_is_too_short(driver_for, think_tokens, settings, expecte
 def test_a_thought_that_never_ends(driver_for):
     """Told with its last token, where the room for warm-up was missing."""
     driver = driver_for(EXIT__EAT_WARMUP_PROBES="20", EXIT__RPDI="false")
-    assert run(driver, EAT, 400, max_tokens=90) == (None, 0, {"eat": "warm_up"})
+    outcome, think_tokens, not_enforced, _ = run(driver, EAT, 400, max_tokens=90)
+    assert (outcome.reason, outcome.think_tokens, think_tokens) == ("unanswered", 90, 90)
+    assert not_enforced == {"eat": "warm_up"}
 
 
 def test_an_aborted_request_is_told_nothing(driver_for):

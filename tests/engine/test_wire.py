@@ -94,6 +94,18 @@ def test_a_wrap_up_that_cannot_be_forced_is_http_400(server, path, is_streamed):
     assert "vllm_xargs field meridian_wrap_up is 'so </think>', expected text without" in message
 
 
+@pytest.mark.parametrize("is_streamed", (False, True), ids=("whole", "stream"))
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS, RESPONSES))
+def test_a_reserve_that_leaves_nothing_to_think_is_http_400(server, path, is_streamed):
+    """Field, value and the request's own bound, by whatever name, before a stream begins."""
+    status, text = post(
+        server, path, stream=is_streamed, vllm_xargs={"meridian_answer_reserve": 300}
+    )
+    assert status == 400
+    message = json.loads(text)["error"]["message"]
+    assert "meridian_answer_reserve is 300, expected less than max_tokens, which is 300" in message
+
+
 def test_an_endpoint_without_a_patch_of_its_own_refuses_too(server):
     """The input processor stands behind all of them."""
     status, text = post(server, "/v1/messages", vllm_xargs={"meridian_exit": "on"})
@@ -152,21 +164,30 @@ def test_it_tells_what_could_not_be_enforced(server):
     asked["meridian_min_think_tokens"] = 0
     (choice,) = whole(server, CHAT, vllm_xargs=asked)["choices"]
     assert choice["meridian"]["not_enforced"] == {"eat": "warm_up", "rpdi": "warm_up"}
-    # Without an end of thinking that is all there is to say, times aside.
     (cut,) = whole(server, CHAT, max_tokens=5, vllm_xargs=asked)["choices"]
-    assert untimed(cut["meridian"]) == {"not_enforced": {"eat": "warm_up", "rpdi": "warm_up"}}
+    assert untimed(cut["meridian"]) == {
+        "exit_reason": "unanswered",
+        "think_tokens": 5,
+        "not_enforced": {"eat": "warm_up", "rpdi": "warm_up"},
+    }
     (plain,) = whole(server, CHAT)["choices"]
     assert "not_enforced" not in plain["meridian"]
 
 
-def test_a_thought_cut_short_has_no_end(server):
-    """Its times are told, and its tokens are in the usage; nothing ended it."""
+def test_a_thought_cut_short_is_unanswered(server):
+    """Its times are told, and its tokens are in the usage; the metrics count its request."""
     reply = whole(server, CHAT, max_tokens=5)
     (choice,) = reply["choices"]
     assert choice["finish_reason"] == "length"
-    assert set(choice["meridian"]) == {"think_ms", "preemptions"}
+    assert set(choice["meridian"]) == {"exit_reason", "think_tokens", "think_ms", "preemptions"}
     assert reasoning(reply["usage"]) == 5
-    assert told(events(server, CHAT, max_tokens=5)) == {0: {}}
+    unanswered = {"exit_reason": "unanswered", "think_tokens": 5}
+    assert untimed(choice["meridian"]) == unanswered
+    assert told(events(server, CHAT, max_tokens=5)) == {0: unanswered}
+    name = "meridian_unanswered_requests_total{"
+    counted = [line for line in server.get("/metrics").splitlines() if line.startswith(name)]
+    (by_length,) = (line for line in counted if 'finish_reason="length"' in line)
+    assert float(by_length.rpartition(" ")[2]) >= 2
 
 
 def test_a_stop_string_leaves_it_in(server):

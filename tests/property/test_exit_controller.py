@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meridian_patch.exit.actions import Probe
 from meridian_patch.exit.controller import ExitController
-from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals, ThoughtStart
 from meridian_patch.exit.strategies.build import build_strategies
 
 TOKEN = st.sampled_from([PLAIN, PLAIN, DOT, LINE, PARAGRAPH])
@@ -80,7 +80,7 @@ def play(events, config, budget, sizes):
 
 def eager(events, config, budget):
     """Reason and place of the close by the written rules, every token looked at by itself."""
-    strategies = build_strategies(config, BREAKS, budget)
+    strategies = build_strategies(config, ThoughtStart(BREAKS, budget))
     bounds = [bound for bound in (config.max_think_tokens, budget) if bound is not None]
     most = min(bounds, default=math.inf)
     floor = min(config.min_think_tokens, most)

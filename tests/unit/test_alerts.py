@@ -69,6 +69,9 @@ HEALTHY = {
     series("meridian_exits_given_up_total", reason="logit_bias"): counter(0),
     series("meridian_thoughts_ended_total", reason="natural"): counter(40),
     series("meridian_thoughts_ended_total", reason="eat"): counter(20),
+    series("meridian_thoughts_ended_total", reason="unanswered"): counter(1),
+    series("meridian_unanswered_requests_total", finish_reason="length"): counter(1),
+    series("meridian_unanswered_requests_total", finish_reason="stop"): counter(0),
     series("meridian_probes_total", result="measured"): counter(600),
     series("meridian_probes_total", result="lost"): counter(1),
     series("meridian_probes_total", result="invalid"): counter(0),
@@ -123,6 +126,13 @@ FAULTS = {
     "biases undo closes": (
         "MeridianClosesRefused",
         {series("meridian_exits_given_up_total", reason="logit_bias"): counter(0, 40)},
+    ),
+    "thoughts take all of max_tokens": (
+        "MeridianRequestsUnanswered",
+        {
+            series("meridian_unanswered_requests_total", finish_reason="length"): counter(1, 10),
+            series("meridian_thoughts_ended_total", reason="unanswered"): counter(1, 10),
+        },
     ),
     "workers measure nothing": (
         "MeridianSignalsLost",

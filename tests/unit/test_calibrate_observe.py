@@ -184,13 +184,13 @@ def test_the_profile_is_a_configuration(tmp_path):
     """It loads, says what was chosen, and where it is from; nothing is closed by it alone."""
     naturals, records, answers, _ = observe(tmp_path / "j", ToyEngine())
     outcomes = decide(naturals, records, answers, GOAL)
-    config = Config(exit={"eat_alpha": 0.9, "max_think_tokens": 900})
+    config = Config(exit={"eat_alpha": 0.9, "max_think_tokens": 900, "answer_reserve": 0.5})
     path = tmp_path / "profile.yaml"
     path.write_text(render_profile(config, outcomes, GOAL, ORIGIN))
     loaded = load_config({"MERIDIAN_PATCH_CONFIG": str(path)})
     chosen = loaded.config.exit
     assert (chosen.mode, chosen.eat, chosen.rpdi) == ("observe", True, False)
-    assert (chosen.eat_alpha, chosen.max_think_tokens) == (0.9, None)
+    assert (chosen.eat_alpha, chosen.max_think_tokens, chosen.answer_reserve) == (0.9, None, None)
     assert chosen.eat_delta == outcomes[0].chosen.threshold
     assert loaded.origins["exit.eat_delta"] == f"file {path}"
     provenance = loaded.config.provenance

@@ -1,14 +1,23 @@
 """Section exit, a request's own fields, and a family's probe text."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from meridian_patch.config.families import load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.matching import ModelIdentity, match_family
-from meridian_patch.config.request_options import RequestOptions, parse_options
+from meridian_patch.config.request_options import (
+    RequestOptions,
+    check_reserve,
+    kept_history,
+    parse_options,
+)
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
+from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals, ThoughtStart
 from meridian_patch.exit.strategies.build import SWITCHES, build_strategies
+from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.text_breaks import find_breaks
 
 SET = "MERIDIAN_PATCH_SET_EXIT__"
@@ -21,14 +30,14 @@ def test_defaults():
     assert (config.rpdi_window_tokens, config.rpdi_lambda) == (512, 2.0)
     assert config.eat_warmup_probes == 4 / config.eat_alpha
     assert config.eat_delta == pytest.approx(1e-3 * 0.6931**2, rel=0.01)
-    reasons = [s.reason for s in build_strategies(config, find_breaks([]))]
+    reasons = [s.reason for s in build_strategies(config, ThoughtStart(find_breaks([])))]
     assert reasons == ["eat", "rpdi"]
 
 
 def test_every_strategy_can_be_switched():
     """Bounds come last: at the same token a strategy's reason says more."""
     config = ExitConfig(eat=False, end_probability=True, loop=True, max_think_tokens=900)
-    reasons = [s.reason for s in build_strategies(config, find_breaks([]), 800)]
+    reasons = [s.reason for s in build_strategies(config, ThoughtStart(find_breaks([]), 800))]
     assert reasons == ["rpdi", "end_probability", "loop", "hard_cap", "budget"]
 
 
@@ -37,9 +46,10 @@ def test_each_switch_is_that_of_one_strategy():
     assert {"eat", "rpdi", "end_probability"} <= set(SWITCHES)
     off = dict.fromkeys(SWITCHES, False)
     for switch in SWITCHES:
-        (strategy,) = build_strategies(ExitConfig(**off | {switch: True}), find_breaks([]))
+        config = ExitConfig(**off | {switch: True})
+        (strategy,) = build_strategies(config, ThoughtStart(find_breaks([])))
         assert strategy.reason == switch
-    assert not build_strategies(ExitConfig(**off), find_breaks([]))
+    assert not build_strategies(ExitConfig(**off), ThoughtStart(find_breaks([])))
 
 
 @pytest.mark.parametrize("mode", ["off", "observe", "enforce"])
@@ -61,10 +71,11 @@ def test_mode_can_be_set_in_the_environment(mode):
             {"MIN_THINK_TOKENS": "600", "MAX_THINK_TOKENS": "500"},
             ["expected min_think_tokens (600) to be at most max_think_tokens (500)"],
         ),
+        ({"ANSWER_RESERVE": "1.5"}, ["answer_reserve is 1.5", "a share of max_tokens below 1"]),
         ({"LOOP_MIN_COUNT": "1"}, ["exit.loop_min_count is 1", "equal to 2"]),
         ({"LOOP_MAX_PATTERN_SIZE": "2000"}, ["less than or equal to 1024"]),
         (
-            {"LOOP_MAX_PATTERN_SIZE": "4"},
+            {"LOOP_MAX_PATTERN_SIZE": "4", "LOOP_MIN_PATTERN_SIZE": "8"},
             ["expected loop_min_pattern_size (8) to be at most loop_max_pattern_size (4)"],
         ),
         (
@@ -141,6 +152,23 @@ def test_a_request_has_its_own():
     assert off == config.model_copy(update={"mode": "off"})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "history"),
+    [
+        (None, None),
+        ({"enable_thinking": True, "preserve_thinking": "yes"}, None),
+        ({"preserve_thinking": True}, "keep"),
+        ({"clear_thinking": False}, "keep"),
+        ({"truncate_history_thinking": False, "clear_thinking": True}, "keep"),
+        ({"preserve_thinking": False}, "keep_in_tool_loop"),
+        ({"clear_thinking": True}, "keep_in_tool_loop"),
+    ],
+)
+def test_arguments_of_the_template_say_what_becomes_of_thoughts(arguments, history):
+    """As far as they are known."""
+    assert kept_history(arguments) == history
+
+
 def test_all_fields_have_the_prefix():
     assert all(name.startswith("meridian_") for name in RequestOptions.model_fields)
 
@@ -159,6 +187,10 @@ def test_all_fields_have_the_prefix():
         ("meridian_loop_min_count", 1, "expected greater than or equal to 2"),
         ("meridian_loop_max_pattern_size", 1025, "expected less than or equal to 1024"),
         ("meridian_loop_min_pattern_size", -1, "expected greater than or equal to 0"),
+        ("meridian_answer_reserve", 0, "expected a whole number of tokens, at least 1, or a share"),
+        ("meridian_answer_reserve", 1.0, "expected a whole number of tokens"),
+        ("meridian_answer_reserve", "5", "expected a whole number of tokens"),
+        ("meridian_answer_reserve", True, "expected a whole number of tokens"),
         ("meridian_eat_alpha", 0.1, "expected a field that exists"),
     ],
 )
@@ -187,6 +219,23 @@ def test_a_message_is_no_longer_than_a_page(name, value):
     assert len(str(error.value)) < 2000
 
 
+@pytest.mark.parametrize("reserve", [300, 0.25])
+def test_a_reserve_is_tokens_or_a_share(reserve):
+    """The request's stands in for the server's."""
+    assert load_config({f"{SET}ANSWER_RESERVE": str(reserve)}).config.exit.answer_reserve == reserve
+    options = parse_options({"meridian_answer_reserve": reserve})
+    assert options.exit_config(ExitConfig(answer_reserve=5)).answer_reserve == reserve
+    check_reserve(options, 301)
+    check_reserve(options, None)
+
+
+@pytest.mark.parametrize("max_tokens", [200, 300])
+def test_a_reserve_that_leaves_nothing_to_think_is_refused(max_tokens):
+    """It names field, value and bound."""
+    with pytest.raises(ConfigError, match=rf"is 300, .* less than max_tokens, .*{max_tokens}"):
+        check_reserve(parse_options({"meridian_answer_reserve": 300}), max_tokens)
+
+
 def test_bounds_of_a_request_that_clash():
     """Both are named."""
     with pytest.raises(ConfigError, match=r"min_think_tokens is 9, expected at most .*which is 5"):
@@ -203,20 +252,59 @@ def test_sizes_of_a_loop_that_clash():
     ("fields", "expected"),
     [
         ({"min_count": 3}, (8, 256, 3)),
-        ({"max_pattern_size": 4}, (4, 4, 4)),
-        ({"max_pattern_size": 300}, (8, 300, 4)),
+        ({"max_pattern_size": 4}, (1, 4, 4)),
+        ({"max_pattern_size": 300}, (1, 300, 4)),
         ({"min_pattern_size": 500}, (500, 500, 4)),
         ({"min_pattern_size": 0, "max_pattern_size": 20, "min_count": 2}, (0, 20, 2)),
     ],
 )
 def test_a_request_has_loops_of_its_own(fields, expected):
-    """Any of the fields switches it on; where two sizes do not fit, the request's is used."""
+    """Any of the fields switches it on; a greatest size alone has vLLM's least."""
     options = parse_options({f"meridian_loop_{name}": value for name, value in fields.items()})
     config = options.exit_config(ExitConfig())
     assert options.has_exit_options
     assert config.loop
     sizes = config.loop_min_pattern_size, config.loop_max_pattern_size
     assert (*sizes, config.loop_min_count) == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_pattern_size": 2}])
+def test_vllms_own_settings_find_what_vllm_finds(fields):
+    """A cycle of three tokens, with a greatest size of eight: of the server and of a request."""
+    ours = {"max_pattern_size": 8, "min_count": 4} | fields
+    server = ExitConfig(**{f"loop_{name}": value for name, value in ours.items()})
+    options = parse_options({f"meridian_loop_{name}": value for name, value in ours.items()})
+    for config in (server, options.exit_config(ExitConfig(loop_min_pattern_size=8))):
+        breaker = LoopBreaker.of(config, ThoughtStart(find_breaks([])))
+        tokens = [1, 2, 3] * 10
+        firing = breaker.accept(tokens, Signals.of([NO_SIGNALS] * len(tokens)), 0)
+        params = RepetitionParams(**ours)
+        assert firing.at + 1 == next(n for n in range(31) if params.has_loop(tokens[:n])) == 12
+
+
+@dataclass
+class RepetitionParams:
+    """vLLM's ``RepetitionDetectionParams``, and its check by the words of its documentation."""
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def has_loop(self, tokens):
+        sizes = range(self.min_pattern_size, self.max_pattern_size + 1)
+        return any(
+            tokens[-size * self.min_count :] == tokens[-size:] * self.min_count
+            for size in sizes
+            if size * self.min_count <= len(tokens)
+        )
+
+
+def test_a_least_size_that_follows_the_greatest_is_not_set():
+    """So a family's file may have its own."""
+    config = ExitConfig(loop_max_pattern_size=4)
+    assert config.loop_min_pattern_size == 1
+    assert "loop_min_pattern_size" not in config.model_fields_set
+    assert ExitConfig().loop_min_pattern_size == 8
 
 
 def test_probe_texts_end_the_thought():

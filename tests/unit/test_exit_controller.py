@@ -103,15 +103,24 @@ def test_a_token_without_its_row_is_an_error():
 
 
 def test_one_close_per_thought():
-    """Behind the verdict and behind the boundary nothing is asked for; a new thought is new."""
+    """Behind the verdict and behind the boundary nothing is asked for, until the next thought."""
     controller = controller_of(max_think_tokens=5)
     assert len(closes(controller, [PLAIN] * 50)) == 1
     controller.closing()
     assert controller.end(1).reason == "hard_cap"
     assert not closes(controller, [PLAIN] * 50)
     assert controller.end(1) is None
-    controller.start()
-    assert [close.close_at for close in closes(controller, [PLAIN] * 50)] == [5]
+    controller.start(earlier_tokens=51)
+    assert len(closes(controller, [PLAIN] * 50)) == 1
+
+
+def test_a_bound_holds_over_all_thoughts():
+    """A thought that opens again has what the earlier ones left, then none."""
+    controller = ExitController(config_of(max_think_tokens=20, min_think_tokens=15), BREAKS)
+    for earlier_tokens, close_at in ((0, 20), (13, 7), (19, 1), (20, 1), (40, 1)):
+        controller.start(earlier_tokens=earlier_tokens)
+        (close,) = closes(controller, [PLAIN] * 50)
+        assert (close.reason, close.close_at) == ("hard_cap", close_at)
 
 
 @pytest.mark.parametrize(("mode", "asked"), [("off", 0), ("observe", 0), ("enforce", 1)])
@@ -136,6 +145,31 @@ def test_reason_of_an_end_that_was_not_forced():
         controller = controller_of(budget=30, mode="observe")
         closes(controller, [PLAIN] * tokens)
         assert controller.end(1).reason is reason
+
+
+@pytest.mark.parametrize(("given", "tokens"), [(0, 30), (1, 29), (30, 0), (40, 0)])
+def test_the_budget_counts_what_the_prompt_has_of_the_thought(given, tokens):
+    """As vLLM does, from the start marker on; a thought behind it has a budget of its own."""
+    for shorter, reason in ((0, "budget"), (1, "natural")):
+        if shorter > tokens:
+            continue
+        controller = ExitController(config_of(mode="observe"), BREAKS, 30)
+        controller.start(given_tokens=given)
+        closes(controller, [PLAIN] * (tokens - shorter))
+        assert controller.end(1).reason == reason
+        controller.start()
+        closes(controller, [PLAIN] * 29)
+        assert controller.end(1).reason == "natural"
+
+
+def test_a_request_may_end_in_its_thought():
+    """Whatever was asked for by then, nothing answered it."""
+    controller = controller_of(max_think_tokens=5)
+    closes(controller, [PLAIN] * 6)
+    controller.closing()
+    outcome = controller.end(0, is_answered=False)
+    assert (outcome.reason, outcome.think_tokens) == ("unanswered", 6)
+    assert outcome.verdict.reason == "hard_cap"
 
 
 def test_signals_that_are_missing_are_counted():
@@ -231,7 +265,7 @@ def test_router_and_controller_together():
     tracker = PhaseTracker(Boundaries("test", ((start,),), ((end,),), (end,)))
     known = [7, start]
     tracker.add("r", known)
-    controller = ExitController(config_of(max_think_tokens=8), BREAKS)
+    controller = ExitController(config_of(max_think_tokens=17), BREAKS)
 
     def step(*tokens):
         seen = len(known)
@@ -246,8 +280,9 @@ def test_router_and_controller_together():
     assert controller.outcome == Outcome("natural", 9, None, 0)
     assert step(*[PLAIN] * 20) is None
     assert step(PLAIN, start, PLAIN, PLAIN) is None
+    # Both thoughts together have as many tokens as the bound; a third one has none.
     assert step(*[PLAIN] * 6).close.close_at == 8
-    assert step(end, start, *[PLAIN] * 8).close.close_at == 8
+    assert step(end, start, *[PLAIN] * 8).close.close_at == 1
     assert controller.is_thinking
     tracker.remove("r")
 

@@ -10,6 +10,7 @@ from meridian_patch.config.request_options import parse_options
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.patterns import PatternTokens
+from meridian_patch.exit.strategies.base import ThoughtStart
 from meridian_patch.exit.strategies.build import build_strategies
 from meridian_patch.exit.text_breaks import find_breaks
 
@@ -66,7 +67,7 @@ def test_a_requests_patterns_stand_in_for_the_servers():
 def test_they_are_a_strategy():
     """Before the bounds, and only where there are some."""
     config = ExitConfig(eat=False, rpdi=False, patterns=(((1, 2),),), max_think_tokens=900)
-    reasons = [s.reason for s in build_strategies(config, find_breaks([]))]
+    reasons = [s.reason for s in build_strategies(config, ThoughtStart(find_breaks([])))]
     assert reasons == ["pattern", "hard_cap"]
 
 

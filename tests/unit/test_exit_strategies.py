@@ -6,6 +6,7 @@ import random
 import pytest
 from exit_streams import BREAKS, COMMA, DOT, LINE, PLAIN, signals_of
 
+from meridian_patch.exit.strategies.answer_reserve import thought_room
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals, Strategy
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
@@ -228,3 +229,19 @@ def test_the_loop_breaker_compares_repetitions_in_parts(monkeypatch):
     breaker = LoopBreaker(256, 200, 2)
     assert breaker.accept(tokens, signals_of([1.0] * 4000), 4000) is None
     assert len(single) <= 57 * 4000 / 40
+
+
+@pytest.mark.parametrize(
+    ("reserve", "max_tokens", "room"),
+    [(50, 200, 147), (0.25, 200, 147), (0.301, 200, 136), (196, 200, 1)],
+)
+def test_a_reserve_leaves_the_rest_to_the_thought(reserve, max_tokens, room):
+    """Tokens or a share, rounded up for the answer; three more for the close."""
+    assert thought_room(reserve, max_tokens, 3) == room
+
+
+@pytest.mark.parametrize("reserve", [197, 200, 10**6, 0.99])
+def test_a_reserve_that_leaves_nothing_is_half(reserve):
+    """What is left of it for the close is none of the answer's."""
+    assert thought_room(reserve, 200, 3) == 97
+    assert thought_room(reserve, 4, 3) == 0

@@ -63,3 +63,9 @@ def test_every_word_is_explained():
     page = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
     table = page.partition("## What could not be enforced")[2].partition("\n\nThe first six")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(Obstacle)
+
+
+def test_forced_tokens_are_a_plain_list():
+    """As in JSON, and as attributes of spans may be."""
+    summary = summarize(ExitReport(outcome("eat", 9), 9, forced=(8, 30, 31)))
+    assert summary["forced_tokens"] == [8, 30, 31]

@@ -24,6 +24,25 @@ def test_prompt_that_opened_thinking():
     assert phase(tracker) is Phase.THINK
 
 
+def test_what_a_prompt_has_of_its_thought():
+    """Behind the start marker, of one token or of several; nothing of a thought that is over."""
+    for boundaries, prompt, given in (
+        (SIMPLE, [WORD, START], 0),
+        (SIMPLE, [START, WORD, END, START, WORD, WORD], 2),
+        (SIMPLE, [START, WORD, END], 0),
+        (SIMPLE, [WORD], 0),
+        (LONG, [WORD, 5, 6, 7, WORD], 1),
+    ):
+        tracker = SpokenTracker(boundaries)
+        tracker.add("r", prompt)
+        state = tracker.get("r")
+        assert state.given_think_tokens == given
+        tracker.say("r", [WORD])
+        assert (state.given_think_tokens, state.is_given) == (given, True)
+    tracker.say("r", list(LONG.end[0]))
+    assert not state.is_given
+
+
 def test_prompt_that_closed_thinking():
     """Disabled thinking leaves a closed thought in the prompt: the request answers."""
     tracker = SpokenTracker(SIMPLE)

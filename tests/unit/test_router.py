@@ -396,6 +396,22 @@ def test_our_budget_at_the_top_level_goes_on_too() -> None:
     assert "meridian_max_think_tokens" not in after
 
 
+@pytest.mark.parametrize(
+    ("reserve", "left"), [(30, 30), (60, 49), (0.25, 0.25)], ids=["less", "more", "share"]
+)
+def test_a_reserve_stays_below_what_is_left(reserve: float, left: float) -> None:
+    """The engine would refuse it otherwise, and with it the rest of the answer."""
+    body = {"prompt": "q", "max_tokens": 100, "vllm_xargs": {"meridian_answer_reserve": reserve}}
+    assert resume(body, [1], 50)["vllm_xargs"] == {"meridian_answer_reserve": left}
+    assert resume(body, [1], 9, num_tokens_left=50)["vllm_xargs"]["meridian_answer_reserve"] == left
+
+
+def test_a_reserve_goes_with_the_last_token() -> None:
+    """Nothing is left to keep it from."""
+    body = {"prompt": "q", "max_tokens": 100, "vllm_xargs": {"meridian_answer_reserve": 30}}
+    assert resume(body, [1], 99)["vllm_xargs"] == {}
+
+
 def test_a_whole_response_of_two_engines() -> None:
     """Content, tool calls and log-probabilities are put together as they come."""
     message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": []}

@@ -4,8 +4,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from meridian_patch.config.request_options import HISTORY, kept_history
 from meridian_patch.engine.api.body_fields import move_fields, restore_fields
-from meridian_patch.engine.api.exit_summary import Summaries, check_fields
+from meridian_patch.engine.api.exit_summary import Summaries, allowed_fields, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
 from meridian_patch.engine.api.tickets import Tickets
@@ -25,7 +26,13 @@ def build_chat_serving(original: type) -> type:
             move_fields(request)
             # Load-bearing: upstream calls this before it sends anything. The input processor would
             # refuse only after the HTTP status of a stream was sent.
-            check_fields(getattr(request, "vllm_xargs", None), served_through(self.engine_client))
+            served = served_through(self.engine_client)
+            fields = getattr(request, "vllm_xargs", None)
+            check_fields(fields, served, _most_tokens(request))
+            history = kept_history(getattr(request, "chat_template_kwargs", None))
+            if history is not None and HISTORY in allowed_fields():
+                # Load-bearing: upstream makes the sampling parameters from it after this.
+                request.vllm_xargs = {HISTORY: history, **(fields or {})}
             return await super()._check_model(request)
 
         async def chat_completion_stream_generator(
@@ -52,6 +59,13 @@ def build_chat_serving(original: type) -> type:
             return response
 
     return SummaryServingChat
+
+
+def _most_tokens(request: Any) -> int | None:
+    # Load-bearing: upstream takes the newer name, where a request has both.
+    newer: int | None = request.max_completion_tokens
+    older: int | None = request.max_tokens
+    return older if newer is None else newer
 
 
 async def _watch(results: Any, summaries: Summaries, details: UsageDetails) -> AsyncGenerator[Any]:

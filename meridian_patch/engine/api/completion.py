@@ -30,7 +30,8 @@ def build_completion_serving(original: type) -> type:
             move_fields(request)
             # Load-bearing: upstream calls this before it sends anything. The input processor would
             # refuse only after the HTTP status of a stream was sent.
-            check_fields(getattr(request, "vllm_xargs", None), served_through(self.engine_client))
+            served = served_through(self.engine_client)
+            check_fields(getattr(request, "vllm_xargs", None), served, request.max_tokens)
             return await super()._check_model(request)
 
         async def completion_stream_generator(

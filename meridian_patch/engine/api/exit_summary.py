@@ -24,6 +24,7 @@ from meridian_patch.config.request_options import (
     NO_OPTIONS,
     allowed_names,
     check_allowed,
+    check_reserve,
     parse_options,
 )
 from meridian_patch.engine.api.recipients import takes_out
@@ -56,13 +57,16 @@ def allowed_fields() -> frozenset[str]:
 
 
 def check_fields(
-    extra_args: Mapping[str, Any] | None, served: ServedModel | None = None
+    extra_args: Mapping[str, Any] | None,
+    served: ServedModel | None = None,
+    max_tokens: int | None = None,
 ) -> Mapping[str, Any] | None:
     """Refuse a request with a ``meridian_*`` field that is wrong, or not allowed here.
 
     Args:
         extra_args: of the request.
         served: the served model; None if it is not known.
+        max_tokens: upper bound of the request's output; None if it sets none.
 
     Returns:
         The arguments, in which patterns that end a thought are tokens; the same object if it has
@@ -75,6 +79,7 @@ def check_fields(
         options = parse_options(extra_args)
         if options is not NO_OPTIONS:
             check_allowed(extra_args, allowed_fields())
+            check_reserve(options, max_tokens)
         if options.meridian_wrap_up and served is not None:
             served.check_wrap_up(options.meridian_wrap_up)
         if options.meridian_exit_patterns and extra_args and served is not None:

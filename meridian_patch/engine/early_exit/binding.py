@@ -9,6 +9,7 @@ from meridian_patch.config.families import exit_config
 from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.engine import status
 from meridian_patch.engine.boundaries import vocabulary_of
+from meridian_patch.engine.early_exit.answer_room import AnswerRoom
 from meridian_patch.engine.early_exit.close_checks import CloseChecks
 from meridian_patch.engine.early_exit.engine_lag import lag_of
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
@@ -90,6 +91,7 @@ def build_early_exit(
         tracker,
         closings,
         checks,
+        AnswerRoom(scheduler, closings.sequence, wrap_ups.ids_of),
         None if unprobed is not None else _probes(scheduler, boundaries, config),
         phase_counters,
         unable,

@@ -54,7 +54,7 @@ class CloseChecks:
 
         Args:
             request: the request whose thought is to be closed.
-            think_tokens: known tokens of its thought.
+            think_tokens: known tokens of its thought behind the start marker.
             wrap_up: tokens to be forced before the close sequence.
         """
         return next(self._obstacles(request, think_tokens, (*wrap_up, *self._sequence)), None)

@@ -1,5 +1,7 @@
 """Ends thoughts: forces a request to sample the tokens of the close sequence next.
 
+Behind a close at an upper bound it also keeps the next thought from being opened.
+
 The tokens are forced with the bit masks that vLLM applies for structured output (see
 ``GrammarOutput``), so the sampler, penalties, speculation and both model runners need no change.
 """
@@ -7,12 +9,12 @@ The tokens are forced with the bit masks that vLLM applies for structured output
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import vllm
-from numpy.typing import NDArray
 from packaging.version import Version
 from vllm.v1.core.sched.output import GrammarOutput
 
+from meridian_patch.engine.early_exit.mask_rows import MaskRows
+from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 from meridian_patch.telemetry.counters import LeftOut
@@ -20,8 +22,6 @@ from meridian_patch.telemetry.counters import LeftOut
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Mask word of a row that allows every token.
-_FREE = -1
 # From this release on, every request has one row plus one for each draft that it may have.
 _HAS_FIXED_ROWS = Version(vllm.__version__).release >= (0, 33)
 
@@ -38,6 +38,12 @@ class _Closing:
     wrap_up: TokenIds = ()
     # Whether the request has drafts in the last step: the number of its new tokens is unknown then.
     has_drafts: bool = False
+    # Whether a token of an answer fits behind the sequence.
+    has_room: bool = True
+    # Whether no thought may open again behind the close.
+    is_last: bool = False
+    # Whether all tokens of the close are known or in flight.
+    is_said: bool = False
 
 
 class ForcedCloses:
@@ -52,9 +58,13 @@ class ForcedCloses:
     4. No token is forced after the end of the thought. The last tokens of the thought may be the
        beginning of a boundary, so the thought may end before the end of the close sequence.
     5. A close that structured output would reject is given up, because vLLM ends a request whose
-       grammar rejects a token.
+       grammar rejects a token. So is one behind which no token of an answer would fit.
     6. A wrap-up is said whole or not at all: it is left out if no answer token would fit behind it
        and the close, and when a close starts again.
+    7. Behind a close at an upper bound a request is barred from opening another thought: its masks
+       leave the start marker out until it ends. A marker of several tokens is not left out, because
+       its first ones may be in flight when its last one is sampled; the thought that it opens is
+       closed at once instead.
 
     Args:
         boundaries: boundaries of the served model.
@@ -66,7 +76,7 @@ class ForcedCloses:
         sequence: the tokens that a close forces; some of them may not be needed.
         accepts: whether a request's structured output accepts the given tokens next.
         choose_wrap_up: tokens of a request's wrap-up, given its text and the thought's length.
-        gave_up: called with the id of each request whose close is given up.
+        gave_up: called with the id of each request whose close is given up, and why.
         left_out: called with the reason for which a chosen wrap-up is not said after all.
         skips_adapter: a request with a LoRA adapter skips the next step, so that no request must be
             admitted to it. Load-bearing: upstream counts only the adapters of the requests in a
@@ -82,39 +92,62 @@ class ForcedCloses:
         self.sequence = self._up_to_end(ROOT)
         self.accepts: Callable[[Any, TokenIds], bool] = lambda _request, _token_ids: True
         self.choose_wrap_up: Callable[[Any, str, int], TokenIds] = lambda *_: ()
-        self.gave_up: Callable[[str], None] = lambda _request_id: None
+        self.gave_up: Callable[[str, Obstacle], None] = lambda *_: None
         self.left_out: Callable[[LeftOut], None] = lambda _reason: None
         self.skips_adapter = False
         self._words = (vocab_size + 31) // 32
         self._num_spec_tokens = num_spec_tokens
         self._max_model_len = max_model_len
+        self._start_ids = [ids[0] for ids in boundaries.start if len(ids) == 1]
         self._closings: dict[str, _Closing] = {}
+        self._barred: dict[str, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._closings)
+        return len(self._closings) + len(self._barred)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._closings
 
-    def begin(self, request: Any, wrap_up: str = "", think_tokens: int = 0) -> None:
+    def begin(
+        self, request: Any, wrap_up: str = "", think_tokens: int = 0, *, is_last: bool = False
+    ) -> None:
         """Start closing the thought of a request.
 
         Args:
             request: the request.
             wrap_up: what to say before the end marker; empty: nothing.
             think_tokens: known tokens of the thought.
+            is_last: whether no thought may open again behind the close.
         """
         ids = self.choose_wrap_up(request, wrap_up, think_tokens) if wrap_up else ()
-        self._closings[request.request_id] = _Closing(request, wrap_up=ids)
+        self._closings[request.request_id] = _Closing(request, wrap_up=ids, is_last=is_last)
+
+    def bar(self, request: Any) -> None:
+        """Keep a request, whose thought ended, from opening another one."""
+        if self._start_ids:
+            self._barred[request.request_id] = request
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a token of the close sequence has been forced on a request."""
         closing = self._closings.get(request_id)
         return closing is not None and closing.begin is not None
 
+    def forced_on(self, request_id: str) -> tuple[int, ...]:
+        """Indices in a request's output of the known tokens that its close forced."""
+        closing = self._closings.get(request_id)
+        if closing is None or closing.begin is None:
+            return ()
+        end = closing.begin + len(closing.sequence)
+        return tuple(range(closing.begin, min(end, closing.request.num_output_tokens)))
+
     def end(self, request_id: str) -> None:
-        """Stop closing, because the thought or its request ended; unknown ids are ignored."""
+        """Stop closing, because the thought ended; unknown ids are ignored."""
         self._closings.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that ended; unknown ids are ignored."""
+        self.end(request_id)
+        self._barred.pop(request_id, None)
 
     def arrange(self, current_step: int) -> None:
         """Prepare the requests being closed for the next step; call before it is scheduled.
@@ -137,46 +170,33 @@ class ForcedCloses:
                 )
 
     def add_rows(self, output: Any, grammar: GrammarOutput | None) -> GrammarOutput | None:
-        """The masks of a step that was just scheduled, with those of the forced closes.
+        """The masks of a step that was just scheduled, with those of closed and barred requests.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
             grammar: the masks of structured output; None: there are none.
         """
-        forced, drafts = {}, output.scheduled_spec_decode_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        rows = MaskRows(grammar, self._words, lambda name: self._rows_of(name, drafts))
         for name, closing in list(self._closings.items()):
             if name not in output.num_scheduled_tokens:
                 continue
             num_drafts = len(drafts.get(name, ()))
             closing.has_drafts = num_drafts > 0
             tokens = self._next_tokens(closing, output.num_scheduled_tokens[name], num_drafts)
-            # Load-bearing: with structured output all earlier tokens are known when a step's masks
-            # are computed, so the grammar's state is that of the token to sample.
-            if tokens and not self.accepts(closing.request, tokens):
+            obstacle = self._obstacle(closing, tokens) if tokens else None
+            if obstacle is not None:
                 self.end(name)
-                self.gave_up(name)
+                self.gave_up(name, obstacle)
             elif tokens:
-                forced[name] = tokens[0]
-        if not forced:
-            return grammar
-        names, rows, acceptable = _parts(grammar, self._words)
-        # Load-bearing: masks are as wide as the grammar's vocabulary, which may be wider than the
-        # logits: Guidance uses the tokenizer's size if that is greater.
-        words = rows.shape[1]
-        for name, token_id in forced.items():
-            mask = mask_of(token_id, words)
-            if name in names:
-                # The row of structured output allows every token, or its grammar accepts this one.
-                index = names.index(name)
-                first = sum(self._rows_of(each, drafts) for each in names[:index])
-                rows[first] = mask
-                acceptable[index] = 0
-                continue
-            free = np.full((self._rows_of(name, drafts) - 1, words), _FREE, np.int32)
-            names.append(name)
-            rows = np.concatenate((rows, mask[None], free))
-            acceptable.append(0)
-        return GrammarOutput(names, rows, acceptable)
+                rows.force(name, tokens[0])
+            elif closing.is_said and closing.is_last and self._start_ids:
+                rows.forbid(name, self._start_ids)
+        for name, request in self._barred.items():
+            # Load-bearing: such a request samples no token in the step.
+            if name in output.num_scheduled_tokens and not request.is_prefill_chunk:
+                rows.forbid(name, self._start_ids)
+        return rows.output()
 
     def _next_tokens(self, closing: _Closing, num_scheduled: int, num_drafts: int) -> TokenIds:
         """Return the tokens that are still to be forced, from this step's on; () for none.
@@ -191,7 +211,7 @@ class ForcedCloses:
             num_drafts: draft tokens of the request in the step. Load-bearing: a request that comes
                 back with one token to compute keeps drafts that stand for no token.
         """
-        request = closing.request
+        request, closing.is_said = closing.request, False
         # Load-bearing: True if known tokens remain uncomputed after the step, so it samples none.
         if request.is_prefill_chunk:
             return ()
@@ -211,11 +231,22 @@ class ForcedCloses:
             closing.begin = request.num_output_tokens
             state = self._matcher.state_after(request.all_token_ids)
             closing.sequence = self._up_to_end(state, closing.wrap_up)
-            if closing.wrap_up and len(closing.sequence) >= self._room(request):
+            room = self._room(request)
+            if closing.wrap_up and len(closing.sequence) >= room:
                 self.left_out(LeftOut.ROOM)
                 closing.sequence, closing.wrap_up = self._up_to_end(state), ()
+            closing.has_room = len(closing.sequence) < room
         index = request.num_output_tokens + on_the_way - closing.begin
+        closing.is_said = index >= len(closing.sequence)
         return closing.sequence[index:]
+
+    def _obstacle(self, closing: _Closing, tokens: TokenIds) -> Obstacle | None:
+        """Why these tokens, which are to be forced next, must not be; None: they may be."""
+        if not closing.has_room:
+            return Obstacle.NO_ROOM
+        # Load-bearing: with structured output all earlier tokens are known when a step's masks are
+        # computed, so the grammar's state is that of the token to sample.
+        return None if self.accepts(closing.request, tokens) else Obstacle.GRAMMAR
 
     def _up_to_end(self, state: int, wrap_up: TokenIds = ()) -> TokenIds:
         """Wrap-up and close sequence up to the end of the thought, from a state of the matcher."""
@@ -238,29 +269,8 @@ class ForcedCloses:
         return 1 + len(drafts.get(name, ()))
 
 
-def mask_of(token_id: int, words: int) -> NDArray[np.int32]:
-    """Bit mask that allows one token, [words] of 32 tokens each, the first in the lowest bit."""
-    mask = np.zeros(words, np.uint32)
-    mask[token_id // 32] = 1 << (token_id % 32)
-    return mask.view(np.int32)
-
-
 def _tokens_on_the_way(request: Any) -> int:
     # Load-bearing: the first is 0 under synchronous scheduling, and still counts the tokens of a
     # step whose KV load failed, which never arrive. The second counts all tokens in flight,
     # including those of prompts.
     return int(min(request.num_output_placeholders, request.num_in_flight_tokens))
-
-
-def _parts(
-    grammar: GrammarOutput | None, words: int
-) -> tuple[list[str], NDArray[np.int32], list[int]]:
-    if grammar is None:
-        return [], np.empty((0, words), np.int32), []
-    names = list(grammar.structured_output_request_ids)
-    acceptable = grammar.num_acceptable_drafts
-    return (
-        names,
-        grammar.grammar_bitmask.copy(),
-        [0] * len(names) if acceptable is None else list(acceptable),
-    )

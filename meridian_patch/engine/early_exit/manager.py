@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.early_exit.answer_loops import AnswerLoops
+from meridian_patch.engine.early_exit.answer_room import AnswerRoom
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
+from meridian_patch.engine.early_exit.exit_reports import ExitReports, leaves_no_answer
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
-from meridian_patch.engine.early_exit.saved_tokens import SavedTokens
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
@@ -22,11 +22,11 @@ from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
 from meridian_patch.engine.early_exit.watched_request import WatchedRequest
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles, Outcome
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles
 from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import PASSING, Obstacle
 from meridian_patch.exit.strategies.base import BUDGET, NO_SIGNALS
-from meridian_patch.exit.strategies.build import is_probing
+from meridian_patch.exit.strategies.build import OWN_BOUNDS, is_probing
 from meridian_patch.exit.text_breaks import Breaks
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import ROOT
@@ -52,6 +52,7 @@ class EarlyExit:
         tracker: phases of all requests.
         closings: forces the close sequences.
         checks: checks whether a close would be undone.
+        room: where thoughts must be closed for the sake of their answers.
         probes: None if thoughts cannot be probed.
         unable: strategies that cannot be carried out in this engine, and why.
         trace: None if no trace is written.
@@ -66,6 +67,7 @@ class EarlyExit:
         tracker: PhaseTracker,
         closings: ForcedCloses,
         checks: CloseChecks,
+        room: AnswerRoom,
         probes: Probes | None,
         phase_counters: PhaseCounters,
         unable: Obstacles = NO_OBSTACLES,
@@ -75,11 +77,9 @@ class EarlyExit:
     ) -> None:
         self.forced_closes = closings
         self.probes = probes
-        self._checks = checks
+        self._checks, self._room = checks, room
         closings.accepts, closings.gave_up = checks.accepts, self._refused
         self._unable = unable
-        # Reports since the last ``drain_outcomes``.
-        self._outcomes: dict[str, ExitReport] = {}
         self._config = config
         self._may_probe = config.mode == "enforce" and is_probing(config)
         self._boundary_id = boundaries.end[0][0]
@@ -87,7 +87,8 @@ class EarlyExit:
         self._breaks = breaks
         self._tracker = tracker
         self._counters = phase_counters
-        self._saved = SavedTokens(phase_counters)
+        self.reports = ExitReports(phase_counters, trace)
+        self._answer_loops = AnswerLoops(phase_counters)
         self._trace = trace
         self._watched: dict[str, WatchedRequest] = {}
         # Requests that wait for their first step, which decides whether they are followed.
@@ -113,7 +114,7 @@ class EarlyExit:
     @property
     def is_idle(self) -> bool:
         """Whether no request is followed and no report or ended probe is left to handle."""
-        return not (self.num_watched or self._outcomes or self._ended)
+        return not (self.num_watched or self.reports.outcomes or self._ended)
 
     @property
     def num_probes(self) -> int:
@@ -131,13 +132,14 @@ class EarlyExit:
         self.freed(request)
         # A session's turn may have ended in the step that is being processed: keep its report.
         if not request.resumable:
-            self._outcomes.pop(name, None)
+            self.reports.outcomes.pop(name, None)
         state, sampling = self._tracker.get(name), request.sampling_params
         if state is None or sampling is None:
             return
         config = options.exit_config(self._config)
         if config.mode == "off":
             return
+        self._answer_loops.add(request, state, config)
         if config.mode == "observe" and not options.has_exit_options:
             self._undecided[name] = request, state
         else:
@@ -147,21 +149,24 @@ class EarlyExit:
         """Stop following a request that ended, also if its last tokens cannot be processed."""
         name = request.request_id
         self._undecided.pop(name, None)
-        self._unsampled.remove(name)
+        self._answer_loops.remove(name)
+        cut = self._unsampled.remove(name)
+        if cut is not None and leaves_no_answer(request):
+            self.reports.unmeasured(name, *cut, self.mode)
+            self.reports.unanswered(request)
         watched = self._watched.pop(name, None)
         if watched is None:
             return
         try:
             if name in self._measured:
                 self._follow(watched)
-                # An aborted request has no output that could carry a report.
-                if request.status != RequestStatus.FINISHED_ABORTED:
-                    self._cut_short(watched)
+                self.reports.cut_short(watched)
             if self._trace is not None:
                 self._trace.cut(name, watched.controller)
         finally:
             self._measured.pop(name, None)
             self._end_thought(name)
+            self.forced_closes.forget(name)
             if not self._watched:
                 self._signals.forget()
 
@@ -227,8 +232,7 @@ class EarlyExit:
             self._measured[name] = None
         ended = self._unsampled.ended(name)
         if ended is not None:
-            self._outcomes[name] = ExitReport(*ended)
-            self._count(ended[0], self.mode)
+            self.reports.unmeasured(name, *ended, self.mode)
 
     def before_update(self, model_output: Any) -> None:
         """Take a step's signals; its tokens are not appended to the requests yet."""
@@ -259,6 +263,7 @@ class EarlyExit:
                 watched.kept.append((table, spans.get(name)))
             else:
                 self._follow(watched)
+        self._answer_loops.after_update(scheduled)
         self._signals.over()
         if not self._watched:
             # The last request ended during this step.
@@ -294,7 +299,7 @@ class EarlyExit:
         """Mark strategies that this engine can no longer carry out, and why."""
         self._unable = {**obstacles, **self._unable}
         for watched in self._watched.values():
-            self._cannot(watched, self._unable_of(watched.config))
+            watched.cannot(self._unable_of(watched.config))
 
     def stopped(self) -> UnavailableEarlyExit:
         """What tells requests from now on that no thought is closed, those under way included."""
@@ -311,10 +316,7 @@ class EarlyExit:
 
     def drain_outcomes(self) -> dict[str, ExitReport]:
         """New reports for callers since the last call, by request id."""
-        outcomes = self._outcomes
-        if outcomes:
-            self._outcomes = {}
-        return outcomes
+        return self.reports.drain()
 
     def _check_health(self) -> None:
         """After a step: stop asking for signals or probes that the workers do not deliver."""
@@ -329,9 +331,10 @@ class EarlyExit:
     def _measure(
         self, request: Any, state: RequestPhase, config: ExitConfig, *, has_options: bool = False
     ) -> None:
-        controller = ExitController(config, self._breaks, budget_tokens(request))
+        closes_by = self._room.closes_by(request, config)
+        controller = ExitController(config, self._breaks, budget_tokens(request), closes_by)
         watched = WatchedRequest(request, controller, state, config, has_options, len(state.known))
-        self._cannot(watched, self._unable_of(config))
+        watched.cannot(self._unable_of(config))
         self._watched[request.request_id] = watched
         self._measured[request.request_id] = None
 
@@ -374,14 +377,8 @@ class EarlyExit:
         action = follow(watched.controller, state, seen, rows)
         outcome = watched.controller.outcome
         if outcome is not None and outcome is not before:
-            watched.think_tokens += outcome.think_tokens
-            self._count(outcome, watched.config.mode)
-            self._counters.count(counters.MEASURED, watched.config.mode)
-            if watched.has_options:
-                self._cannot(watched, outcome.too_soon)
-            watched.is_reported = False
-            if self._trace is not None:
-                self._trace.ended(watched.request.request_id, outcome, watched.controller)
+            watched.forced += self.forced_closes.forced_on(watched.request.request_id)
+            self.reports.ended(watched, outcome)
         if self._trace is not None:
             self._trace.looked(watched.request.request_id, watched.controller)
         # With draft tokens, a thought may end and the next one begin within a step.
@@ -389,6 +386,8 @@ class EarlyExit:
             self._end_thought(watched.request.request_id)
             watched.due = watched.given_up = None
             watched.num_refused = watched.lines_left = 0
+            if outcome is not None and outcome.reason in OWN_BOUNDS:
+                self.forced_closes.bar(watched.request)
         if state.phase is _ANSWER:
             self._measured.pop(watched.request.request_id, None)
         else:
@@ -396,7 +395,7 @@ class EarlyExit:
         if watched.retries_close(at_line=state.known[-1] in self._breaks.line):
             action = Action(close=watched.given_up)
         self._act(watched, action)
-        self._report(watched)
+        self.reports.report(watched)
 
     def _act(self, watched: WatchedRequest, action: Action | None) -> None:
         self._do(watched, action)
@@ -428,24 +427,27 @@ class EarlyExit:
         if watched.given_up is not None:
             known = watched.not_enforced
             watched.not_enforced = {each: why for each, why in known.items() if each != reason}
-        think_tokens = watched.state.tokens_in_phase
-        self.forced_closes.begin(watched.request, watched.config.wrap_up, think_tokens)
+        think_tokens = watched.thought_tokens
+        is_last = reason in OWN_BOUNDS
+        self.forced_closes.begin(
+            watched.request, watched.config.wrap_up, think_tokens, is_last=is_last
+        )
         if self.probes is not None:
             self.probes.cancel(name)
 
     def _may_close(self, watched: WatchedRequest) -> bool:
         """Whether nothing that is applied after the masks would undo the close."""
-        obstacle = self._checks.obstacle(watched.request, watched.state.tokens_in_phase)
+        obstacle = self._checks.obstacle(watched.request, watched.thought_tokens)
         if obstacle is not None:
             self._give_up(watched, obstacle)
         return obstacle is None
 
-    def _refused(self, name: str) -> None:
-        """Give up a close that had begun, because structured output would reject it."""
+    def _refused(self, name: str, obstacle: Obstacle) -> None:
+        """Give up a close that had begun, because something would end the request with it."""
         watched = self._watched.get(name)
         if watched is not None:
             watched.was_refused()
-            self._give_up(watched, Obstacle.GRAMMAR)
+            self._give_up(watched, obstacle)
 
     def _give_up(self, watched: WatchedRequest, obstacle: Obstacle) -> None:
         """Report why a close cannot be carried out; each is counted once, however often tried."""
@@ -454,43 +456,13 @@ class EarlyExit:
         verdict = watched.controller.verdict
         watched.given_up = verdict if obstacle in PASSING else None
         if verdict is not None:
-            self._cannot(watched, {verdict.reason: obstacle})
-
-    def _cut_short(self, watched: WatchedRequest) -> None:
-        """Tell the caller of a request that ended why its last thought was not closed."""
-        if watched.has_options and watched.controller.verdict is None:
-            self._cannot(watched, watched.controller.too_soon)
-        self._report(watched)
+            watched.cannot({verdict.reason: obstacle})
 
     def _unable_of(self, config: ExitConfig) -> Obstacles:
         """The strategies that are on in ``config`` but that this engine cannot carry out."""
         return {each: why for each, why in self._unable.items() if getattr(config, each)}
 
-    def _cannot(self, watched: WatchedRequest, obstacles: Obstacles) -> None:
-        """Note strategies that cannot close a thought; earlier reasons take precedence."""
-        known = watched.not_enforced
-        if watched.config.mode == "enforce" and not obstacles.keys() <= known.keys():
-            watched.not_enforced = {**obstacles, **known}
-            watched.is_reported = False
-
-    def _report(self, watched: WatchedRequest) -> None:
-        """Report news to the caller; the request has tokens in the step that is processed."""
-        if not watched.is_reported:
-            watched.is_reported = True
-            self._outcomes[watched.request.request_id] = ExitReport(
-                watched.controller.outcome, watched.think_tokens, watched.not_enforced
-            )
-
     def _end_thought(self, name: str) -> None:
         self.forced_closes.end(name)
         if self.probes is not None:
             self.probes.cancel(name)
-
-    def _count(self, outcome: Outcome, mode: str) -> None:
-        self._counters.count(counters.EXIT, outcome.reason)
-        self._counters.count(counters.THINK_TOKENS, outcome.reason, outcome.think_tokens)
-        self._saved.ended(outcome, mode)
-        if outcome.verdict is not None:
-            self._counters.count(counters.VERDICT, outcome.verdict.reason)
-        if outcome.num_invalid:
-            self._counters.count(counters.INVALID, "think", outcome.num_invalid)

@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 
 from meridian_patch.exit.actions import Outcome
-from meridian_patch.exit.strategies.base import own_end
-from meridian_patch.phase.tracker import RequestPhase
+from meridian_patch.exit.strategies.base import UNANSWERED, budget_left, own_end
+from meridian_patch.phase.tracker import Phase, RequestPhase
 
 
 @dataclass(slots=True)
 class _UnsampledThought:
     state: RequestPhase
     budget_tokens: int | None
+    # What the prompt has of the current thought behind its start marker.
+    given_tokens: int
     # Think tokens of its thoughts whose end was reported.
     reported_tokens: int = 0
 
@@ -32,11 +34,22 @@ class UnsampledThoughts:
             state: its phase, as the tracker keeps it.
             budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         """
-        self._thinkers[request_id] = _UnsampledThought(state, budget_tokens)
+        given = state.given_think_tokens
+        self._thinkers[request_id] = _UnsampledThought(state, budget_tokens, given)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
-        self._thinkers.pop(request_id, None)
+    def remove(self, request_id: str) -> tuple[Outcome, int] | None:
+        """Forget a request; unknown ids are ignored.
+
+        Returns:
+            The outcome of the thought in which it is, and the think tokens of all its thoughts;
+            None if it is in none.
+        """
+        thinker = self._thinkers.pop(request_id, None)
+        if thinker is None or thinker.state.phase is not Phase.THINK:
+            return None
+        all_tokens = thinker.state.think_tokens
+        think_tokens = all_tokens - thinker.reported_tokens
+        return Outcome(UNANSWERED, think_tokens, None, 0, is_measured=False), all_tokens
 
     def ended(self, request_id: str) -> tuple[Outcome, int] | None:
         """Find out whether a change of phase ended a thought.
@@ -50,5 +63,6 @@ class UnsampledThoughts:
             return None
         all_tokens = thinker.state.think_tokens_before
         think_tokens, thinker.reported_tokens = all_tokens - thinker.reported_tokens, all_tokens
-        reason = own_end(think_tokens, thinker.budget_tokens)
+        reason = own_end(think_tokens, budget_left(thinker.budget_tokens, thinker.given_tokens))
+        thinker.given_tokens = 0
         return Outcome(reason, think_tokens, None, 0, is_measured=False), all_tokens

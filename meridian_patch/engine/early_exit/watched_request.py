@@ -38,16 +38,30 @@ class WatchedRequest:
     # how many ends of lines it is not tried again.
     num_refused: int = 0
     lines_left: int = 0
-    # Sum over all thoughts that have ended.
+    # Sum over all thoughts that have ended, and indices of the tokens that their closes forced.
     think_tokens: int = 0
+    forced: tuple[int, ...] = ()
     # Strategies that cannot close its thoughts, and whether its caller was told.
     not_enforced: Obstacles = field(default_factory=dict)
     is_reported: bool = True
+
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens of its thought behind the start marker, as vLLM's budget counts them."""
+        state = self.state
+        return state.tokens_in_phase + (state.given_think_tokens if state.is_given else 0)
 
     def was_refused(self) -> None:
         """Note a close that had begun and that structured output refused."""
         self.num_refused += 1
         self.lines_left = 2**self.num_refused - 1
+
+    def cannot(self, obstacles: Obstacles) -> None:
+        """Note strategies that cannot close a thought; earlier reasons take precedence."""
+        known = self.not_enforced
+        if self.config.mode == "enforce" and not obstacles.keys() <= known.keys():
+            self.not_enforced = {**obstacles, **known}
+            self.is_reported = False
 
     def retries_close(self, *, at_line: bool) -> bool:
         """Whether to try a close again that was given up.

@@ -28,6 +28,9 @@ class WrapUps:
         checks: checks whether a close would be undone.
         default_scope: ``requests.stop_scope``.
         counters: counts the wrap-ups that are left out.
+
+    Attributes:
+        ids_of: tokens of a wrap-up's text; empty where it cannot be said.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class WrapUps:
                 logger.warning("meridian_patch: wrap-up %.80r is left out: %s", text, error)
                 return ()
 
-        self._ids_of = ids_of
+        self.ids_of = ids_of
 
     def choose(self, request: Any, text: str, think_tokens: int) -> TokenIds:
         """Tokens of a request's wrap-up; none if they would end the request, or be undone.
@@ -64,7 +67,7 @@ class WrapUps:
             text: its wrap-up.
             think_tokens: known tokens of its thought.
         """
-        ids = self._ids_of(text)
+        ids = self.ids_of(text)
         why = self._obstacle(request, text, ids, think_tokens)
         if why is None:
             return ids

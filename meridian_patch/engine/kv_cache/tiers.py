@@ -7,6 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from meridian_patch.config.family import History
+from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import Config
 from meridian_patch.engine import status
 from meridian_patch.engine.kv_cache.integrity import find_faults
@@ -21,6 +22,7 @@ from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.thoughts import holds_any
 from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
+from meridian_patch.policy.history_evidence import HistoryEvidence
 from meridian_patch.policy.retention import (
     Retention,
     Tier,
@@ -34,6 +36,9 @@ from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
 logger = init_logger("vllm.meridian_patch")
 
+# Rules by which a prompt may hold less than the turn before it.
+_DROPPING = ("strip", "keep_in_tool_loop")
+
 
 class KVTiers(SchedulerPart):
     """The scheduler's part for KV tiers.
@@ -41,10 +46,13 @@ class KVTiers(SchedulerPart):
     Args:
         manager: the phase-aware cache manager; its ``phases`` is set to this object.
         tracker: phases of all requests.
-        history: the history rule; ``keep`` makes every decision stock's.
+        history: the history rule; ``keep`` makes every decision stock's, where requests have no
+            rule of their own.
         tool_call: token sequences, any of which opens a tool call.
         check_interval_s: least seconds between two integrity checks.
         requests: the scheduler's requests by id.
+        hash_block_tokens: tokens of a block as prefixes are hashed.
+        is_on: False where every decision is stock's, whatever requests say.
         offloaded: what a tier outside the engine keeps; None: there is none, or not known.
     """
 
@@ -60,9 +68,17 @@ class KVTiers(SchedulerPart):
         phase_counters: PhaseCounters,
         check_interval_s: float,
         requests: Mapping[str, Any],
+        hash_block_tokens: int,
         offloaded: OffloadedThoughts | None = None,
+        *,
+        is_on: bool = True,
     ) -> None:
         self.history = history
+        self._is_on = is_on
+        self._hash_block_tokens = hash_block_tokens
+        self._evidence = HistoryEvidence()
+        # Rules of requests of which more is known than the family's.
+        self._rules: dict[str, History] = {}
         self._offloaded = offloaded
         self._manager = manager
         self._tracker = tracker
@@ -78,12 +94,29 @@ class KVTiers(SchedulerPart):
         self._finished: dict[str, Retention | None] = {}
         manager.phases = self
 
+    def on_added(self, request: Any, options: RequestOptions) -> None:
+        if not self._is_on:
+            return
+        wish = options.meridian_history
+        if wish is not None:
+            sees = bool(self._tool_call)
+            rule = choose_history(wish, "auto", sees_tool_calls=sees)
+            self._rules[request.request_id] = rule
+        elif self.history in _DROPPING:
+            # Load-bearing: the hashes of the prompt's full blocks, from the start on.
+            is_kept = self._evidence.of_prompt(request.block_hashes)
+            if is_kept is not None:
+                self._rules[request.request_id] = "keep" if is_kept else self.history
+
     def on_freed(self, request: Any) -> None:
         # Its blocks are freed right after this or, with a connector, later.
         state = self._tracker.get(request.request_id)
+        rule = self._rule_of(request.request_id)
+        self._rules.pop(request.request_id, None)
         if state is not None:
             has_tool_call = self._has_tool_call(request, state)
-            retention = retain_finished(state, self.history, has_tool_call=has_tool_call)
+            self._learn(request, state, has_tool_call=has_tool_call)
+            retention = retain_finished(state, rule, has_tool_call=has_tool_call)
             self._finished[request.request_id] = retention
             if self._offloaded and retention and retention.tier is Tier.THINK_COMPLETE:
                 self._offloaded.drop(request, retention.kept_tokens)
@@ -99,8 +132,10 @@ class KVTiers(SchedulerPart):
 
     def on_switched_off(self) -> None:
         self._is_off = True
+        self._is_on = False
         self.history = "keep"
         self._finished.clear()
+        self._rules.clear()
         self._manager.phases = None
         self.end_free()
 
@@ -119,7 +154,7 @@ class KVTiers(SchedulerPart):
         with self._guard.protect(self.name, request.request_id):
             state = self._tracker.get(request.request_id)
             if state is not None:
-                retention = retain_preempted(state, self.history)
+                retention = retain_preempted(state, self._rule_of(request.request_id))
                 self._manager.begin_free(request.request_id, retention)
 
     def end_free(self) -> None:
@@ -131,7 +166,7 @@ class KVTiers(SchedulerPart):
         # As `protect`, which takes longer: this is called for each request of each step.
         try:
             state = self._tracker.get(request_id)
-            return None if state is None else retain_skipped(state, self.history)
+            return None if state is None else retain_skipped(state, self._rule_of(request_id))
         except Exception as error:
             self._guard.failed(self.name, error, request_id)
             return None
@@ -176,6 +211,8 @@ class KVTiers(SchedulerPart):
             self._counters.count(counters.FALLBACK, Fallback.KV_INTEGRITY)
             self._counters.count(counters.PART_OFF, counters.KV_TIERS)
             self.history = "keep"
+            self._is_on = False
+            self._rules.clear()
             # Reported once, because a fault does not go away.
             self._check_interval_s = math.inf
             logger.error(
@@ -185,8 +222,23 @@ class KVTiers(SchedulerPart):
             )
             status.publish(kv_tiers="off", kv_tiers_off="free KV blocks were out of order, see log")
 
+    def _rule_of(self, name: str) -> History:
+        """What is known of a request's history: by itself, by other prompts, or by the family."""
+        rule = self._rules.get(name, self.history)
+        is_unknown = name not in self._rules and rule in _DROPPING
+        return "keep" if is_unknown and self._evidence.keeps else rule
+
+    def _learn(self, request: Any, state: RequestPhase, *, has_tool_call: bool) -> None:
+        """Remember a turn whose thought the family's rule drops from the next prompt."""
+        if not self._is_on or self.history not in _DROPPING:
+            return
+        dropped = retain_finished(state, self.history, has_tool_call=has_tool_call)
+        if dropped is not None and dropped.tier is Tier.THINK_COMPLETE:
+            num_kept = dropped.kept_tokens // self._hash_block_tokens
+            self._evidence.finished(request.block_hashes, num_kept)
+
     def _has_tool_call(self, request: Any, state: RequestPhase) -> bool:
-        if self.history != "keep_in_tool_loop" or state.phase is not Phase.ANSWER:
+        if not self._tool_call or state.phase is not Phase.ANSWER:
             return False
         # A tool-call marker that also ends thinking is counted among the think tokens, so the
         # search begins that much earlier.
@@ -229,9 +281,11 @@ def build_kv_tiers(
         phase_counters,
         config.kv.check_interval_s,
         scheduler.requests,
+        scheduler.hash_block_size,
         build_offloaded_thoughts(
             scheduler.connector, len(scheduler.kv_cache_config.kv_cache_groups)
         ),
+        is_on=_is_on(config, boundaries),
     )
 
 
@@ -240,8 +294,12 @@ def _tell_inactive(why: str) -> None:
     status.publish(kv_tiers_off=why)
 
 
+def _is_on(config: Config, boundaries: Boundaries | None) -> bool:
+    return boundaries is not None and config.kv.tiers and config.policy.name != "noop"
+
+
 def _history_rule(config: Config, boundaries: Boundaries | None) -> History:
-    if not boundaries or not config.kv.tiers or config.policy.name == "noop":
+    if boundaries is None or not _is_on(config, boundaries):
         return "keep"
     rule = choose_history(
         boundaries.history, config.kv.history, sees_tool_calls=bool(boundaries.tool_call)

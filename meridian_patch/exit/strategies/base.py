@@ -42,15 +42,31 @@ NATURAL: Final = "natural"
 BUDGET: Final = "budget"
 """The reason of a thought that vLLM ended at its own budget."""
 
+UNANSWERED: Final = "unanswered"
+"""The reason of a thought within which its request ended, by its length or by a stop token."""
+
 
 def own_end(think_tokens: int, budget_tokens: int | None) -> str:
     """The reason of an end that the plug-in did not force.
 
     ``budget`` if the thought is longer than vLLM's budget, because vLLM does not report its own
     closes; otherwise ``natural``.
+
+    Args:
+        think_tokens: of the thought, its end marker included.
+        budget_tokens: what vLLM's budget leaves behind the part that the prompt has; None: vLLM
+            bounds the thought by none.
     """
     is_over = budget_tokens is not None and think_tokens > budget_tokens
     return BUDGET if is_over else NATURAL
+
+
+def budget_left(budget_tokens: int | None, given_tokens: int) -> int | None:
+    """What vLLM's budget leaves to a thought of which the prompt has a part; None: no budget.
+
+    vLLM counts from the start marker on, wherever it stands.
+    """
+    return None if budget_tokens is None else max(budget_tokens - given_tokens, 0)
 
 
 class ThoughtStart(NamedTuple):
@@ -58,13 +74,19 @@ class ThoughtStart(NamedTuple):
 
     Attributes:
         breaks: text breaks of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+        budget_tokens: what vLLM's ``thinking_token_budget`` leaves behind the part of the thought
+            that the prompt has; None: there is none.
         think_tokens: number of tokens that the thought has already.
+        earlier_tokens: think tokens of the request before this thought.
+        room_tokens: think tokens behind which a close must begin, so that the answer has its
+            reserve; None: there is none.
     """
 
     breaks: Breaks
     budget_tokens: int | None = None
     think_tokens: int = 0
+    earlier_tokens: int = 0
+    room_tokens: int | None = None
 
 
 class Firing(NamedTuple):
@@ -103,14 +125,14 @@ class Strategy:
     fires_from: float = 0
 
     @classmethod
-    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+    def is_on(cls, config: ExitConfig, start: ThoughtStart | None = None) -> bool:
         """Whether thoughts have this strategy: by default its switch.
 
         Args:
             config: the request's configuration.
-            budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
+            start: what is known of a thought; None: whether any thought may have it.
         """
-        del budget_tokens
+        del start
         return bool(getattr(config, cls.reason))
 
     @classmethod

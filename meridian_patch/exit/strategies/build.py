@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.strategies.base import NATURAL, Strategy, ThoughtStart
+from meridian_patch.exit.strategies.answer_reserve import AnswerReserve
+from meridian_patch.exit.strategies.base import NATURAL, UNANSWERED, Strategy, ThoughtStart
 from meridian_patch.exit.strategies.eat import Eat
 from meridian_patch.exit.strategies.end_probability import EndProbability
 from meridian_patch.exit.strategies.hard_cap import Budget, HardCap
 from meridian_patch.exit.strategies.loop import LoopBreaker
 from meridian_patch.exit.strategies.pattern import PatternExit
 from meridian_patch.exit.strategies.rpdi import Rpdi
-from meridian_patch.exit.text_breaks import Breaks
 
 LISTED: Final[tuple[type[Strategy], ...]] = (
     Eat,
@@ -21,6 +21,7 @@ LISTED: Final[tuple[type[Strategy], ...]] = (
     EndProbability,
     LoopBreaker,
     PatternExit,
+    AnswerReserve,
 )
 """All strategies. A new one stands at the end, because metrics keep the order of their labels."""
 
@@ -30,6 +31,7 @@ STRATEGIES: Final = tuple(sorted(LISTED, key=lambda each: each.is_bound))
 REASONS: Final[Mapping[str, str]] = {
     NATURAL: "the model ended its thought itself",
     **{each.reason: each.words for each in LISTED},
+    UNANSWERED: "the request ended in its thought, without an answer",
 }
 """All reasons for which a thought may end, and what is said of each."""
 
@@ -40,6 +42,11 @@ SWITCHES: Final = tuple(
 )
 """Strategies that the configuration switches on and off: a switch is named as its reason."""
 
+OWN_BOUNDS: Final = tuple(
+    each.reason for each in STRATEGIES if each.is_bound and each is not Budget
+)
+"""Upper bounds at which the plug-in itself closes thoughts: none may open behind such a close."""
+
 BY_SIGNALS: Final = tuple(each.reason for each in STRATEGIES if each.uses_signals)
 """Strategies that need signals or probes: callers are told where an engine has none."""
 
@@ -47,19 +54,14 @@ BY_PROBES: Final = tuple(each.reason for each in STRATEGIES if each.uses_probes)
 """Strategies that need probes."""
 
 
-def build_strategies(
-    config: ExitConfig, breaks: Breaks, budget_tokens: int | None = None, think_tokens: int = 0
-) -> list[Strategy]:
+def build_strategies(config: ExitConfig, start: ThoughtStart) -> list[Strategy]:
     """New strategies for a thought; if several fire at the same token, the first is used.
 
     Args:
         config: the request's configuration.
-        breaks: text breaks of the served vocabulary.
-        budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
-        think_tokens: number of tokens that the thought has already.
+        start: what is known of the thought.
     """
-    start = ThoughtStart(breaks, budget_tokens, think_tokens)
-    return [each.of(config, start) for each in STRATEGIES if each.is_on(config, budget_tokens)]
+    return [each.of(config, start) for each in STRATEGIES if each.is_on(config, start)]
 
 
 def is_probing(config: ExitConfig) -> bool:

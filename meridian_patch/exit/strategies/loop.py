@@ -58,6 +58,11 @@ class LoopBreaker(Strategy):
     def of(cls, config: ExitConfig, start: ThoughtStart) -> Self:
         """See ``Strategy``."""
         del start
+        return cls.of_sizes(config)
+
+    @classmethod
+    def of_sizes(cls, config: ExitConfig) -> Self:
+        """One with the configured sizes, for tokens of any phase."""
         return cls(
             config.loop_max_pattern_size, config.loop_min_pattern_size, config.loop_min_count
         )

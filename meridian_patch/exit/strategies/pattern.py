@@ -35,9 +35,9 @@ class PatternExit(Strategy):
         self._last: list[int] = []
 
     @classmethod
-    def is_on(cls, config: ExitConfig, budget_tokens: int | None = None) -> bool:
+    def is_on(cls, config: ExitConfig, start: ThoughtStart | None = None) -> bool:
         """See ``Strategy``: there are patterns."""
-        del budget_tokens
+        del start
         return bool(config.patterns)
 
     @classmethod

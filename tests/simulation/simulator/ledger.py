@@ -1,5 +1,6 @@
 """What every request was owed and got: each delivered token is checked against the oracle."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from short_thoughts import short_thoughts
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.exit.strategies.answer_reserve import AnswerReserve
 from meridian_patch.phase.boundaries import Boundaries
 from simulator.axes import Case
 from simulator.failure import Failure
@@ -26,6 +28,7 @@ class Record:
         request: vLLM's.
         arrived_s, answered_s: when it came, and when its first answer token did; None: not yet.
         finish: how it ended; None while it has not.
+        most_tokens: upper bound of all thoughts; None: there is none.
         closes: output indices at which a close of ours began, of the present chunk.
     """
 
@@ -35,6 +38,7 @@ class Record:
     prompt: list[int]
     may_close: bool
     floor_tokens: int
+    most_tokens: int | None
     arrived_s: float = 0.0
     answered_s: float | None = None
     finish: str | None = None
@@ -82,18 +86,23 @@ class Ledger:
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
         floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
+        has_reserve = "meridian_answer_reserve" in ask.extra
+        if has_reserve or self._case.strategy == AnswerReserve.reason:
+            # What the answer needs takes precedence.
+            floor = 0
         bounds = [
             ask.extra.get("meridian_max_think_tokens"),
             short_thoughts(self._case.strategy).get("max_think_tokens"),
         ]
-        known = [bound for bound in bounds if bound is not None]
+        most = next((bound for bound in bounds if bound is not None), None)
         self.records[ask.name] = Record(
             ask,
             request,
             speaker,
             list(ask.prompt),
             may_close=mode == "enforce" and not self._is_stock,
-            floor_tokens=min([floor, *known]) - len(self._close),
+            floor_tokens=floor,
+            most_tokens=most,
             arrived_s=now_s,
         )
 
@@ -152,6 +161,9 @@ class Ledger:
         speaker, name = record.speaker, record.ask.name
         wanted = speaker.next()
         if token != wanted:
+            if record.may_close and self._is_barred(record, wanted):
+                speaker.hear(token)
+                return
             begin = self._begin_of_close(speaker.said, token)
             place = f"{name} says {token} at output token {len(speaker.said)}, not {wanted}"
             if begin is None or not record.may_close:
@@ -160,12 +172,18 @@ class Ledger:
                 raise Failure("tokens", f"{place}: a close behind the end of the thought")
             began = len(speaker.said) - begin
             thought = speaker.in_phase - (len(speaker.said) - began)
-            if thought < record.floor_tokens:
+            left = _left(record, speaker.think_tokens - speaker.in_phase)
+            if thought < min(record.floor_tokens, left) - len(self._close):
                 raise Failure("tokens", f"{place}: closed after {thought} think tokens")
             if began not in record.closes:
                 record.closes.append(began)
                 self.num_closes += 1
         speaker.hear(token)
+
+    def _is_barred(self, record: Record, wanted: int) -> bool:
+        """Whether a request would open another thought behind a close, which may be its last."""
+        starts = self.boundaries.start if self.boundaries else ()
+        return bool(record.closes) and not record.speaker.is_thinking and (wanted,) in starts
 
     def _begin_of_close(self, said: list[int], token: int) -> int | None:
         """How many tokens of a close stand before ``token``; None: it is none of a close's."""
@@ -206,6 +224,11 @@ class Ledger:
             record.finish = str(reason)
         elif request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
             self.went_on(record)
+
+
+def _left(record: Record, think_tokens: int) -> float:
+    """Think tokens that the bound leaves behind so many."""
+    return math.inf if record.most_tokens is None else max(record.most_tokens - think_tokens, 0)
 
 
 def close_sequence(boundaries: Boundaries) -> tuple[int, ...]:

@@ -296,9 +296,10 @@ class Checker(Recorder):
             r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in scheduler.kv_holding_waiting
         )
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
+        soon = ROOM_STEPS * self._arm.case.cadence
         if came - self._made_room or is_loading or is_paused or not scheduler.waiting:
             self._made_room.clear()
-        elif came or self._arm.num_steps - self._made_room_step >= ROOM_STEPS * self._arm.case.cadence:
+        elif came or self._arm.num_steps - self._made_room_step >= soon:
             names = sorted(self._made_room)
             self._made_room.clear()
             raise Failure("displacing", f"{names} made room and no request came in")

@@ -267,16 +267,19 @@ class Workload:
         if rng.random() < 0.15:
             ask.extra = self._wishes(rng)
         if kind == "hostile":
-            ask.extra = rng.choice((
-                {"meridian_itl_ms": 1e-9}, {"meridian_itl_ms": 5.0},
-                {"meridian_priority": -MOST}, {"meridian_priority": MOST},
-                {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
-                {"meridian_min_think_tokens": MOST}, {"meridian_rpdi_lambda": 1.0000001},
-                {"meridian_exit_patterns": [[70]]}, {"meridian_loop_min_count": MOST},
-                {"meridian_loop_min_pattern_size": 0},
-            ))  # fmt: skip
+            ask.extra = self._hostile(rng)
             if case.queue == "priority":
                 ask.priority = rng.choice((MIN64, MAX64))
+
+    def _hostile(self, rng: random.Random) -> dict[str, Any]:
+        return rng.choice((
+            {"meridian_itl_ms": 1e-9}, {"meridian_itl_ms": 5.0},
+            {"meridian_priority": -MOST}, {"meridian_priority": MOST},
+            {"meridian_max_think_tokens": 1}, {"meridian_eat_delta": 1e300},
+            {"meridian_min_think_tokens": MOST}, {"meridian_rpdi_lambda": 1.0000001},
+            {"meridian_exit_patterns": [[70]]}, {"meridian_loop_min_count": MOST},
+            {"meridian_loop_min_pattern_size": 0}, {"meridian_answer_reserve": MOST},
+        ))  # fmt: skip
 
     def _wishes(self, rng: random.Random) -> dict[str, Any]:
         return rng.choice((
@@ -285,6 +288,8 @@ class Workload:
             {"meridian_priority": rng.randrange(-3, 4)},
             {"meridian_max_think_tokens": rng.randrange(8, 200)},
             {"meridian_min_think_tokens": rng.randrange(8, 200)},
+            {"meridian_answer_reserve": rng.choice((1, 20, 200, 0.25, 0.9))},
+            {"meridian_history": rng.choice(("strip", "keep", "keep_in_tool_loop"))},
         ))  # fmt: skip
 
     def _vary(self, rng: random.Random, ask: Ask) -> None:

@@ -157,6 +157,8 @@ class Driver:
     end_prob: float = 0.01
     # Requests and tokens that the scheduler forced, in order.
     forced: list[tuple[str, int]] = field(default_factory=list)
+    # Requests that sampled another token, because theirs was left out, in order.
+    barred: list[str] = field(default_factory=list)
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
 
     @classmethod
@@ -280,16 +282,20 @@ class Driver:
         return self._force(output, result)
 
     def _force(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Sample what the scheduler's bit masks leave, where they leave one token."""
+        """Sample what the scheduler's bit masks leave: one token, or all but some."""
         grammar = self.scheduler.get_grammar_bitmask(output)
         if grammar is not None:
             for name, row in zip(
                 grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True
             ):
                 bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-                (token,) = np.flatnonzero(bits).tolist()
-                result.sampled_token_ids[result.req_id_to_index[name]] = [token]
-                self.forced.append((name, token))
+                sampled = result.sampled_token_ids[result.req_id_to_index[name]]
+                if bits.sum() == 1:
+                    sampled[:] = np.flatnonzero(bits).tolist()
+                    self.forced += [(name, token) for token in sampled]
+                elif not bits[sampled[0]]:
+                    sampled[0] = WORD
+                    self.barred.append(name)
         return result
 
     def _deliver(self) -> None:

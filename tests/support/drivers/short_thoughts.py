@@ -11,6 +11,8 @@ from meridian_patch.exit.strategies.hard_cap import Budget
 BY_VALUE: dict[str, dict[str, Any]] = {
     "pattern": {"patterns": [[10, 10], [70, 71], [[80, 90], [81, 70]]]},
     "hard_cap": {"max_think_tokens": 60},
+    # Of the output of a request that would think for 400 tokens, answer, and have tokens left.
+    "answer_reserve": {"answer_reserve": 1400},
 }
 # vLLM's own budget is none of the configuration's.
 NAMES = tuple(each.reason for each in STRATEGIES if each is not Budget)

@@ -202,7 +202,12 @@ class Run:
                 "ids": list(sample.token_ids),
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
+                "meridian": dict(getattr(sample, "meridian", {})),
             }
+            if output.finished and sample.logprobs:
+                rows = zip(sample.token_ids, sample.logprobs, strict=True)
+                chosen = [logprobs[token_id].logprob for token_id, logprobs in rows]
+                kept["samples"][sample.index]["logprobs"] = chosen
             progress = getattr(sample, "meridian_progress", None)
             if progress is not None:
                 counted = progress.reasoning_tokens(len(sample.token_ids))

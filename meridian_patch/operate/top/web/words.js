@@ -25,6 +25,8 @@ const byReason = {
   end_probability: "closed, the model could have ended it",
   loop: "closed, it repeated itself",
   pattern: "closed, it said one of the texts to be closed at",
+  answer_reserve: "closed, the rest of max_tokens is kept for the answer",
+  unanswered: "the request ended in its thought, without an answer",
   // <!-- /reasons -->
 };
 

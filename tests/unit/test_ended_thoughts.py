@@ -1,6 +1,6 @@
-"""Estimates of saved think tokens."""
+"""Thoughts that ended are counted, and what their closes save is estimated."""
 
-from meridian_patch.engine.early_exit.saved_tokens import SavedTokens
+from meridian_patch.engine.early_exit.ended_thoughts import EndedThoughts
 from meridian_patch.exit.actions import Close, Outcome
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -9,10 +9,10 @@ DUE = Close("eat", 290, 300, "figures")
 
 def saved_after(*outcomes, mode="enforce"):
     counters = PhaseCounters()
-    saved = SavedTokens(counters)
+    ends = EndedThoughts(counters)
     for outcome in outcomes:
-        saved.ended(outcome, mode)
-    return counters.totals
+        ends.ended(outcome, mode)
+    return {name: n for name, n in counters.totals.items() if name.startswith("estimated_saved")}
 
 
 def natural(tokens, verdict=None):
@@ -24,6 +24,8 @@ def test_a_verdict_that_was_not_carried_out_shows_what_it_would_have_saved():
     assert saved_after(natural(1000, DUE), mode="observe") == {"estimated_saved:observe": 700}
     assert saved_after(natural(299, DUE), mode="observe") == {"estimated_saved:observe": 0}
     assert saved_after(natural(1000), mode="observe") == {}
+    unanswered = Outcome("unanswered", 1000, DUE, 0)
+    assert saved_after(unanswered, mode="observe") == {"estimated_saved:observe": 700}
 
 
 def test_a_close_that_was_given_up_saves_nothing():
@@ -41,8 +43,11 @@ def test_a_close_saves_what_longer_thoughts_went_on_for():
 
 
 def test_there_is_no_estimate_from_few_thoughts_or_of_vllms_own_close():
-    """Twenty thoughts that ended by themselves, first; a budget is no early exit."""
+    """Twenty thoughts that ended by themselves, first; neither budget nor max_tokens is an exit."""
     closed = Outcome("eat", 500, DUE, 0)
     assert saved_after(*[natural(1000)] * 19, closed) == {}
     budget = Outcome("budget", 500, None, 0)
-    assert saved_after(*[natural(1000)] * 32, budget) == {}
+    unanswered = Outcome("unanswered", 500, None, 0)
+    assert saved_after(*[natural(1000)] * 32, budget, unanswered) == {}
+    # Nor is a length that was cut one that a thought has by itself.
+    assert saved_after(*[unanswered, budget] * 32, closed) == {}
