@@ -81,9 +81,9 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
             tool_call=_find_tool_calls(model, markers, vocabulary, notes),
             implicit_end=implicit_end,
             turn_start=frozenset(
-                found
+                token_id
                 for text in markers.turn_start
-                if (found := vocabulary.token_id(text)) is not None
+                if (token_id := vocabulary.token_id(text)) is not None
             ),
             counts_preamble=markers.begins_reasoning,
             probe=_resolve_probe(model, markers, vocabulary, end, notes),
