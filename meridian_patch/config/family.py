@@ -128,7 +128,17 @@ class Family(StrictModel):
         "value of a field takes precedence.",
     )
     implicit_end: tuple[Marker, ...] = Field(
-        default=(), strict=False, description="Texts that end thinking without the end marker."
+        default=(),
+        strict=False,
+        description="Texts that end thinking without the end marker, because the answer begins "
+        "with them: a tool call's. A server with `--reasoning-parser` uses the parser's instead.",
+    )
+    turn_start: tuple[Marker, ...] = Field(
+        default=(),
+        strict=False,
+        description="Vocabulary entries with which the template opens a turn. Markers in a prompt "
+        "count behind the last one only: those before it are text of a message. A server's "
+        "`--reasoning-parser` may know more. Without any, the whole prompt counts.",
     )
     documented_ids: DocumentedIds
     prompt_start: PromptStart = Field(
@@ -164,7 +174,7 @@ class Family(StrictModel):
     @property
     def markers(self) -> tuple[object, ...]:
         """The fields that must be equal in all families that fit a model equally well."""
-        return self.pairs, self.close, self.implicit_end
+        return self.pairs, self.close
 
     @model_validator(mode="after")
     def _check_markers(self) -> Self:

@@ -1,7 +1,9 @@
 """Finds the family of a served model."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Literal
 
 from meridian_patch.config.families import Families, FamilyFile
@@ -108,6 +110,10 @@ def _match_agreeing(fitting: list[FamilyFile], how: How, evidence: str) -> Famil
     return FamilyMatch(f"<{how} {evidence}>", _common(fitting), files, how, evidence)
 
 
+def _joined(texts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(texts)))
+
+
 def _common(fitting: list[FamilyFile]) -> Family:
     """The first family, without the values in which the others differ."""
     families = [file.family for file in fitting]
@@ -131,8 +137,11 @@ def _common(fitting: list[FamilyFile]) -> Family:
             "probe": probes.pop() if len(probes) == 1 else None,
             "history": histories.pop() if len(histories) == 1 else "unverified",
             "history_evidence": None,
-            # The tool-call markers of all families, so that every tool loop is kept.
-            "tool_call": tuple({text: None for family in families for text in family.tool_call}),
+            # Those of all families, so that every tool loop is kept, no tool call is taken for a
+            # thought, and no message's text for a marker.
+            "tool_call": _joined(family.tool_call for family in families),
+            "implicit_end": _joined(family.implicit_end for family in families),
+            "turn_start": _joined(family.turn_start for family in families),
             "prompt_start": prompt_starts.pop() if len(prompt_starts) == 1 else "unverified",
             "notes": "",
         }

@@ -368,7 +368,7 @@ class ResponsesConfig(StrictModel):
     reasoning_tokens: bool = Field(
         default=True,
         description="Whether `usage` counts the [tokens of thoughts](requests.md#reasoning-tokens) "
-        "as `reasoning_tokens`. False leaves stock's count, which is 0 for many templates.",
+        "as `reasoning_tokens`. False leaves stock's count, which some parsers do not give.",
     )
     times: bool = Field(
         default=True,

@@ -4,15 +4,16 @@ Runs once per EngineCore process, when the scheduler is built; in an API server 
 needs the boundaries there.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
-from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from meridian_patch.config.families import get_family, load_families
 from meridian_patch.config.load import LoadedConfig
 from meridian_patch.config.matching import FamilyMatch, ModelIdentity, forced_match, match_family
+from meridian_patch.engine.reasoning_parser import parser_strings
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.markers import ServerStrings, choose_markers
@@ -151,18 +152,6 @@ def vocabulary_of(tokenizer: Any, model: str) -> Vocabulary:
     )
 
 
-def parser_strings(name: str, tokenizer: Any, model: str) -> tuple[str, str]:
-    """Start and end marker of a reasoning parser; an empty string for one that it lacks."""
-    try:
-        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
-        return parser.reasoning_start_str or "", parser.reasoning_end_str or ""
-    except Exception as error:
-        raise BoundaryError(
-            f"model {model}: --reasoning-parser {name} cannot be used with the model's tokenizer: "
-            f"{error}. Expected the parser that belongs to this model"
-        ) from error
-
-
 def _reason_for_single_phase(model_config: Any) -> str | None:
     if model_config.runner_type != "generate":
         return f"its runner is {model_config.runner_type!r}, it generates no text"
@@ -188,15 +177,11 @@ def _server_strings(vllm_config: Any, tokenizer: Any, model: str) -> ServerStrin
     # Load-bearing: both strings are as configured; vLLM does not replace them by the parser's.
     reasoning = vllm_config.reasoning_config
     parser = structured.reasoning_parser or getattr(reasoning, "reasoning_parser", "")
-    parser_start = parser_end = ""
-    if parser:
-        # Load-bearing: StructuredOutputManager is built before the scheduler and imports the
-        # parser's plug-in, so the parser's name is registered here.
-        parser_start, parser_end = parser_strings(parser, tokenizer, model)
-    return ServerStrings(
-        parser=parser,
-        parser_start=parser_start,
-        parser_end=parser_end,
+    # Load-bearing: StructuredOutputManager is built before the scheduler and imports the parser's
+    # plug-in, so the parser's name is registered here.
+    strings = parser_strings(parser, tokenizer, model) if parser else ServerStrings()
+    return replace(
+        strings,
         start=getattr(reasoning, "reasoning_start_str", ""),
         end=getattr(reasoning, "reasoning_end_str", ""),
     )

@@ -53,7 +53,7 @@ def _report(model: str, resolution: Resolution, tokenizer: Any) -> dict[str, Any
     documented = match.family.documented_ids if match else None
     rows = [
         _row(marker, resolution.sequences[marker.field], documented, tokenizer)
-        for marker in (*markers.start, *markers.end)
+        for marker in (*markers.start, *markers.end, *markers.implicit_end)
     ]
     close = _row(markers.close, (boundaries.close,), documented, tokenizer)
     rows.append({**close, "field": "close"})
@@ -67,6 +67,7 @@ def _report(model: str, resolution: Resolution, tokenizer: Any) -> dict[str, Any
         "source": documented.source if documented else None,
         "history": match.family.history if match else "unverified",
         "prompt_start": match.family.prompt_start if match else "unverified",
+        "turn_start": list(dict.fromkeys(markers.turn_start)),
         "notes": match.family.notes if match else "",
         "warnings": list(resolution.notes),
         "markers": rows,
@@ -98,13 +99,15 @@ def _print_tables(report: dict[str, Any]) -> None:
         "file": "family file",
         "history": "history",
         "prompt_start": "prompt starts in",
+        "turn_start": "turns start with",
         "provenance": "documented ids",
         "source": "their source",
         "notes": "notes",
     }
     for key, name in names.items():
         if report[key]:
-            facts.add_row(name, Text(str(report[key]), overflow="fold"))
+            value = " ".join(report[key]) if key == "turn_start" else str(report[key])
+            facts.add_row(name, Text(value, overflow="fold"))
     for warning in report["warnings"]:
         facts.add_row("warning", Text(warning, overflow="fold"))
     markers = Table("marker", "text", "ids", "tokens", "documented", "from")

@@ -11,10 +11,10 @@ from meridian_patch.config.load import LoadedConfig, load_config
 from meridian_patch.config.matching import ModelIdentity
 from meridian_patch.engine.boundaries import (
     model_names,
-    parser_strings,
     resolve_model,
     vocabulary_of,
 )
+from meridian_patch.engine.reasoning_parser import parser_strings
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.markers import ServerStrings
 from meridian_patch.phase.resolve import Resolution
@@ -62,8 +62,7 @@ def read_model(model: str, reasoning_parser: str | None, family: str | None) -> 
     identity = _identify(model, reasoning_parser)
     server = ServerStrings()
     if reasoning_parser is not None:
-        start, end = parser_strings(reasoning_parser, tokenizer, model)
-        server = ServerStrings(parser=reasoning_parser, parser_start=start, parser_end=end)
+        server = parser_strings(reasoning_parser, tokenizer, model)
     resolution = resolve_model(model, identity, server, vocabulary, loaded)
     return ModelDirectory(tokenizer, vocabulary, identity, resolution, loaded)
 

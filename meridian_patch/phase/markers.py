@@ -1,5 +1,6 @@
 """Chooses the marker strings: those of the family file, the server's, or both."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meridian_patch.config.family import probe_around
@@ -15,6 +16,10 @@ class ServerStrings:
         parser: name of vLLM's reasoning parser.
         parser_start: the parser's ``reasoning_start_str``.
         parser_end: the parser's ``reasoning_end_str``.
+        parser_implicit_ends: with what an answer begins that ends reasoning to the parser without
+            its end marker; None: the parser does not tell.
+        parser_turn_starts: what opens or ends a turn to the parser.
+        begins_reasoning: whether the parser begins within a thought.
         start: ``reasoning_start_str`` of ``--reasoning-config``.
         end: ``reasoning_end_str`` of ``--reasoning-config``; a phrase may precede the marker.
     """
@@ -22,6 +27,9 @@ class ServerStrings:
     parser: str = ""
     parser_start: str = ""
     parser_end: str = ""
+    parser_implicit_ends: tuple[str, ...] | None = None
+    parser_turn_starts: tuple[str, ...] = ()
+    begins_reasoning: bool = False
     start: str = ""
     end: str = ""
 
@@ -43,6 +51,9 @@ class ModelMarkers:
         label: name of the model's family in messages.
         start: markers that open thinking.
         end: markers that end thinking.
+        implicit_end: texts with which an answer begins that end thinking without a marker.
+        turn_start: texts that open a turn of a prompt.
+        begins_reasoning: as in ``ServerStrings``.
         close: the text that is forced to end thinking.
         probe: the trial boundary that a probe appends to a thought; its field is ``probe`` if a
             family file sets it.
@@ -56,6 +67,9 @@ class ModelMarkers:
     close: Marker
     probe: Marker
     match: FamilyMatch | None
+    implicit_end: tuple[Marker, ...] = ()
+    turn_start: tuple[str, ...] = ()
+    begins_reasoning: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -71,6 +85,9 @@ def choose_markers(
        the one that is forced.
     3. If a family that was found only by the parser's name differs, the server's strings are used.
     4. Without a family the server's strings are used.
+
+    What ends a thought without an end marker is the parser's choice where the parser tells, because
+    clients get what it makes of the text, and the family file's otherwise.
 
     Returns:
         None if no source defines the markers.
@@ -106,15 +123,25 @@ def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ..
         Marker(f"{name}end", text, origin)
         for name, (_, text) in zip(names, family.pairs, strict=True)
     ]
-    end += [
-        Marker(f"implicit_end.{index}", text, origin)
-        for index, text in enumerate(family.implicit_end)
-    ]
     close = Marker("close" if family.close else "end", family.close or family.end, origin)
     if server.end:
         close = Marker("reasoning_end_str", server.end, "--reasoning-config")
     probe = Marker("probe" if family.probe else "end", family.probe_text, origin)
-    return ModelMarkers(match.label, tuple(start), tuple(end), close, probe, match, notes)
+    implicit_end = _implicit_ends(server, end)
+    if implicit_end is None:
+        implicit_end = _numbered(family.implicit_end, origin)
+    return ModelMarkers(
+        match.label,
+        tuple(start),
+        tuple(end),
+        close,
+        probe,
+        match,
+        implicit_end,
+        (*family.turn_start, *server.parser_turn_starts),
+        server.begins_reasoning,
+        notes,
+    )
 
 
 def _from_server(server: ServerStrings) -> ModelMarkers | None:
@@ -136,7 +163,31 @@ def _from_server(server: ServerStrings) -> ModelMarkers | None:
         natural = Marker("reasoning_end_str", server.parser_end, parser)
     label = f"<parser {server.parser}>" if server.parser else "<reasoning config>"
     probe = Marker(natural.field, probe_around(natural.text), natural.origin)
-    return ModelMarkers(label, (start,), (natural,), forced, probe, None)
+    implicit_end = _implicit_ends(server, [natural]) or ()
+    return ModelMarkers(
+        label,
+        (start,),
+        (natural,),
+        forced,
+        probe,
+        None,
+        implicit_end,
+        server.parser_turn_starts,
+        server.begins_reasoning,
+    )
+
+
+def _implicit_ends(server: ServerStrings, end: Sequence[Marker]) -> tuple[Marker, ...] | None:
+    """Those that the parser tells, without markers that are known; None: it does not tell."""
+    if server.parser_implicit_ends is None:
+        return None
+    known = {marker.text.strip() for marker in end}
+    texts = [text for text in server.parser_implicit_ends if text.strip() not in known]
+    return _numbered(texts, f"--reasoning-parser {server.parser}")
+
+
+def _numbered(texts: Iterable[str], origin: str) -> tuple[Marker, ...]:
+    return tuple(Marker(f"implicit_end.{index}", text, origin) for index, text in enumerate(texts))
 
 
 def _find_clash(match: FamilyMatch, server: ServerStrings) -> str | None:

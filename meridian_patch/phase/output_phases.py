@@ -21,9 +21,9 @@ class Piece(NamedTuple):
 class OutputPhases:
     """The phase of each output token of one request.
 
-    The token that completes a boundary belongs to the thought, whether it opens or ends it. Earlier
-    tokens of a start marker of several tokens belong to the answer before it, because the marker is
-    not known yet when they come.
+    The token that completes a boundary belongs to the thought, whether it opens or ends it; to the
+    answer where that begins with the boundary, as with a tool call. Earlier tokens of a boundary of
+    several tokens belong to the phase before it, because it is not known yet when they come.
 
     Args:
         matcher: of the served model's boundaries.
@@ -34,6 +34,8 @@ class OutputPhases:
         self._matcher = matcher
         self._is_thinking = matcher.last_boundary(prompt)[0] is Event.START
         self._match_state = matcher.state_after(prompt)
+        # Whether a tool call that may end a thought began.
+        self._is_calling = False
         # Phase and state before the last output token.
         self._before_last = self._is_thinking, self._match_state
 
@@ -53,8 +55,13 @@ class OutputPhases:
         Load-bearing: the model does not see the last output token of the turn before.
         """
         self._is_thinking, self._match_state = self._before_last
+        self._is_calling = False
         for token_id in prompt:
-            self._take(token_id)
+            if token_id in self._matcher.turn_start:
+                # Markers before the turn that the model goes on with are text of messages.
+                self._is_thinking, self._match_state = False, ROOT
+            else:
+                self._take(token_id)
 
     def _take(self, token_id: int) -> bool:
         """Advance by a token; returns whether it belongs to the answer."""
@@ -63,6 +70,10 @@ class OutputPhases:
         if self._match_state == ROOT and token_id not in self._matcher.first_ids:
             return not was_thinking
         self._match_state, event = self._matcher.step(self._match_state, token_id)
+        if self._matcher.begins_answer(self._match_state):
+            self._is_calling, self._is_thinking = True, False
+            return True
         if event is not Event.NONE:
-            self._is_thinking = event is Event.START
+            # No marker in the arguments of a tool call opens a thought.
+            self._is_thinking = event is Event.START and not self._is_calling
         return not (was_thinking or self._is_thinking)

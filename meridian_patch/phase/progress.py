@@ -17,7 +17,8 @@ class PhaseChange(NamedTuple):
     Attributes:
         is_thinking: whether the request is in a thought; None: not known any more.
         begin: index of the first output token of this phase.
-        reasoning_tokens: output tokens of thoughts before it, without those of end boundaries.
+        reasoning_tokens: output tokens of thoughts before it, without those of end boundaries; with
+            those before the first thought where they are reasoning to the server's parser.
     """
 
     is_thinking: bool | None
@@ -35,7 +36,7 @@ class PhaseChange(NamedTuple):
         return cls(
             state.phase is Phase.THINK,
             state.tokens_before - state.given_tokens,
-            state.think_tokens_before - state.marker_tokens,
+            state.think_tokens_before - state.marker_tokens + state.preamble_tokens,
         )
 
 
@@ -54,6 +55,8 @@ class PhaseProgress:
             request has thought it is that of its first token, and a thought takes it back.
         has_thought: whether the request ever thought.
         is_told: whether ``ttfat_s`` is final and was observed.
+        is_stopped: whether the last token ended the request: an end-of-sequence or another stop
+            token, which is part of neither thought nor answer.
         log: when its phases began and ended; None: it is not kept.
     """
 
@@ -62,6 +65,7 @@ class PhaseProgress:
         "_entered_s",
         "_spent_s",
         "has_thought",
+        "is_stopped",
         "is_told",
         "last_s",
         "log",
@@ -80,6 +84,7 @@ class PhaseProgress:
         self.ttfat_s: float | None = None
         self.has_thought = False
         self.is_told = False
+        self.is_stopped = False
         self.log: PhaseLog | None = None
         self._change: PhaseChange | None = None
 
@@ -146,7 +151,9 @@ class PhaseProgress:
         self.place = self._change = self.last_s = None
 
     def reasoning_tokens(self, num_tokens: int) -> int | None:
-        """Tokens of thoughts, without boundaries, among the first ``num_tokens`` output tokens.
+        """Tokens of thoughts among the first ``num_tokens`` output tokens.
+
+        Boundaries and the token that ended the request do not count.
 
         Thoughts that were still open count. None if the phase is unknown. The count is exact for
         all output tokens so far, and for fewer within the first phase; if a reader lags behind
@@ -157,4 +164,6 @@ class PhaseProgress:
             return None
         if not now.is_thinking:
             return min(now.reasoning_tokens, num_tokens)
+        if self.is_stopped:
+            num_tokens = min(num_tokens, self.num_tokens - 1)
         return min(now.reasoning_tokens + max(num_tokens - now.begin, 0), num_tokens)

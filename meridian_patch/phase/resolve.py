@@ -1,6 +1,7 @@
 """Resolves the think boundaries of a served model from marker strings to token sequences."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.errors import BoundaryError
@@ -56,9 +57,12 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
             )
         sequences[marker.field] = found.sequences
     notes += _note_plain_text(model, markers, sequences)
+    for marker in markers.implicit_end:
+        sequences[marker.field] = _find_optional(model, marker, vocabulary, notes)
     start = _joined(sequences, markers.start)
     end = _joined(sequences, markers.end)
-    for shared in set(start) & set(end):
+    implicit_end = tuple(ids for ids in _joined(sequences, markers.implicit_end) if ids not in end)
+    for shared in set(start) & {*end, *implicit_end}:
         raise BoundaryError(
             f"model {model}: ids {list(shared)} both open and end thinking "
             f"({markers.start[0].origin}: start {markers.start[0].text!r}, end "
@@ -71,10 +75,17 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
         Boundaries(
             markers.label,
             start,
-            end,
+            (*end, *implicit_end),
             close,
             history=markers.match.family.history if markers.match else "unverified",
             tool_call=_find_tool_calls(model, markers, vocabulary, notes),
+            implicit_end=implicit_end,
+            turn_start=frozenset(
+                token_id
+                for text in markers.turn_start
+                if (token_id := vocabulary.token_id(text)) is not None
+            ),
+            counts_preamble=markers.begins_reasoning,
             probe=_resolve_probe(model, markers, vocabulary, end, notes),
         ),
         markers,
@@ -86,19 +97,28 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
 def _find_tool_calls(
     model: str, markers: ModelMarkers, vocabulary: Vocabulary, notes: list[str]
 ) -> tuple[TokenIds, ...]:
-    """Sequences that open a tool call; a marker that cannot be encoded is noted and left out."""
+    """Sequences that open a tool call."""
     if markers.match is None:
         return ()
-    sequences: dict[TokenIds, None] = {}
-    for text in markers.match.family.tool_call:
-        found = find_sequences(text, vocabulary)
-        sequences.update(dict.fromkeys(found.sequences))
-        if not found.sequences:
-            notes.append(
-                f"model {model}: tool_call {text!r} (file {markers.match.files}) cannot be "
-                "followed in tokens and is not seen"
-            )
-    return tuple(sequences)
+    origin = f"file {markers.match.files}"
+    found = (
+        _find_optional(model, Marker("tool_call", text, origin), vocabulary, notes)
+        for text in markers.match.family.tool_call
+    )
+    return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+
+def _find_optional(
+    model: str, marker: Marker, vocabulary: Vocabulary, notes: list[str]
+) -> tuple[TokenIds, ...]:
+    """Sequences of a marker; one that cannot be encoded is noted and left out."""
+    found = find_sequences(marker.text, vocabulary)
+    if not found.sequences:
+        notes.append(
+            f"model {model}: {marker.field} {marker.text!r} ({marker.origin}) cannot be followed "
+            "in tokens and is not seen"
+        )
+    return found.sequences
 
 
 def _joined(

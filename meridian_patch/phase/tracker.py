@@ -41,8 +41,11 @@ class RequestPhase:
     tokens_before: int
     # Index at which this request's own first thought begins.
     own_thought: int | None = None
-    # Where the prompt holds a boundary: those of the served model.
+    # Those of the served model.
     boundaries: Boundaries | None = None
+    # Whether text before a thought that the model opens itself is reasoning, and its tokens.
+    counts_preamble: bool = False
+    preamble_tokens: int = 0
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
     # Those among them that are tokens of end boundaries.
@@ -51,6 +54,8 @@ class RequestPhase:
     given_tokens: int = 0
     # True once a boundary ended thinking in this request's output.
     is_handed_off: bool = False
+    # True once a tool call that may end a thought began: no marker in its arguments opens one.
+    is_calling: bool = False
     # For an attentive request: number of known tokens from which on it must be observed.
     attends_from: int = 0
     # True for a request that thinks, has thought, or will think after its prefill.
@@ -87,7 +92,10 @@ class RequestPhase:
 
     @property
     def tokens_in_phase(self) -> int:
-        """Accepted tokens since this phase began; the boundary belongs to the phase it ends."""
+        """Accepted tokens since this phase began.
+
+        A boundary belongs to the phase that it ends, or to the answer that begins with it.
+        """
         return len(self.known) - self.tokens_before
 
     @property
@@ -171,8 +179,10 @@ class PhaseTracker:
         state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, given)
         state.given_tokens = given
         state.own_thought = own_thought
-        if event is not Event.NONE:
-            state.boundaries = self._boundaries
+        state.boundaries = self._boundaries
+        # What follows a thought that the prompt closes is an answer to every parser.
+        if self._boundaries is not None and event is Event.NONE:
+            state.counts_preamble = self._boundaries.counts_preamble
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
@@ -271,11 +281,11 @@ class PhaseTracker:
         before = state.phase
         if before is Phase.PREFILL:
             self._enter(state, state.first_phase, state.tokens_before)
-        event, begin = self._matcher.last_boundary(state.known)
+        event, begin = self._matcher.last_boundary(state.known, state.given_tokens)
         if event is Event.END and state.phase is _THINK:
             state.is_handed_off = True
             self._enter(state, _ANSWER, len(state.known))
-        elif event is Event.START and state.phase is _ANSWER:
+        elif event is Event.START and state.phase is _ANSWER and not state.is_calling:
             self._open_thought(state, begin, len(state.known))
         state.match_state = self._matcher.state_after(state.known)
         state.attends_from = 0
@@ -290,14 +300,22 @@ class PhaseTracker:
     def _match(self, state: RequestPhase, token_id: int, known: int) -> bool:
         assert self._matcher is not None
         state.match_state, event = self._matcher.step(state.match_state, token_id)
+        state.is_calling |= self._matcher.begins_answer(state.match_state)
         if event is Event.END and state.phase is Phase.THINK:
             state.is_handed_off = True
             # A marker that the prompt or the start marker began has fewer tokens in the thought.
             own = known - state.tokens_before
-            state.marker_tokens += min(self._matcher.marker_tokens(state.match_state), own)
-            self._enter(state, Phase.ANSWER, known)
+            num_marker = min(self._matcher.marker_tokens(state.match_state), own)
+            if state.is_calling:
+                self._enter(state, Phase.ANSWER, known - num_marker)
+            else:
+                state.marker_tokens += num_marker
+                self._enter(state, Phase.ANSWER, known)
             return True
-        if event is Event.START and state.phase is Phase.ANSWER:
+        if event is Event.START and state.phase is Phase.ANSWER and not state.is_calling:
+            if state.counts_preamble and state.own_thought is None:
+                num_marker = self._matcher.marker_tokens(state.match_state)
+                state.preamble_tokens = max(known - num_marker - state.given_tokens, 0)
             self._open_thought(state, known - self._matcher.longest_start, known)
             return True
         return False

@@ -461,7 +461,8 @@ METRICS: Final = (
         label="phase",
         values=_SAID,
         unit="tokens",
-        help="Tokens of outputs by phase; a boundary belongs to the phase that it ends.",
+        help="Tokens of outputs by phase; a marker belongs to the phase that it ends."
+        " A tool call that ends a thought belongs to the answer.",
         operator="nothing; its rate is the throughput by phase",
     ),
     Metric(

@@ -49,9 +49,13 @@ def test_json(model_dir, capsys):
     report = json.loads(capsys.readouterr().out)
     assert (report["family"], report["history"], report["phases"]) == ("tiny_reasoner", "strip", 2)
     assert report["file"].endswith("tiny_reasoner.yaml")
-    start, end, close = report["markers"]
+    start, end, implicit, close = report["markers"]
     assert (start["ids"], start["tokens"]) == ([[256]], [["<think>"]])
     assert end["is_as_documented"] is True
+    assert implicit["text"] == "<tool_call>"
+    assert implicit["origin"] == "--reasoning-parser qwen3"
+    assert report["turn_start"][:1] == ["<|system|>"]
+    assert "<|im_start|>" in report["turn_start"]
     assert (close["field"], close["text"], close["ids"]) == ("close", "</think>", [[257]])
 
 

@@ -81,6 +81,7 @@ def test_named_model(config_for, log):
         ((THINK_END,),),
         (THINK_END,),
         history="strip",
+        turn_start=frozenset(b_ids("<|system|><|user|><|assistant|>")),
         probe=(THINK_END,),
     )
     assert log() == []

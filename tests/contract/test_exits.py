@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
-from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, engine_config
+from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.controller import ExitController
 
@@ -129,6 +130,34 @@ def test_the_boundary_that_comes_first_counts(driver_for, is_async):
         reasons = [n for n in driver.scheduler.phase_counters.totals if n.startswith("exit:")]
         assert reasons == ["exit:hard_cap" if driver.forced else "exit:natural"]
         assert driver.scheduler.phase_counters.totals[reasons[0]] == 1
+        assert is_empty(driver)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("call", ["<call>", "<|pad|>"], ids=["text", "token"])
+def test_nothing_is_forced_behind_a_tool_call_that_ends_the_thought(
+    driver_for, use_family, is_async, call
+):
+    """Before the call is known a cap closes the thought, from there on the thought is over."""
+    use_family(implicit_end=[call])
+    ids = tuple(build_tokenizer().encode(call, add_special_tokens=False))
+    for cap in (20, 28, 29, 30, 31, 33, 60):
+        driver = driver_for(is_async=is_async, EXIT__MAX_THINK_TOKENS=str(cap), EXIT__EAT="false")
+        driver.add(Job("r", thinker("r").prompt, 30, 60, opening=ids, is_closed=False))
+        request = driver.scheduler.requests["r"]
+        driver.drain()
+        said = list(request.output_token_ids)
+        totals = driver.scheduler.phase_counters.totals
+        if driver.forced:
+            assert cap <= 30
+            assert said.index(THINK_END) < 30 + len(ids)
+            assert totals["exit:hard_cap"] == 1
+        else:
+            assert cap >= 28
+            assert tuple(said[30 : 30 + len(ids)]) == ids
+            assert totals["exit:natural"] == 1
+            # Tokens that began the call were thought until it was known.
+            assert totals["think_tokens:natural"] == 30 + len(ids) - 1
         assert is_empty(driver)
 
 

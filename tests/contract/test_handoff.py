@@ -27,6 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker import worker_base
 
+from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.engine.handoff.layout import layout_of
 from meridian_patch.engine.handoff.think_part import can_move
 from meridian_patch.engine.scheduler.scheduler import (
@@ -39,6 +40,7 @@ from meridian_patch.patching.candidate import MARK
 from meridian_patch.serve_roles import FABRICS
 
 PROMPT = tuple([WORD] * 49 + [256])
+CALL_IDS = tuple(build_tokenizer().encode("<call>", add_special_tokens=False))
 OFFERED = {"kv_transfer_params": dict(OFFER)}
 
 
@@ -160,6 +162,7 @@ def test_blocks_that_no_engine_will_read_are_free_at_once(driver):
         (Job("r", PROMPT, think_tokens=60, answer_tokens=30, max_tokens=40), OFFERED),
         (Job("r", (*PROMPT[:-1], WORD), think_tokens=None, answer_tokens=80), OFFERED),
         (Job("r", PROMPT, think_tokens=60, answer_tokens=30), None),
+        (Job("r", PROMPT, 60, answer_tokens=30, opening=CALL_IDS, is_closed=False), OFFERED),
     ),
     ids=(
         "below the threshold",
@@ -168,16 +171,23 @@ def test_blocks_that_no_engine_will_read_are_free_at_once(driver):
         "that never ends",
         "without a thought",
         "that was not offered",
+        "that a tool call ends",
     ),
 )
-def test_a_thought_stays_that(driver, job, args):
+def test_a_thought_stays_that(demo_model, is_async, role, use_family, job, args):
     """And the connector keeps no block for a reader that will not come."""
+    use_family(implicit_end=["<call>"])
+    driver = driver_of(demo_model, is_async)
     free_before = num_free(driver)
     driver.add(job, args)
     driver.drain()
     output = driver.ended["r"]
     assert FACTS not in (output.kv_transfer_params or {})
-    wanted = (0 if job.think_tokens is None else job.think_tokens + 1) + job.answer_tokens + 1
+    wanted = (
+        (0 if job.think_tokens is None else job.think_tokens + job.is_closed)
+        + job.answer_tokens
+        + 1
+    )
     assert len(driver.deliveries["r"]) == min(job.max_tokens, wanted)
     assert num_free(driver) == free_before
 

@@ -39,12 +39,39 @@ def test_alternatives_and_implicit_ends_count():
     starts, ends, close = texts(markers)
     assert starts == ["<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"]
     assert ends[0] == close == "</ifm|think>"
-    assert ends[-1] == "<ifm|tool_calls>"
-    assert [m.field for m in markers.end][1:] == [
-        "alternatives.0.end",
-        "alternatives.1.end",
-        "implicit_end.0",
-    ]
+    assert [m.field for m in markers.end][1:] == ["alternatives.0.end", "alternatives.1.end"]
+    (implicit,) = markers.implicit_end
+    assert (implicit.text, implicit.field) == ("<ifm|tool_calls>", "implicit_end.0")
+
+
+@pytest.mark.parametrize(
+    ("told", "expected", "origin"),
+    [
+        (None, ["<tool_call>"], "qwen3_hybrid.yaml"),
+        ((), [], ""),
+        (("<call>", "</think>"), ["<call>"], "--reasoning-parser p"),
+    ],
+)
+def test_what_the_servers_parser_ends_reasoning_at_takes_precedence(told, expected, origin):
+    """Clients get what the parser makes of the text; without its word the family file counts."""
+    server = ServerStrings("p", "<think>", "</think>", parser_implicit_ends=told)
+    for how in ("name", "config"):
+        markers = choose_markers("m", match_of("qwen3_hybrid", how), server)
+        assert [marker.text for marker in markers.implicit_end] == expected
+        assert all(origin in marker.origin for marker in markers.implicit_end)
+    alone = choose_markers("m", None, server)
+    assert [marker.text for marker in alone.implicit_end] == (expected if told else [])
+
+
+def test_turns_are_the_familys_and_the_parsers():
+    """Each may know some; whether a thought is open before the first token is the parser's."""
+    server = ServerStrings(
+        "p", "<think>", "</think>", parser_turn_starts=("<turn>",), begins_reasoning=True
+    )
+    markers = choose_markers("m", match_of("qwen3_hybrid"), server)
+    assert markers.turn_start == ("<|im_start|>", "<turn>")
+    assert markers.begins_reasoning
+    assert choose_markers("m", None, server).turn_start == ("<turn>",)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From marker strings to token sequences, with real tokenizers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,29 @@ def test_packaged_file_of_the_tiny_reasoner_is_right(tiny):
     resolution = resolve_for(tiny, match)
     assert resolution.notes == ()
     assert file.family.documented_ids.end == resolution.boundaries.end[0]
+
+
+def test_an_implicit_end_is_one_of_the_ends(tiny):
+    """It ends a thought, is never forced, and is known as the answer's beginning."""
+    boundaries = resolve_for(tiny, match_of(implicit_end=("<call>", "</think>"))).boundaries
+    call = tuple(tiny.encode("<call>"))
+    assert boundaries.end == ((THINK_END,), call)
+    assert boundaries.implicit_end == (call,)
+    assert boundaries.close == (THINK_END,)
+
+
+def test_an_implicit_end_that_cannot_be_written_is_noted():
+    """No request needs it: the engine starts, and says what it does not see."""
+    vocabulary = vocabulary_of(prefixing_words([]))
+    known = {"<think>": 5, "</think>": 6}
+    match = match_of(implicit_end=("<call>",))
+    resolution = resolve_for(replace(vocabulary, token_id=known.get), match)
+    assert resolution.boundaries.end == ((6,),)
+    assert any("implicit_end.0 '<call>'" in note for note in resolution.notes)
+
+
+def test_turns_start_with_vocabulary_entries(tiny):
+    """What the vocabulary does not have starts no turn."""
+    match = match_of(turn_start=("<|user|>", "<|no such|>"))
+    assert resolve_for(tiny, match).boundaries.turn_start == {tiny.token_id("<|user|>")}
+    assert not resolve_for(tiny, match_of()).boundaries.turn_start

@@ -228,6 +228,19 @@ def test_architecture_of_agreeing_families(own):
     assert "two.yaml" in match.files
 
 
+def test_what_ends_thoughts_of_agreeing_families_is_joined(own):
+    """A tool call must not be closed as a thought, and a user's words must not open one."""
+    directory = own(
+        one=family_text(
+            "one", 'implicit_end: ["<a>"]\nturn_start: ["<u>"]\n', architecture="MineLM"
+        ),
+        two=family_text("two", 'implicit_end: ["<b>", "<a>"]\n', architecture="MineLM"),
+    )
+    family = match_family(load_families(directory), named("x", architectures=("MineLM",))).family
+    assert family.implicit_end == ("<a>", "<b>")
+    assert family.turn_start == ("<u>",)
+
+
 def test_architecture_of_disagreeing_families(own):
     """Different markers for one architecture decide nothing."""
     directory = own(

@@ -11,6 +11,7 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker
 
 WORD, START, END = 5, 1, 2
 SINGLE = Boundaries("single", ((START,),), ((END,),), (END,))
+CALLING = Boundaries("calling", ((START,),), ((END,), (7,)), (END,), implicit_end=((7,),))
 LONG = Boundaries("long", ((1, 3),), ((2, 4), (2, 3, 4)), (2, 4))
 
 
@@ -52,12 +53,12 @@ def test_a_sessions_next_turn_is_what_the_model_sees():
     assert session.split([WORD]) == [Piece(1, False)]
 
 
-@pytest.mark.parametrize("boundaries", [SINGLE, LONG], ids=lambda each: each.family)
+@pytest.mark.parametrize("boundaries", [SINGLE, LONG, CALLING], ids=lambda each: each.family)
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_are_the_trackers_phases(boundaries, seed):
     """Token by token, whatever the steps."""
     rng = random.Random(seed)
-    tokens = rng.choices([WORD, 1, 2, 3, 4], k=200)
+    tokens = rng.choices([WORD, 1, 2, 3, 4, *([7] if rng.random() < 0.5 else [])], k=200)
     prompt, output = tokens[:20], tokens[20:]
     tracker, known, expected = PhaseTracker(boundaries), list(prompt), []
     tracker.add("r", known)
@@ -66,7 +67,8 @@ def test_pieces_are_the_trackers_phases(boundaries, seed):
         known.append(token)
         tracker.observe("r", len(known) - 1)
         after = tracker.get("r").phase
-        expected.append(Phase.THINK not in (before, after))
+        is_calls = boundaries is CALLING and token == 7
+        expected.append(is_calls or Phase.THINK not in (before, after))
         before = after
     split, found = OutputPhases(BoundaryMatcher(boundaries), prompt), []
     while len(found) < len(output):
@@ -76,3 +78,19 @@ def test_pieces_are_the_trackers_phases(boundaries, seed):
             first = stop
         assert first == len(step)
     assert found == expected
+
+
+def test_a_tool_call_that_ends_a_thought_is_the_answers():
+    """Its marker may be a stop string of the answer."""
+    assert phases(boundaries=CALLING).split([WORD, 7, WORD]) == [Piece(1, False), Piece(3, True)]
+    said = [WORD, 7, START, WORD]
+    assert phases(boundaries=CALLING).split(said) == [Piece(1, False), Piece(4, True)]
+
+
+def test_text_of_a_sessions_next_turn_opens_no_thought():
+    """A marker in the user's words is followed by the turn that the model goes on with."""
+    turned = Boundaries("turned", ((START,),), ((END,),), (END,), turn_start=frozenset({8}))
+    session = phases([8, WORD], turned)
+    session.split([WORD, WORD])
+    session.continue_with([8, START, WORD, 8, WORD])
+    assert session.split([WORD]) == [Piece(1, True)]

@@ -51,6 +51,34 @@ def test_last_boundary_is_searched_from_the_end():
     assert automaton.last_boundary([2]) == (Event.NONE, 0)
 
 
+def test_markers_before_the_last_turn_of_a_prompt_are_text():
+    """Who asks what a marker means opens no thought; the turn's own marker does."""
+    turn = 7
+    automaton = BoundaryMatcher(
+        Boundaries("test", ((1, 2),), ((3,),), (3,), turn_start=frozenset({turn}))
+    )
+    asked = [turn, 0, 1, 2, 0, turn, 0]
+    assert automaton.last_boundary(asked) == (Event.NONE, 0)
+    assert automaton.last_boundary([*asked, *[0] * 9000]) == (Event.NONE, 0)
+    assert automaton.last_boundary([*asked, 1, 2, 0]) == (Event.START, 7)
+    # A completion without turns counts as a whole, and so does what the model wrote.
+    assert automaton.last_boundary([0, 1, 2, 0]) == (Event.START, 1)
+    assert automaton.last_boundary([*asked, 3, turn, 0], num_prompt=len(asked)) == (Event.END, 7)
+
+
+def test_an_end_that_the_answer_begins_with():
+    """It is an end like others, and the matcher tells which it was."""
+    automaton = BoundaryMatcher(
+        Boundaries("test", ((1,),), ((3,), (5, 4), (4,)), (3,), implicit_end=((5, 4),))
+    )
+    for tokens, begins in (((3,), False), ((5, 4), True), ((4,), False)):
+        state = ROOT
+        for token in tokens:
+            state, event = automaton.step(state, token)
+        assert event is Event.END
+        assert automaton.begins_answer(state) is begins
+
+
 def test_half_open_marker_at_the_end_of_a_prompt():
     """A marker may begin in the prompt and end in the output."""
     automaton = matcher([(1, 2, 3)], [(4,)])

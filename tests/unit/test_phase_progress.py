@@ -1,6 +1,7 @@
 """Reasoning tokens by phase changes against a count by token ids, for the families' markers."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from phase_steps import play
@@ -141,3 +142,52 @@ def test_a_phase_that_is_lost_leaves_no_count():
     assert progress.take(None, 4) == 0
     assert progress.reasoning_tokens(9) is None
     assert progress.place is None
+
+
+CALLING = Boundaries("mine", ((10,),), ((20,), (30, 31)), (20,), implicit_end=((30, 31),))
+EARLY = replace(CALLING, counts_preamble=True)
+
+
+def test_a_tool_call_ends_a_thought_and_is_the_answers():
+    """All of the call is answer, its marker too, whatever the steps."""
+    for seed in range(8):
+        output = [WORD] * 6 + [30, 31] + [OTHER] * 3
+        progress, counts = play(CALLING, [WORD, 10], output, random.Random(seed))
+        assert progress.place == ANSWER
+        assert progress.phase_begin == 6
+        assert counts[len(output)] == 6
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "prompt", "expected"),
+    [
+        # The server's parser begins within a thought: clients get both pieces as reasoning.
+        (EARLY, [WORD], 4 + 6),
+        (CALLING, [WORD], 6),
+        # Thinking was switched off: what comes before a thought is an answer to every parser.
+        (EARLY, [10, 20], 6),
+        (EARLY, [WORD, 10], 4 + 6),
+    ],
+)
+def test_text_before_a_thought_that_the_model_opens(boundaries, prompt, expected):
+    """It counts where clients get it as reasoning; markers never do."""
+    output = [WORD] * 4 + [10] + [WORD] * 6 + [20, OTHER]
+    if prompt[-1] == 10:
+        expected += 1
+    for seed in range(8):
+        _, counts = play(boundaries, prompt, output, random.Random(seed))
+        assert counts[len(output)] == expected
+
+
+def test_the_token_that_ends_a_request_is_not_reasoning():
+    """A thought that never closed: its end of sequence is no part of it."""
+    progress = PhaseProgress()
+    progress.take(PhaseChange(True, 0, 0), 1)
+    progress.take(None, 61)
+    progress.is_stopped = True
+    assert progress.reasoning_tokens(62) == 61
+    # A reader that lags behind gets all of what it was sent.
+    assert progress.reasoning_tokens(40) == 40
+    # In an answer nothing changes.
+    progress.take(PhaseChange(False, 63, 62), 3)
+    assert progress.reasoning_tokens(65) == 62

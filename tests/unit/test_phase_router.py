@@ -1,5 +1,7 @@
 """The per-request phase state machine."""
 
+from dataclasses import replace
+
 from spoken import SpokenTracker
 
 from meridian_patch.phase.boundaries import Boundaries
@@ -74,6 +76,46 @@ def test_boundary_and_reentry():
     assert tracker.say("r", [START])
     assert phase(tracker) is Phase.THINK
     assert tracker.num_reasoning == 1
+
+
+def test_a_tool_call_ends_a_thought():
+    """The answer begins with the call's marker, which is no token of the thought."""
+    calling = Boundaries("test", ((START,),), ((END,), (5, 6)), (END,), implicit_end=((5, 6),))
+    tracker = SpokenTracker(calling)
+    tracker.add("r", [START])
+    tracker.say("r", [WORD, WORD, 5])
+    assert phase(tracker) is Phase.THINK
+    assert tracker.say("r", [6])
+    state = tracker.get("r")
+    assert (state.phase, state.tokens_in_phase, state.think_tokens) == (Phase.ANSWER, 2, 2)
+    assert (state.is_handed_off, state.is_calling, state.marker_tokens) == (True, True, 0)
+
+
+def test_a_marker_in_the_arguments_of_a_tool_call_opens_no_thought():
+    """A cap would close it within them. Before the call the model may think again."""
+    calling = Boundaries("test", ((START,),), ((END,), (5,)), (END,), implicit_end=((5,),))
+    tracker = SpokenTracker(calling)
+    tracker.add("r", [START])
+    tracker.say("r", [WORD, END, START])
+    assert phase(tracker) is Phase.THINK
+    tracker.say("r", [END, 5, WORD, START, WORD])
+    assert phase(tracker) is Phase.ANSWER
+    assert not tracker.resync("r")
+
+
+def test_a_marker_in_an_earlier_turn_opens_nothing():
+    """The user asks what the start marker means, and the assistant's turn begins plain."""
+    tracker = SpokenTracker(replace(SIMPLE, turn_start=frozenset({7})))
+    tracker.add("r", [7, WORD, START, WORD, 7, WORD])
+    tracker.say("r", [WORD])
+    assert phase(tracker) is Phase.ANSWER
+    assert tracker.num_reasoning == 0
+    # After an error the phase is found anew, from the prompt's last turn and all of the output.
+    tracker.add("opened", [7, WORD, 7, START])
+    tracker.say("opened", [WORD])
+    tracker.get("opened").known.extend([END, 7, WORD])
+    assert tracker.resync("opened")
+    assert phase(tracker, "opened") is Phase.ANSWER
 
 
 def test_second_end_marker_changes_nothing():

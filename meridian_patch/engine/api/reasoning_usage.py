@@ -1,8 +1,8 @@
 """Writes reasoning tokens into the usage of responses, and phases' times into vLLM's metrics.
 
-Stock counts from the output alone, with the reasoning parser: where the chat template opens the
-thought in the prompt, or no parser is set, it finds none. The scheduler knows the phase of every
-token, so its count holds for all of them.
+Stock counts from the output alone, with the server's reasoning parser: none without one, and none
+with the parsers that look for the start marker there, where the chat template opens the thought in
+the prompt. The scheduler knows the phase of every token, so its count holds for all of them.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm.v1.engine import FinishReason
+
 from meridian_patch.engine.api.answer_stops import AnswerStops, build_detokenizer
 from meridian_patch.engine.api.continued_text import begin_within_character
 from meridian_patch.engine.api.exit_summary import KEY, detach
@@ -49,6 +51,7 @@ def build_request_state(original: type) -> type:
                 self.thinking.clear()
                 self.thinking.update(summary)
             times.add_to(self.thinking, self, finish_reason)
+            self.progress.is_stopped = _is_stop_token(finish_reason, stop_reason)
             output = super().make_request_output(
                 new_token_ids,
                 pooling_output,
@@ -87,6 +90,12 @@ def build_request_state(original: type) -> type:
             return any(getattr(each, KEY, None) is thinking for each in completions)
 
     return SummaryRequestState
+
+
+def _is_stop_token(finish_reason: Any, stop_reason: Any) -> bool:
+    """Whether an output's last token is one that ends the request."""
+    # Load-bearing: the reason of a stop string is its text; a stop token is part of the output.
+    return finish_reason == FinishReason.STOP and not isinstance(stop_reason, str)
 
 
 class _Times:

@@ -121,6 +121,9 @@ class ThinkPart(SchedulerPart):
         num_tokens, num_known = state.tokens_before, request.num_tokens
         if request.is_finished() or num_tokens < self._least_tokens:
             return
+        if state.is_calling:
+            # The answer engine's parsers would miss the tool call that the answer begins with.
+            return
         if ends_at >= request.max_tokens:
             return
         if num_known > num_tokens and request.sampling_params.logprobs is not None:

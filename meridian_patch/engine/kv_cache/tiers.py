@@ -83,7 +83,6 @@ class KVTiers(SchedulerPart):
         self._manager = manager
         self._tracker = tracker
         self._tool_call = tool_call
-        self._longest_tool_call = max(map(len, tool_call), default=0)
         self._guard = guard
         self._counters = phase_counters
         self._check_interval_s = check_interval_s
@@ -240,10 +239,9 @@ class KVTiers(SchedulerPart):
     def _has_tool_call(self, request: Any, state: RequestPhase) -> bool:
         if not self._tool_call or state.phase is not Phase.ANSWER:
             return False
-        # A tool-call marker that also ends thinking is counted among the think tokens, so the
-        # search begins that much earlier.
-        length = state.tokens_in_phase + self._longest_tool_call
-        return holds_any(request._output_token_ids[-length:], self._tool_call)
+        # A tool-call marker that also ends thinking is the answer's first.
+        begin = len(request._output_token_ids) - state.tokens_in_phase
+        return holds_any(request._output_token_ids[max(begin, 0) :], self._tool_call)
 
     def _count_hit(self, label: str, num_tokens: int) -> None:
         if num_tokens > 0:

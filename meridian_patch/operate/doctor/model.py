@@ -105,7 +105,7 @@ def _check_phases(folder: str, reasoning_parser: str | None) -> Iterator[Finding
     match = markers.match
     found_by = f"by {match.how} {match.evidence}" if match else "by the server's strings"
     yield AREA.ok("family", f"{boundaries.family}, found {found_by}")
-    texts = [f"{each.text!r}" for each in (*markers.start, *markers.end)]
+    texts = [f"{each.text!r}" for each in (*markers.start, *markers.end, *markers.implicit_end)]
     ids = f"start {_ids(boundaries.start)}, end {_ids(boundaries.end)}"
     if read.resolution.notes:
         yield AREA.warn(

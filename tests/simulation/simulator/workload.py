@@ -262,8 +262,7 @@ class Workload:
             ask.grammar_delay = rng.choice((0, 0, 1, 5, 60))
         if case.images != "none" and rng.random() < 0.5:
             self._add_images(rng, ask)
-        if case.fields == "varied" and not ask.script.rules:
-            self._vary(rng, ask)
+        self._vary(rng, ask)
         if rng.random() < 0.15:
             ask.extra = self._wishes(rng)
         if kind == "hostile":
@@ -293,6 +292,8 @@ class Workload:
         ))  # fmt: skip
 
     def _vary(self, rng: random.Random, ask: Ask) -> None:
+        if self._case.fields == "plain" or ask.script.rules:
+            return
         if rng.random() < 0.2:
             ask.sampling["min_tokens"] = least = rng.randrange(1, ask.max_tokens + 1)
             ask.script = replace(ask.script, least=least, stops=ask.stops)

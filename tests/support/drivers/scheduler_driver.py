@@ -55,6 +55,7 @@ class Job:
     Attributes:
         think_tokens: tokens before the end marker; None for a request that does not think.
         opening: the answer's first tokens, where they matter.
+        is_closed: whether the end marker stands behind the thought.
         max_tokens: of the output; with fewer than it wants to say it ends by its length.
     """
 
@@ -66,11 +67,12 @@ class Job:
     arrival_time: float = 0.0
     opening: tuple[int, ...] = ()
     max_tokens: int = 1500
+    is_closed: bool = True
 
     def token(self, index: int) -> int:
         """The output token at ``index``."""
-        thinking = 0 if self.think_tokens is None else self.think_tokens + 1
-        if index == thinking - 1:
+        thinking = 0 if self.think_tokens is None else self.think_tokens + self.is_closed
+        if self.is_closed and index == thinking - 1:
             return THINK_END
         if thinking <= index < thinking + len(self.opening):
             return self.opening[index - thinking]

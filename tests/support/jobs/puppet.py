@@ -36,11 +36,12 @@ def words(stem: str, number: int) -> list[str]:
     return [f" {stem}{index}" for index in range(number)]
 
 
-def tool_call(name: str, **arguments: str) -> list[str]:
-    """A call as ``--tool-call-parser qwen3_coder`` reads it, in a few tokens."""
+def tool_call(name: str, **arguments: str | list[str]) -> list[str]:
+    """A call as ``--tool-call-parser qwen3_coder`` reads it; a list has an argument's tokens."""
     parts = ["<tool_call>", f"\n<function={name}>"]
     for key, value in arguments.items():
-        parts += [f"\n<parameter={key}>\n", f"{value}\n</parameter>"]
+        *first, last = [value] if isinstance(value, str) else value
+        parts += [f"\n<parameter={key}>\n", *first, f"{last}\n</parameter>"]
     return [*parts, "\n</function>\n", "</tool_call>"]
 
 
