@@ -41,8 +41,10 @@ class RequestPhase:
     tokens_before: int
     # Index at which this request's own first thought begins.
     own_thought: int | None = None
-    # Where the prompt holds a boundary: those of the served model.
-    boundaries: Boundaries | None = None
+    # Where the prompt holds a boundary and was not searched yet: finds those of the served model.
+    matcher: BoundaryMatcher | None = None
+    # Index at which the first thought in the prompt begins, once the prompt was searched.
+    prompt_thought: int | None = None
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
     # Those among them that are tokens of end boundaries.
@@ -60,12 +62,12 @@ class RequestPhase:
     def first_thought(self) -> int | None:
         """Index at which the first thought begins; it may be an earlier turn's in the prompt.
 
-        The prompt is searched in each call: few requests are asked.
+        The prompt is searched in the first call: few requests are asked.
         """
-        found = None
-        if self.boundaries is not None:
-            found = find_first_thought(self.known[: self.given_tokens], self.boundaries)
-        return self.own_thought if found is None else found
+        if self.matcher is not None:
+            prompt = self.known[: self.given_tokens]
+            self.prompt_thought, self.matcher = find_first_thought(prompt, self.matcher), None
+        return self.own_thought if self.prompt_thought is None else self.prompt_thought
 
     @property
     def tokens_in_phase(self) -> int:
@@ -154,7 +156,7 @@ class PhaseTracker:
         state.given_tokens = given
         state.own_thought = own_thought
         if event is not Event.NONE:
-            state.boundaries = self._boundaries
+            state.matcher = self._matcher
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
