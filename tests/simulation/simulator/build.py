@@ -86,6 +86,7 @@ def surroundings(case: Case) -> Iterator[None]:
     variables = {
         # Neither arm is to be patched by the plug-in: both are built here.
         "MERIDIAN_PATCH": "0",
+        "MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS": "all",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if case.runner == "v2" else "0",
         **{f"MERIDIAN_PATCH_SET_{key}": value for key, value in _settings(case).items()},
     }
