@@ -61,6 +61,7 @@ SCHEDULER_CONTRACT: Final = Contract(
     ),
     reads=(
         "_pause_state",
+        "aux_output_connector",
         "block_size",
         "cache_config",
         "connector",

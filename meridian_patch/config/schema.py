@@ -56,7 +56,8 @@ class KvConfig(StrictModel):
     tiers: bool = Field(
         default=True,
         description="Evict blocks of finished thoughts before blocks that can be hit again. If "
-        "off, or with policy `noop`: vLLM's own order, least recently used first.",
+        "off, with policy `noop`, or where vLLM 0.32 returns routed experts: vLLM's own order, "
+        "least recently used first.",
     )
     retain_s: float = Field(
         default=300.0,
@@ -178,7 +179,12 @@ class ExitConfig(StrictModel):
         ge=1,
         description="EAT: upper bound of tokens between two probes, also within a paragraph.",
     )
-    probes_in_flight: int = Field(default=16, ge=1, description="EAT: most probes in one step.")
+    probes_in_flight: int = Field(
+        default=16,
+        ge=1,
+        description="EAT: most probes in one step; others that are due wait for the next step with "
+        "probes.",
+    )
     probe_every_steps: int = Field(
         default=8,
         ge=1,
@@ -338,6 +344,20 @@ RequestField = Literal[
 ]
 
 
+# What these may take from other requests is bounded by the configuration, whatever their values.
+_HARMLESS_FIELDS: list[RequestField] = [
+    "meridian_max_think_tokens",
+    "meridian_min_think_tokens",
+    "meridian_exit",
+    "meridian_eat_delta",
+    "meridian_rpdi_lambda",
+    "meridian_wrap_up",
+    "meridian_stop_scope",
+    "meridian_answer_reserve",
+    "meridian_history",
+]
+
+
 def _field_names(value: Any) -> Any:
     names = get_args(RequestField)
     if value == "all" or (isinstance(value, list) and all(name in names for name in value)):
@@ -349,10 +369,11 @@ class RequestsConfig(StrictModel):
     """Which options requests may set, and their defaults."""
 
     allowed_fields: Annotated[Literal["all"] | list[str], BeforeValidator(_field_names)] = Field(
-        default="all",
+        default=[*_HARMLESS_FIELDS],
         description="Fields of `vllm_xargs` that requests may set: `all`, or a list of "
         "[their names](requests.md); an empty list allows none. A request with another "
-        "`meridian_*` field is refused with HTTP 400.",
+        "`meridian_*` field is refused with HTTP 400. The default leaves out those that may "
+        "[take from other requests](security.md#what-a-request-may-set) without a bound.",
     )
     stop_scope: Literal["all", "answer"] = Field(
         default="all",

@@ -5,7 +5,7 @@ and have several spellings. One token takes O(1) amortised.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
@@ -37,7 +37,9 @@ class BoundaryMatcher:
         self._lengths: list[int] = [0]
         # Whether a state completes an end with which the answer begins.
         self._begins: list[bool] = [False]
-        self._endings: dict[int, list[tuple[TokenIds, Event]]] = {}
+        # The same sequences from their ends, without failure links.
+        self._edges_back: list[dict[int, int]] = [{}]
+        self._events_back: list[Event] = [Event.NONE]
         self._longest = 0
         # Tokens of the longest start sequence.
         self.longest_start = max(map(len, boundaries.start), default=0)
@@ -49,7 +51,7 @@ class BoundaryMatcher:
         self._failures = self._link()
         # Ids that open a turn of a prompt.
         self.turn_start = boundaries.turn_start
-        self._last_ids = self.turn_start.union(self._endings)
+        self._last_ids = self.turn_start.union(self._edges_back[ROOT])
         # First tokens of all sequences. In state ROOT, other tokens need no step.
         self.first_ids = frozenset(self._edges[ROOT])
 
@@ -76,7 +78,8 @@ class BoundaryMatcher:
         Boundaries before the turn that the prompt ends in are text of messages and do not count.
 
         Parts without the last token of any marker are skipped by one C call each, which takes about
-        12 ns per token instead of 60 ns in a loop.
+        12 ns per token instead of 60 ns in a loop. At such a token, no more is compared than equals
+        a marker, and one token.
 
         Args:
             token_ids: a prompt, and output behind it.
@@ -96,12 +99,29 @@ class BoundaryMatcher:
                     token_id = part[index - start]
                     if token_id in self.turn_start and index < num_prompt:
                         return Event.NONE, 0
-                    for sequence, event in self._endings.get(token_id, ()):
-                        begin = index + 1 - len(sequence)
-                        if begin >= 0 and tuple(token_ids[begin : index + 1]) == sequence:
+                    if token_id in last_ids:
+                        event, begin = self._ending_at(index, token_ids)
+                        if event:
                             return event, begin
             stop, size = start, _PART
         return Event.NONE, 0
+
+    def find_all(self, token_ids: Sequence[int]) -> Iterator[tuple[Event, int, int]]:
+        """Each boundary, its first index and the index behind it, in order of the latter.
+
+        Takes one pass, as far as it is iterated; parts without the first token of any marker are
+        skipped as in ``last_boundary``.
+        """
+        state, first_ids = ROOT, self.first_ids
+        for start in range(0, len(token_ids), _PART):
+            part = token_ids[start : start + _PART]
+            if state == ROOT and first_ids.isdisjoint(part):
+                continue
+            for behind, token_id in enumerate(part, start + 1):
+                if state != ROOT or token_id in first_ids:
+                    state, event = self.step(state, token_id)
+                    if event:
+                        yield event, behind - self._lengths[state], behind
 
     def state_after(self, token_ids: Sequence[int]) -> int:
         """State after ``token_ids``, which may end within a marker."""
@@ -110,27 +130,31 @@ class BoundaryMatcher:
             state, _ = self.step(state, token_id)
         return state
 
+    def _ending_at(self, last: int, token_ids: Sequence[int]) -> tuple[Event, int]:
+        """The longest boundary whose last token is at an index, and the index of its start."""
+        found = Event.NONE, 0
+        state = ROOT
+        for index in range(last, -1, -1):
+            state = self._edges_back[state].get(token_ids[index], ROOT)
+            if state == ROOT:
+                break
+            if self._events_back[state]:
+                found = self._events_back[state], index
+        return found
+
     def _insert(self, sequence: TokenIds, event: Event) -> None:
         if not sequence:
             raise ValueError("a boundary needs at least one token")
-        state = ROOT
-        for token_id in sequence:
-            if token_id not in self._edges[state]:
-                self._edges[state][token_id] = len(self._edges)
-                self._edges.append({})
-                self._events.append(Event.NONE)
-                self._lengths.append(0)
-                self._begins.append(False)
-            state = self._edges[state][token_id]
+        state = _add(sequence, self._edges, self._events)
+        missing = len(self._edges) - len(self._lengths)
+        self._lengths += [0] * missing
+        self._begins += [False] * missing
         if self._events[state] not in {Event.NONE, event}:
             raise ValueError(f"tokens {sequence} both open and end thinking")
         self._events[state] = event
         self._lengths[state] = len(sequence)
         self._longest = max(self._longest, len(sequence))
-        endings = self._endings.setdefault(sequence[-1], [])
-        endings.append((sequence, event))
-        # If one marker is the end of another, the longer one counts.
-        endings.sort(key=lambda ending: -len(ending[0]))
+        self._events_back[_add(sequence[::-1], self._edges_back, self._events_back)] = event
 
     def _state_of(self, sequence: TokenIds) -> int:
         state = ROOT
@@ -154,3 +178,15 @@ class BoundaryMatcher:
                     self._begins[child] = self._begins[failures[child]]
                 queue.append(child)
         return failures
+
+
+def _add(sequence: TokenIds, edges: list[dict[int, int]], events: list[Event]) -> int:
+    """State behind ``sequence``; states that are missing are added."""
+    state = ROOT
+    for token_id in sequence:
+        if token_id not in edges[state]:
+            edges[state][token_id] = len(edges)
+            edges.append({})
+            events.append(Event.NONE)
+        state = edges[state][token_id]
+    return state

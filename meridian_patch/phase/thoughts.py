@@ -1,47 +1,43 @@
 """Finds thoughts and markers in a sequence of tokens."""
 
 from collections.abc import Iterator, Sequence
-from heapq import merge
 
-from meridian_patch.phase.boundaries import Boundaries, TokenIds
+from meridian_patch.phase.boundaries import TokenIds
+from meridian_patch.phase.matcher import BoundaryMatcher, Event
 
 # A start and an end marker this close are not a thought: templates write an empty one for turns
 # without thinking, and system prompts may show the format.
 MAX_SHORT_TOKENS = 32
 
 
-def find_first_thought(token_ids: Sequence[int], boundaries: Boundaries) -> int | None:
+def find_first_thought(token_ids: Sequence[int], matcher: BoundaryMatcher) -> int | None:
     """Index of the first start marker without an end marker soon after it.
 
-    Takes one pass over the prompt for each way to write the start.
+    Takes one pass over the prompt at most.
 
     Args:
         token_ids: a prompt.
-        boundaries: boundaries of the served model.
+        matcher: finds the boundaries of the served model.
 
     Returns:
         None if the prompt contains no thought.
     """
-    found = (_find_open(token_ids, start, boundaries.end) for start in boundaries.start)
-    return min((index for index in found if index is not None), default=None)
+    # Starts without an end so far: index, and index behind it, which grows.
+    opened: list[tuple[int, int]] = []
+    for event, first, behind in matcher.find_all(token_ids):
+        if opened and first > opened[0][1] + MAX_SHORT_TOKENS:
+            break
+        if event is Event.START:
+            opened.append((first, behind))
+        else:
+            opened.clear()
+    # Of two spellings that overlap, the longer one may be found later.
+    return min(opened)[0] if opened else None
 
 
 def holds_any(token_ids: Sequence[int], sequences: tuple[TokenIds, ...]) -> bool:
     """Whether ``token_ids`` contains one of ``sequences``."""
     return any(next(_places(token_ids, sequence), None) is not None for sequence in sequences)
-
-
-def _find_open(token_ids: Sequence[int], start: TokenIds, ends: tuple[TokenIds, ...]) -> int | None:
-    """The first place of ``start`` with no end marker within ``MAX_SHORT_TOKENS`` after it."""
-    closing = merge(*(_places(token_ids, end) for end in ends))
-    end = next(closing, None)
-    for index in _places(token_ids, start):
-        begin = index + len(start)
-        while end is not None and end < begin:
-            end = next(closing, None)
-        if end is None or end > begin + MAX_SHORT_TOKENS:
-            return index
-    return None
 
 
 def _places(token_ids: Sequence[int], sequence: TokenIds) -> Iterator[int]:

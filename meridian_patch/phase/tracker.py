@@ -46,6 +46,10 @@ class RequestPhase:
     # Whether text before a thought that the model opens itself is reasoning, and its tokens.
     counts_preamble: bool = False
     preamble_tokens: int = 0
+    # Where the prompt was not searched yet: finds the boundaries of the served model.
+    matcher: BoundaryMatcher | None = None
+    # Index at which the first thought in the prompt begins, once the prompt was searched.
+    prompt_thought: int | None = None
     # Accepted think tokens of earlier phases.
     think_tokens_before: int = 0
     # Those among them that are tokens of end boundaries.
@@ -65,12 +69,12 @@ class RequestPhase:
     def first_thought(self) -> int | None:
         """Index at which the first thought begins; it may be an earlier turn's in the prompt.
 
-        The prompt is searched in each call: few requests are asked.
+        The prompt is searched in the first call: few requests are asked.
         """
-        found = None
-        if self.boundaries is not None:
-            found = find_first_thought(self.known[: self.given_tokens], self.boundaries)
-        return self.own_thought if found is None else found
+        if self.matcher is not None:
+            prompt = self.known[: self.given_tokens]
+            self.prompt_thought, self.matcher = find_first_thought(prompt, self.matcher), None
+        return self.own_thought if self.prompt_thought is None else self.prompt_thought
 
     @property
     def given_think_tokens(self) -> int:
@@ -179,7 +183,7 @@ class PhaseTracker:
         state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, given)
         state.given_tokens = given
         state.own_thought = own_thought
-        state.boundaries = self._boundaries
+        state.boundaries, state.matcher = self._boundaries, self._matcher
         # What follows a thought that the prompt closes is an answer to every parser.
         if self._boundaries is not None and event is Event.NONE:
             state.counts_preamble = self._boundaries.counts_preamble

@@ -4,12 +4,22 @@ import pytest
 import yaml
 
 from meridian_patch.config.families import load_families
+from meridian_patch.engine.api import exit_summary
 
 
 @pytest.fixture(autouse=True)
 def no_exit(monkeypatch):
     """No probe mixes with the requests that a test is about."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "off")
+
+
+@pytest.fixture(autouse=True)
+def all_fields(monkeypatch):
+    """Requests may set every field of ours; tests of the default take this back."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS", "all")
+    exit_summary.allowed_fields.cache_clear()
+    yield
+    exit_summary.allowed_fields.cache_clear()
 
 
 @pytest.fixture

@@ -278,15 +278,29 @@ def test_many_thoughts_share_steps_with_probes(driver_for):
     assert len(seen) > 7 * len(steps)
 
 
-@pytest.mark.parametrize("in_flight", [2, 16])
-def test_probes_that_find_no_room_follow_in_the_next_steps(driver_for, in_flight):
+def test_the_limit_of_probes_keeps_their_steps_apart(driver_for):
+    """More thoughts than may be probed at a time: no step is slower than without them for that."""
+    driver = driver_for(EXIT__PROBE_EVERY_STEPS="8", EXIT__PROBES_IN_FLIGHT="2")
+    for number in range(8):
+        driver.add(thinker(f"r{number}", 300))
+    seen = watch(driver)
+    driver.drain()
+    steps = Counter(each.step for each in seen)
+    assert set(steps.values()) == {2}
+    assert min(later - step for step, later in pairwise(sorted(steps))) >= 8
+    # Nor does any thought go without.
+    assert min(Counter(each.parent for each in seen).values()) > 5
+    assert is_empty(driver)
+
+
+@pytest.mark.parametrize("lacks", ["tokens", "seats"])
+def test_probes_that_find_no_room_follow_in_the_next_steps(driver_for, lacks):
     """No step that left some out starts a pause: one such step in eight would not keep up."""
     number, gap = 8, str(4 * BLOCK_SIZE)
     driver = driver_for(
         EXIT__PROBE_EVERY_STEPS="8",
         EXIT__PROBE_MIN_GAP_TOKENS=gap,
         EXIT__PROBE_MAX_GAP_TOKENS=gap,
-        EXIT__PROBES_IN_FLIGHT=str(in_flight),
     )
     scheduler = driver.scheduler
     for one in range(number):
@@ -299,9 +313,11 @@ def test_probes_that_find_no_room_follow_in_the_next_steps(driver_for, in_flight
         asked.update({(parent.request_id, tokens): driver.steps}) or ask(parent, probe, tokens)
     )
     suffix = probes.suffix_tokens
-    if in_flight > number:
-        # As if the policy cut each step: it has room for a probe or two.
+    # As if the policy cut each step, or others ran: it has room for a probe or two.
+    if lacks == "tokens":
         scheduler.max_num_scheduled_tokens = number + BLOCK_SIZE + suffix
+    else:
+        scheduler.max_num_active_reqs = number + 2
     seen = watch(driver)
     driver.drain()
     probed = {(each.parent, each.length - suffix): each.step for each in seen}
@@ -325,10 +341,10 @@ def test_probes_that_find_no_room_follow_in_the_next_steps(driver_for, in_flight
 def test_a_probe_is_sampled_as_its_parent_and_asks_for_nothing_more(asked):
     """Else a probe would choose the sampler's path for the whole batch."""
     parent = SamplingParams(max_tokens=50, **asked)
-    probe = sampled_as(parent)
+    probe = sampled_as(parent, 90)
     alike = ("temperature", "top_p", "top_k", "min_p")
     assert [getattr(probe, name) for name in alike] == [getattr(parent, name) for name in alike]
-    plain = SamplingParams(max_tokens=1, detokenize=False)
+    plain = SamplingParams(max_tokens=1, detokenize=False, routed_experts_prompt_start=90)
     others = set(SamplingParams.__struct_fields__) - set(alike)
     assert {name: getattr(probe, name) for name in others} == {
         name: getattr(plain, name) for name in others

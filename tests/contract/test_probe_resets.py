@@ -1,9 +1,13 @@
 """Probes and cache resets, pauses and resumed answers, on the real scheduler."""
 
+from unittest.mock import Mock
+
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import BLOCK_SIZE, Job
+from stub_connector import StubConnector
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc
 
 from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.phase.tracker import Phase
@@ -152,3 +156,44 @@ def test_everything_is_aborted_with_probes_under_way(driver):
     driver.drain()
     assert not exceptions(driver)
     assert is_empty(driver)
+
+
+def test_a_pause_that_keeps_requests_is_over_with_a_probe_between_its_chunks(
+    is_async, monkeypatch, demo_model
+):
+    """With a connector upstream waits for every request that it does not count, as probes are."""
+    in_chunks = {"long_prefill_token_threshold": 4}
+    driver = exit_driver(
+        monkeypatch, demo_model, is_async=is_async, engine_args=in_chunks, **PROBED
+    )
+    scheduler = driver.scheduler
+    probes = scheduler.early_exit.probes
+    scheduler.connector = StubConnector()
+    for name in ("one", "two", "three"):
+        driver.add(thinker(name, 300))
+    step_until(
+        driver, lambda: any(scheduler.requests[each].is_prefill_chunk for each in probes.live)
+    )
+    engine = waiting_engine(scheduler)
+    paused = engine.pause_scheduler("keep", clear_cache=False)
+    for _ in range(4):
+        driver.step()
+    assert not engine.has_work()
+    engine._notify_idle_state_callbacks()
+    assert paused.done()
+    made = probes.num_probes
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    for _ in range(60):
+        driver.step()
+    assert probes.num_probes > made + 5
+    scheduler.connector = None
+    driver.drain()
+    assert is_empty(driver)
+
+
+def waiting_engine(scheduler):
+    """The part of vLLM's engine that waits until a pause is over."""
+    engine = object.__new__(EngineCoreProc)
+    engine.scheduler, engine.model_executor = scheduler, Mock()
+    engine.engines_running, engine.batch_queue, engine._idle_state_callbacks = False, None, []
+    return engine

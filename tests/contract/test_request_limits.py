@@ -146,3 +146,41 @@ def test_a_field_that_is_not_allowed_is_ignored_and_counted(demo_model, settings
     assert ignored == {"ignored_field:meridian_priority": 1, "ignored_field:meridian_itl_ms": 1}
     driver.drain()
     assert not totals.get("fallback:exception")
+
+
+def ended_of_two_clients(driver, fields):
+    """Requests that two clients with four at a time each got answered; one sets ``fields``."""
+    made = dict.fromkeys(("eager", "plain"), 0)
+    for _ in range(1500):
+        for client in made:
+            while sum(name.startswith(client) for name in driver.scheduler.requests) < 4:
+                made[client] += 1
+                name = f"{client}{made[client]}"
+                asked = fields if client == "eager" else None
+                driver.add(job(name, hash_of(name), think=40, answer=10), extra_args=asked)
+        driver.step()
+    return {client: number - 4 for client, number in made.items()}
+
+
+def hash_of(name):
+    return sum(map(ord, name)) * 1000
+
+
+@pytest.mark.parametrize("fields", [{"meridian_priority": -4}, {"meridian_itl_ms": 1e-9}])
+def test_by_default_equal_clients_are_served_alike(demo_model, settings, monkeypatch, fields):
+    """One asks for more; the field is ignored where it comes past the API server."""
+    monkeypatch.delenv("MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS")
+    driver = driver_for(demo_model, blocks=200, max_num_seqs=2, max_num_batched_tokens=BUDGET)
+    ended = ended_of_two_clients(driver, fields)
+    assert ended["plain"] > 20
+    assert abs(ended["eager"] - ended["plain"]) <= 2
+    totals = driver.scheduler.phase_counters.totals
+    assert totals[f"ignored_field:{next(iter(fields))}"] == ended["eager"] + 4
+
+
+def test_where_priorities_are_allowed_one_client_goes_first(demo_model, settings):
+    """So they are not, by default."""
+    settings(REQUESTS__ALLOWED_FIELDS="[meridian_priority]")
+    driver = driver_for(demo_model, blocks=200, max_num_seqs=2, max_num_batched_tokens=BUDGET)
+    ended = ended_of_two_clients(driver, {"meridian_priority": -4})
+    assert ended["eager"] > 3 * ended["plain"]

@@ -1,9 +1,19 @@
 """Who makes room for a request that lacks a seat, on vLLM's real scheduler."""
 
 import pytest
-from full_pool import filled_driver, job, newcomer, num_preempted_for_room, share_time_alone
+from full_pool import (
+    filled_driver,
+    job,
+    newcomer,
+    num_preempted_for_room,
+    share_time_alone,
+    taught_driver,
+)
 from scheduler_driver import BLOCK_SIZE, aligned_mamba, full_attention, sliding_window
 from vllm.v1.request import RequestStatus
+from vllm.v1.worker import worker_base
+
+from meridian_patch.patching.candidate import MARK
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +100,26 @@ def test_no_seat_is_taken_while_prompts_use_up_the_step(demo_model):
         waited = waited + 1 if before else 0
         # A step may pass between a preemption and the admission.
         assert waited <= 1
+
+
+@pytest.mark.parametrize("mode", ["off", "observe", "enforce"])
+def test_a_seat_is_taken_beside_those_kept_for_probes(demo_model, monkeypatch, mode):
+    """In mode enforce one seat of sixteen is kept; all others are taken, and one comes free."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", mode)
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__EAT_WARMUP_PROBES", "1000")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__RPDI", "false")
+    monkeypatch.setattr(worker_base.WorkerBase, MARK, "worker", raising=False)
+    driver = taught_driver(demo_model, is_async=False, blocks=900, max_num_seqs=16)
+    for place in range(18):
+        driver.add(job(f"thinker {place}", 70 + place, think=1200, answer=5))
+    for _ in range(260):
+        driver.step()
+    scheduler = driver.scheduler
+    waiting = len(scheduler.waiting)
+    assert waiting == (3 if mode == "enforce" else 2)
+    driver.add(job("new", 99, prompt=40, think=30, answer=3))
+    new = scheduler.requests["new"]
+    for _ in range(12):
+        driver.step()
+    assert new.status == RequestStatus.RUNNING
+    assert num_preempted_for_room(driver)

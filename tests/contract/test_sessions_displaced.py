@@ -9,7 +9,8 @@ from full_pool import (
     share_time_alone,
     taught_driver,
 )
-from tier_driver import SYNC_AND_ASYNC, step_until
+from scheduler_driver import Driver, engine_config
+from tier_driver import SYNC_AND_ASYNC, scheduler_class, step_until
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.phase.tracker import Phase
@@ -104,3 +105,29 @@ def test_a_session_that_goes_on_stays_ahead_of_later_requests(demo_model):
         driver.add(job(f"later{number}", 60 + number))
     waiting = [each.request_id for each in driver.scheduler.waiting]
     assert waiting == ["s", "later0", "later1", "later2"]
+
+
+@pytest.mark.parametrize("is_stock", [True, False], ids=["stock", "ours"])
+def test_a_paused_session_that_never_ran_waits_behind_loaded_requests(demo_model, is_stock):
+    """It holds no blocks. One that was preempted holds none either, and is kept apart all the same.
+
+    vLLM's own tests pause a session so; its engine pauses none before it ran.
+    """
+    config = engine_config(demo_model, is_async=False, blocks=BLOCKS)
+    chosen = None if is_stock else scheduler_class(is_async=False)
+    driver = Driver.build(chosen, config, is_async=False, tiered=not is_stock)
+    scheduler = driver.scheduler
+    paused, preempted, loading = (
+        driver.send_chunk(job(name, 60 + number))
+        for number, name in enumerate(("paused", "preempted", "loading"))
+    )
+    for request in (paused, preempted, loading):
+        scheduler.waiting.remove_request(request)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS if request is loading else PAUSED
+    preempted.num_preemptions = 1
+    scheduler.num_waiting_for_streaming_input = 2
+    for request in (paused, preempted, loading):
+        scheduler._enqueue_waiting_request(request)
+    holding = {request.request_id for request in scheduler.kv_holding_waiting}
+    assert holding == {"loading"} | (set() if is_stock else {"preempted"})
+    assert paused in scheduler.waiting

@@ -86,8 +86,7 @@ def allowed(monkeypatch):
         monkeypatch.setenv("MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS", fields)
         exit_summary.allowed_fields.cache_clear()
 
-    yield allow
-    exit_summary.allowed_fields.cache_clear()
+    return allow
 
 
 @pytest.mark.parametrize("fields", ["[meridian_exit]", "[]"])
@@ -100,6 +99,36 @@ def test_a_field_that_is_not_allowed_is_refused(allowed, fields):
     error = create_error_response(got.value).error
     assert (error.code, error.param) == (400, "vllm_xargs")
     assert f"expected only: {fields.strip('[]') or 'none'}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_allowed"),
+    [
+        ("meridian_priority", -1, False),
+        ("meridian_itl_ms", 40, False),
+        ("meridian_loop_min_count", 3, False),
+        ("meridian_loop_max_pattern_size", 8, False),
+        ("meridian_loop_min_pattern_size", 8, False),
+        ("meridian_exit_patterns", [[65]], False),
+        ("meridian_exit", "enforce", True),
+        ("meridian_max_think_tokens", 8, True),
+        ("meridian_min_think_tokens", 8, True),
+        ("meridian_eat_delta", 0.1, True),
+        ("meridian_rpdi_lambda", 2.0, True),
+        ("meridian_wrap_up", "", True),
+        ("meridian_stop_scope", "answer", True),
+    ],
+)
+def test_by_default_no_field_takes_from_others(allowed, monkeypatch, field, value, is_allowed):
+    """What costs others more than a bound of the configuration is refused."""
+    allowed("all")
+    monkeypatch.delenv("MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS")
+    params = SamplingParams(extra_args={field: value})
+    if is_allowed:
+        assert process(params) == ("r", 0)
+    else:
+        with pytest.raises(ValueError, match=f"field {field} is not allowed on this server"):
+            process(params)
 
 
 def test_an_allowed_field_passes(allowed):

@@ -19,6 +19,7 @@ THINK_START, THINK_END = 256, 257
 ANSWER = re.compile(r"\d(\nFrom [^\n]* we get \w=\d\.)?")
 # The tiny reasoner's thoughts have no blank lines, so a probe is due by distance.
 ENFORCE = {
+    "REQUESTS__ALLOWED_FIELDS": "all",
     "EXIT__MODE": "enforce",
     "EXIT__MIN_THINK_TOKENS": "24",
     "EXIT__EAT_WARMUP_PROBES": "2",

@@ -106,6 +106,15 @@ def test_a_reserve_that_leaves_nothing_to_think_is_http_400(server, path, is_str
     assert "meridian_answer_reserve is 300, expected less than max_tokens, which is 300" in message
 
 
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS, RESPONSES))
+def test_by_default_a_field_that_takes_from_others_is_http_400(server, path):
+    """No client goes before an equal one because it says so."""
+    status, text = post(server, path, vllm_xargs={"meridian_priority": -1})
+    assert status == 400
+    message = json.loads(text)["error"]["message"]
+    assert "vllm_xargs field meridian_priority is not allowed on this server" in message
+
+
 def test_an_endpoint_without_a_patch_of_its_own_refuses_too(server):
     """The input processor stands behind all of them."""
     status, text = post(server, "/v1/messages", vllm_xargs={"meridian_exit": "on"})

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meridian_patch.phase.boundaries import Boundaries
+from meridian_patch.phase.matcher import BoundaryMatcher
 from meridian_patch.phase.tracker import Phase, RequestPhase
 from meridian_patch.policy.retention import (
     Retention,
@@ -27,7 +28,7 @@ EARLIER = RequestPhase(
     0,
     tokens_before=100,
     given_tokens=100,
-    boundaries=Boundaries("test", ((START,),), ((END,),), (END,)),
+    matcher=BoundaryMatcher(Boundaries("test", ((START,),), ((END,),), (END,))),
 )
 
 

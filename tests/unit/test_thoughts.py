@@ -1,16 +1,27 @@
 """Where the first thought of a request stands."""
 
+import random
+
 import pytest
 from spoken import SpokenTracker
 
+from meridian_patch.config.families import load_families
 from meridian_patch.phase.boundaries import Boundaries
-from meridian_patch.phase.thoughts import MAX_SHORT_TOKENS, find_first_thought, holds_any
+from meridian_patch.phase.matcher import BoundaryMatcher
+from meridian_patch.phase.thoughts import MAX_SHORT_TOKENS, holds_any
+from meridian_patch.phase.thoughts import find_first_thought as find
+from meridian_patch.phase.tracker import PhaseTracker
 
 START, END, WORD, LINE = 1, 2, 9, 10
 SIMPLE = Boundaries("test", ((START,),), ((END,),), (END,))
 LONG = Boundaries("test", ((5, 6, 7),), ((8, 8, 3),), (8, 8, 3))
 # Two spellings of each marker; the short start is the tail of the long one.
 SPELLINGS = Boundaries("test", ((5, 6), (4, 5, 6)), ((8,), (7, 7)), (8,))
+PROMPT_TOKENS = 4096
+
+
+def find_first_thought(tokens, boundaries):
+    return find(tokens, BoundaryMatcher(boundaries))
 
 
 @pytest.mark.parametrize(
@@ -84,18 +95,93 @@ def test_holds_any():
     assert not holds_any([3, 4], ())
 
 
-def test_a_prompt_of_markers_takes_one_pass():
-    """Where an end stands behind sixteen starts, none is searched for anew from each of them."""
-    seen = []
+class Counted(list):
+    """Tokens that count how often one of them is read, also by the slices of them."""
 
-    class Prompt(list):
-        def index(self, *where):
-            seen.append(where)
-            return super().index(*where)
+    def __init__(self, tokens, reads):
+        super().__init__(tokens)
+        self.reads = reads
 
-    prompt = Prompt(([START] * 16 + [END]) * 64)
-    assert find_first_thought(prompt, SIMPLE) is None
-    assert len(seen) <= prompt.count(START) + prompt.count(END) + 2
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        if not isinstance(place, slice):
+            self.reads.append(1)
+            return found
+        self.reads.append(len(found))
+        return Counted(found, self.reads)
+
+    def __iter__(self):
+        self.reads.append(len(self))
+        return super().__iter__()
+
+
+def in_characters(family):
+    """Boundaries of a model without tokens of its own for its markers: one per character."""
+    pairs = [(family.start, family.end), *((each.start, each.end) for each in family.alternatives)]
+    starts, ends = (
+        tuple({tuple(map(ord, text)): None for text in texts}) for texts in zip(*pairs, strict=True)
+    )
+    return Boundaries(family.family, starts, ends, ends[0])
+
+
+def from_ids(family):
+    """Boundaries by a family's documented token ids."""
+    ids = family.documented_ids
+    return Boundaries(family.family, (tuple(ids.start),), (tuple(ids.end),), tuple(ids.end))
+
+
+FAMILIES = [loaded.family for loaded in load_families().values()]
+OF_SEVERAL = [in_characters(family) for family in FAMILIES] + [
+    from_ids(family)
+    for family in FAMILIES
+    if family.documented_ids.start
+    and family.documented_ids.end
+    and max(len(family.documented_ids.start), len(family.documented_ids.end)) > 1
+]
+
+
+def stuffed_prompts(boundaries):
+    """Prompts of markers, of parts of markers, and of empty thoughts."""
+    for start in boundaries.start:
+        yield from ((*start, *end) for end in boundaries.end)
+    for marker in (*boundaries.start, *boundaries.end):
+        yield from (marker, marker[:-1], marker[1:], marker[:1], marker[-1:])
+
+
+@pytest.mark.parametrize("boundaries", OF_SEVERAL, ids=lambda each: each.family)
+def test_a_prompt_of_markers_is_read_a_few_times(boundaries):
+    """Whatever it is stuffed with, and however often its first thought is asked for."""
+    for piece in filter(None, stuffed_prompts(boundaries)):
+        reads = []
+        prompt = Counted((piece * PROMPT_TOKENS)[:PROMPT_TOKENS], reads)
+        tracker = PhaseTracker(boundaries)
+        tracker.add("r", prompt)
+        for _ in range(3):
+            _ = tracker.get("r").first_thought
+        assert sum(reads) <= 7 * PROMPT_TOKENS, piece
+
+
+def first_by_definition(tokens, boundaries):
+    """The first start with no end within so many tokens behind it, by looking at every place."""
+    for first in range(len(tokens)):
+        for start in boundaries.start:
+            behind = first + len(start)
+            if tuple(tokens[first:behind]) != start:
+                continue
+            near = [tokens[at : at + 3] for at in range(behind, behind + MAX_SHORT_TOKENS + 1)]
+            ends = boundaries.end
+            if not any(tuple(part[: len(end)]) == end for part in near for end in ends):
+                return first
+    return None
+
+
+@pytest.mark.parametrize("boundaries", [SIMPLE, LONG, SPELLINGS])
+def test_the_first_thought_is_that_of_the_definition(boundaries):
+    rng = random.Random(3)
+    pieces = [*boundaries.start, *boundaries.end, (WORD,), (WORD,) * 20, (LINE,) * 12, (5,), (8,)]
+    for _ in range(400):
+        tokens = [token for _ in range(rng.randrange(12)) for token in rng.choice(pieces)]
+        assert find_first_thought(tokens, boundaries) == first_by_definition(tokens, boundaries)
 
 
 def routed(boundaries, prompt, *steps):

@@ -52,6 +52,7 @@ DEEP = {
     "MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS": "200",
     "MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD": "1.0",
     "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
+    "MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS": "[meridian_priority]",
 }
 DEEP_RUNNING, DEEP_SETTLING, DEEP_PREEMPTED = 64, 150, 40
 HEADINGS = ("running", "waiting", "call", "arm", "p50", "p99", "extra over stock", "own")

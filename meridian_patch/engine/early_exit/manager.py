@@ -182,6 +182,7 @@ class EarlyExit:
         """
         self.forced_closes.arrange(current_step)
         if self.probes is not None:
+            self.probes.rest()
             self.probes.share_seats(is_kept=self._keeps_seats)
             if may_probe:
                 self.probes.offer(token_budget)
@@ -194,10 +195,13 @@ class EarlyExit:
         """
         if self.forced_closes.skips_adapter:
             return 0
-        probes = self.probes
-        if probes is None or not self._keeps_seats:
-            return None
-        return all_seats - probes.kept_seats(all_seats) + len(probes.live)
+        kept = self.kept_seats(all_seats)
+        return all_seats - kept + self.num_probes if kept else None
+
+    def kept_seats(self, all_seats: int) -> int:
+        """Number of seats, of ``all_seats``, that requests leave to probes; live ones hold some."""
+        probes = self.probes if self._keeps_seats else None
+        return 0 if probes is None else probes.kept_seats(all_seats)
 
     @property
     def _keeps_seats(self) -> bool:

@@ -180,10 +180,17 @@ class Probes:
             self._abort(name)
 
     def recall(self) -> None:
-        """Abort live probes and make them due again, because the KV cache is about to be reset."""
+        """Abort live probes and make them due again: the cache is to be reset, or all is paused."""
         for name, due in list(self._live.items()):
             self._abort(name)
             self._due.setdefault(due.parent.request_id, due)
+
+    def rest(self) -> None:
+        """Recall live probes while the scheduler computes nothing; call before each step."""
+        # Load-bearing: with a connector, upstream takes requests that it does not count, as probes,
+        # for ended ones that still hold blocks. It waits for these before such a pause is complete.
+        if self._live and self._scheduler._pause_state is PauseState.PAUSED_ALL:
+            self.recall()
 
     def offer(self, token_budget: int | None = None) -> None:
         """Put due probes at the front of the waiting queue; call before a step is scheduled.
@@ -213,7 +220,7 @@ class Probes:
         admit one, starts a pause of ``every_steps`` - 1 steps; any other step with tokens shortens
         the pause by one. There is no pause while the step had too few tokens or seats for all
         that are due: with a budget that the policy lowers, a step in ``every_steps`` would not keep
-        up.
+        up. There is one where the limit of live probes kept some out, or it would bound nothing.
         """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
@@ -287,13 +294,16 @@ class Probes:
     def _choose(self, token_budget: int | None) -> list[_Due]:
         """The due probes that the next step has room for, the longest due first."""
         chosen: list[_Due] = []
-        places = min(self._num_places(), self.seats.places)
+        most, seats = self._num_allowed(), min(free_seats(self._scheduler), self.seats.places)
         tokens_left = self._num_tokens_left(token_budget)
         context_left = self._limits.context_tokens
         blocks_left, manager = self._num_blocks_left(), self._scheduler.kv_cache_manager
         for due in self._due.values():
             if not self._is_ready(due):
                 continue
+            if len(chosen) >= most:
+                # The operator's limit; those that are left are due in the next step with probes.
+                break
             cached = self._num_cached(due.prefix_tokens)
             # Load-bearing: upstream pads a single token to a decode with drafts.
             least = 1 + self._scheduler.num_spec_tokens
@@ -310,7 +320,7 @@ class Probes:
             tokens_left -= own_tokens
             blocks_left -= blocks
             context_left -= due.prefix_tokens
-            self._is_short = tokens_left < 0 or len(chosen) >= places
+            self._is_short = tokens_left < 0 or len(chosen) >= seats
             if self._is_short or blocks_left < 0 or (chosen and context_left < 0):
                 break
             chosen.append(due)
@@ -341,7 +351,7 @@ class Probes:
         request = ProbeRequest(
             request_id=name,
             prompt_token_ids=token_ids,
-            sampling_params=sampled_as(parent.sampling_params),
+            sampling_params=sampled_as(parent.sampling_params, len(token_ids)),
             pooling_params=None,
             client_index=parent.client_index,
             arrival_time=parent.arrival_time,
@@ -359,7 +369,11 @@ class Probes:
 
     def _num_places(self) -> int:
         """Upper bound of new probes in a step; avoids making probes that cannot be scheduled."""
-        return min(self._limits.in_flight - len(self._live), free_seats(self._scheduler))
+        return min(self._num_allowed(), free_seats(self._scheduler))
+
+    def _num_allowed(self) -> int:
+        """Number of new probes that the limit of live ones allows."""
+        return self._limits.in_flight - len(self._live)
 
     def _num_blocks_left(self) -> int:
         """Upper bound of the KV blocks that the next step's probes may take."""
@@ -396,8 +410,8 @@ class Probes:
         return int(due.prefix_tokens // per_hash)
 
 
-def sampled_as(asked: SamplingParams) -> SamplingParams:
-    """Sampling parameters of a probe, from those of its parent.
+def sampled_as(asked: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    """Sampling parameters of a probe of so many tokens, from those of its parent.
 
     Load-bearing: one greedy request in a batch, or one with a seed, makes model runner V2 leave its
     fused sampler for a fallback that is compiled at first use. Penalties, biases, bad words,
@@ -411,6 +425,9 @@ def sampled_as(asked: SamplingParams) -> SamplingParams:
         min_p=asked.min_p,
         max_tokens=1,
         detokenize=False,
+        # Load-bearing: vLLM returns routed experts from this prompt token on. Without it a probe
+        # would ship those of its parent's whole prefix.
+        routed_experts_prompt_start=num_prompt_tokens,
     )
 
 

@@ -270,6 +270,19 @@ def build_kv_tiers(
             "--no-enable-prefix-caching to have them"
         )
         return None
+    # Load-bearing: vLLM 0.32 keeps the routed experts of cached blocks in a store that evicts in
+    # the order in which stock frees the blocks. A request that hits a block takes its rows from
+    # there, and where they are gone the worker raises and the engine ends. The store of vLLM 0.33
+    # keeps what the KV cache has, and this method bounds each hit by it.
+    if scheduler.aux_output_connector and not hasattr(
+        scheduler.aux_output_connector, "max_cache_hit"
+    ):
+        _tell_inactive(
+            "with --enable-return-routed-experts vLLM 0.32 has the routed experts of a cached "
+            "block only for as long as stock keeps the block. Use vLLM 0.33, or leave the option "
+            "out, to have them"
+        )
+        return None
     return KVTiers(
         manager,
         tracker,

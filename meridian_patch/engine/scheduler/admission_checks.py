@@ -23,7 +23,15 @@ MOST_LOOKED_AT = 16
 
 def lacks_seat(scheduler: Any) -> bool:
     """Whether as many requests run as may."""
-    return num_seated(scheduler) >= int(scheduler.max_num_active_reqs)
+    return num_seated(scheduler) >= num_seats(scheduler)
+
+
+def num_seats(scheduler: Any) -> int:
+    """Seats of requests and of live probes: all but those that are kept free for more probes."""
+    seats = int(scheduler.max_num_active_reqs)
+    early_exit = scheduler.early_exit
+    kept = early_exit.kept_seats(seats) if early_exit else 0
+    return min(seats, seats - kept + early_exit.num_probes) if kept else seats
 
 
 def num_seated(scheduler: Any) -> int:

@@ -138,9 +138,11 @@ class PhaseScheduling(UpstreamScheduler):
 
     def _holds_kv_blocks(self, request: Any) -> bool:
         # Load-bearing: upstream expects all paused sessions in the queue of those that hold blocks.
-        # It passes them over there, and subtracts them from that queue's length.
+        # It passes them over there, and subtracts them from that queue's length. One without blocks
+        # was preempted before it was paused.
         is_paused = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
-        return is_paused or bool(super()._holds_kv_blocks(request))
+        was_preempted = is_paused and request.num_preemptions > 0
+        return was_preempted or bool(super()._holds_kv_blocks(request))
 
     def _handle_stopped_request(self, request: Any) -> bool:
         is_finished = bool(super()._handle_stopped_request(request))

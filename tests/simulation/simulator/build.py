@@ -89,6 +89,7 @@ def surroundings(case: Case) -> Iterator[None]:
         "MERIDIAN_PATCH": "0",
         # The tiny reasoner's own length is 4,096, and it is not run.
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS": "all",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if case.runner == "v2" else "0",
         **{f"MERIDIAN_PATCH_SET_{key}": value for key, value in _settings(case).items()},
     }
