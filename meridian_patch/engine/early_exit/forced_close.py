@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import vllm
 from numpy.typing import NDArray
-from packaging.version import Version
 from vllm.v1.core.sched.output import GrammarOutput
 
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 from meridian_patch.telemetry.counters import LeftOut
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 # Mask word of a row that allows every token.
 _FREE = -1
 # From this release on, every request has one row plus one for each draft that it may have.
-_HAS_FIXED_ROWS = Version(vllm.__version__).release >= (0, 33)
+_HAS_FIXED_ROWS = is_release("0.33")
 
 
 @dataclass(slots=True)
