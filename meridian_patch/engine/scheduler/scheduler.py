@@ -131,7 +131,8 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("before_update", scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if self._stopped_preempted:
-            put_back(self, self._stopped_preempted)
+            is_ordered = not self.policy_part.rules.are_all_off
+            put_back(self, self._stopped_preempted, to_front=is_ordered)
             self._stopped_preempted.clear()
         self._parts.call("after_update", scheduler_output, result)
         return result
