@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import (
     count_shared,
+    drops_last_block,
     full_attention,
     held_tokens,
     is_own,
@@ -118,8 +119,7 @@ def whole_blocks(scheduler: Any, request: Any) -> int:
     if manager.prefix_cache_lookup_enabled(request):
         held = held_tokens(manager, request, request.num_tokens)
     full = list(full_attention(manager))
-    if held and manager.coordinator.eagle_group_ids:
-        # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+    if held and drops_last_block(manager):
         held = max(held - max(group.block_size for group in full), 0)
     # Load-bearing: this call has no side effect, and caps what a sliding window or a recurrent
     # state holds, as upstream's own admission check does.
