@@ -17,6 +17,7 @@ from meridian_patch.engine.kv_cache.shared_blocks import (
     is_own,
 )
 from meridian_patch.engine.scheduler.waiting_order import first
+from meridian_patch.engine.upstream import is_release
 
 # At most so many waiting requests are examined: vLLM may skip many of them.
 MOST_LOOKED_AT = 16
@@ -66,6 +67,16 @@ def first_ready(scheduler: Any) -> Any | None:
         if not lora or not adapter or adapter in adapters or len(adapters) < lora.max_loras:
             return request
     return None
+
+
+def miscounts_adapters(scheduler: Any) -> bool:
+    """Whether upstream may admit a LoRA adapter for which it has no slot.
+
+    Load-bearing: vLLM 0.32 counts only the adapters of the requests in the step. If it admitted
+    another one beside a running request that is left out of the step, the running requests could
+    have more adapters than slots, and an assertion would fail.
+    """
+    return bool(scheduler.lora_config) and not is_release("0.33")
 
 
 def num_steps_until_admitted(scheduler: Any) -> int:

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler.admission_checks import taken_blocks
+from meridian_patch.engine.scheduler.admission_checks import miscounts_adapters, taken_blocks
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
@@ -294,12 +294,10 @@ class StepLimiter:
     def _may_skip_adapter(self, scheduler: Any) -> bool:
         """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
 
-        No request must be admitted then. Load-bearing: upstream counts only the adapters of the
-        requests in the step. If it admitted another adapter, the running requests could have more
-        adapters than slots, and an assertion would fail.
+        No request must be admitted then (see ``miscounts_adapters``).
         """
         return (
-            bool(scheduler.lora_config)
+            miscounts_adapters(scheduler)
             and self._chunks.may_skip_running
             and any(request.lora_request for request in self._prefilling)
         )
@@ -311,7 +309,7 @@ class StepLimiter:
         victim may still be written, or a connector is about to free some, upstream stops at a
         request that gets no block, preempts none, and goes on to the waiting ones.
         """
-        if not scheduler.lora_config or scheduler.connector is None:
+        if not miscounts_adapters(scheduler) or scheduler.connector is None:
             return False
         if not any(request.lora_request for request in scheduler.running):
             return False
