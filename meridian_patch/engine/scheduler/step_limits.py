@@ -228,7 +228,7 @@ class StepLimiter:
             # No prompt is computed whatever the budget, and no request is admitted.
             return StepLimits()
         # Before room is made, because prompts in progress take blocks for so many tokens.
-        budget = self._cut_budget(scheduler, now_s)
+        budget = self._cut_budget(scheduler, now_s, len(answers))
         max_active = None
         if budget is not None and self._may_skip_adapter(scheduler):
             if not answers:
@@ -272,11 +272,18 @@ class StepLimiter:
                 scheduler.waiting,
             )
 
-    def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
-        """Lowered token budget of the next step; None: stock's."""
+    def _cut_budget(self, scheduler: Any, now_s: float, num_waiting: int) -> int | None:
+        """Lowered token budget of the next step; None: stock's.
+
+        Args:
+            scheduler: the phase-aware scheduler.
+            now_s: time of the monotonic clock.
+            num_waiting: answers that were preempted. Where all are, a cut would shorten the steps
+                of none, and only lengthen the prompts that they wait for.
+        """
         if not self._rules.step_cut:
             return None
-        if not self._answer_pacing and not self.is_answered_elsewhere:
+        if len(self._answer_pacing) <= num_waiting and not self.is_answered_elsewhere:
             return None
         least = self._chunks.least_prefill(scheduler, self._prefilling)
         if least is None:
