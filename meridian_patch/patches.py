@@ -111,7 +111,11 @@ SCHEDULER_CONTRACT: Final = Contract(
 
 SCHEDULER: Final = Patch(
     name="scheduler",
-    sites=(Site("vllm.v1.core.sched.scheduler", "Scheduler"),),
+    sites=(
+        Site("vllm.v1.core.sched.scheduler", "Scheduler"),
+        # For a cast alone; vLLM 0.32 has none.
+        Site("vllm.v1.fault_tolerance.engine_core_sentinel", "Scheduler", is_optional=True),
+    ),
     build="meridian_patch.engine.scheduler.scheduler:build_phase_scheduler",
     versions=SUPPORTED,
     contract=SCHEDULER_CONTRACT,

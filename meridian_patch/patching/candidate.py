@@ -1,6 +1,5 @@
 """A patch on its way to being applied."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ class Candidate:
         outcome: what became of it so far.
         checks: what was looked at so far.
         cause: the exception behind a failed check, if there was one.
-        modules: the sites' modules, in the order of the sites.
+        bindings: each site that this release has, with its module; set when resolved.
         original: the class the sites hold, once resolved.
         replacement: the class to bind there, once built.
     """
@@ -30,7 +29,7 @@ class Candidate:
     outcome: Outcome = Outcome.DISABLED
     checks: list[Check] = field(default_factory=list)
     cause: Exception | None = None
-    modules: list[ModuleType] = field(default_factory=list)
+    bindings: list[tuple[Site, ModuleType]] = field(default_factory=list)
     original: type = object
     replacement: type = object
 
@@ -39,13 +38,9 @@ class Candidate:
         """True once a hard check failed."""
         return self.outcome in {Outcome.VERSION_MISMATCH, Outcome.CONTRACT_BROKEN}
 
-    def bindings(self) -> Iterator[tuple[Site, ModuleType]]:
-        """Each site with its module."""
-        return zip(self.patch.sites, self.modules, strict=True)
-
     def overwritten(self) -> str | None:
         """What stands at a site instead of the replacement once applied, or None."""
-        for site, module in self.bindings():
+        for site, module in self.bindings:
             found = vars(module).get(site.attribute)
             if found is not self.replacement:
                 return f"{site} is {describe(found)}, expected {describe(self.replacement)}"

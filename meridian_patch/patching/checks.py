@@ -63,9 +63,11 @@ def resolve(candidate: Candidate) -> None:
             return
         # vars, not getattr: a module's __getattr__ could answer with something that is not bound.
         if site.attribute not in vars(module):
+            if site.is_optional:
+                continue
             candidate.failed("sites", f"{site} does not exist")
             return
-        candidate.modules.append(module)
+        candidate.bindings.append((site, module))
         found.append(vars(module)[site.attribute])
     original = found[0]
     if not isinstance(original, type):
@@ -80,14 +82,14 @@ def resolve(candidate: Candidate) -> None:
     elif f"{original.__module__}:{original.__qualname__}" != str(definition):
         candidate.failed("sites", f"{definition} was replaced by {describe(original)}")
     else:
-        for site, value in zip(candidate.patch.sites, found, strict=True):
+        for (site, _), value in zip(candidate.bindings, found, strict=True):
             if value is not original:
                 candidate.failed(
                     "sites", f"{site} is {describe(value)}, expected {describe(original)}"
                 )
                 return
         candidate.original = original
-        candidate.passed("sites", ", ".join(str(site) for site in candidate.patch.sites))
+        candidate.passed("sites", ", ".join(str(site) for site, _ in candidate.bindings))
 
 
 def check_contract(candidate: Candidate, tree: SourceTree, entry: Entry) -> None:

@@ -110,7 +110,7 @@ class Registry:
                     "replaced it first"
                 )
         for record in undone:
-            for site, module in reversed(list(record.bindings())):
+            for site, module in reversed(record.bindings):
                 setattr(module, site.attribute, record.original)
             name = record.patch.name
             self._reports[name] = replace(
@@ -172,7 +172,7 @@ def _check_and_build(candidates: Sequence[Candidate], upstream: Upstream) -> Non
 
 def _assign(candidates: Sequence[Candidate]) -> None:
     """Bind every replacement; on an error bind the originals again, in reverse."""
-    bindings = [(each, site, module) for each in candidates for site, module in each.bindings()]
+    bindings = [(each, site, module) for each in candidates for site, module in each.bindings]
     for n_assigned, (candidate, site, module) in enumerate(bindings):
         try:
             setattr(module, site.attribute, candidate.replacement)

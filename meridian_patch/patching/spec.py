@@ -10,10 +10,17 @@ Process = Literal["api_server", "engine_core", "worker", "any"]
 
 @dataclass(frozen=True)
 class Site:
-    """A module global that is looked up when an engine is built."""
+    """A module global that is looked up when an engine is built.
+
+    Attributes:
+        module: full name of the module.
+        attribute: the global.
+        is_optional: the module has no such global in some supported releases.
+    """
 
     module: str
     attribute: str
+    is_optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}:{self.attribute}"

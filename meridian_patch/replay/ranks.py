@@ -170,6 +170,8 @@ def make_front(front_class: type, number: int) -> Any:
     front.lb_engines = [[0, 0, 0.0] for _ in range(number)]
     front.engine_inflight = Counter()
     front.reqs_in_flight = {}
+    # vLLM 0.32 has none.
+    front.streaming_reqs = set()
     front.client_count = 1
     front.client_index = 0
     front.eng_start_index = 0

@@ -8,6 +8,8 @@ from tier_driver import driver_for
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.upstream import is_release
+
 PAUSED = RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
@@ -104,7 +106,27 @@ def test_a_pause_waits_for_what_runs_beside_such_a_session(demo_model):
 
 def test_a_session_with_a_queued_chunk_is_not_put_behind_all(demo_model):
     """Upstream enqueues a session that goes on ahead of all (kv_holding_waiting)."""
+    assert waiting_behind_a_turn(learnt(demo_model, is_async=True))[0] == "s"
+
+
+def test_the_queue_is_sorted_beside_a_session_with_a_queued_chunk(demo_model):
+    """A request that is preempted afterwards is found, and put at its place."""
     driver = learnt(demo_model, is_async=True)
+    waiting_behind_a_turn(driver)
+    order, waiting = driver.scheduler.step_limiter.waiting_order, driver.scheduler.waiting
+    places = [order._place(request) for request in waiting]
+    assert places == sorted(places)
+
+
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM loses such a session before 0.33")
+def test_without_rules_it_waits_where_vllm_puts_it(demo_model, monkeypatch):
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    waiting = waiting_behind_a_turn(learnt(demo_model, is_async=True))
+    assert waiting == ["later0", "later1", "later2", "s"]
+
+
+def waiting_behind_a_turn(driver):
+    """Who waits after the turn of a preempted session ended, whose next chunk is there."""
     scheduler = driver.scheduler
     first = job("s", 100, prompt=40, think=5, answer=2)
     session = driver.send_chunk(first)
@@ -119,4 +141,4 @@ def test_a_session_with_a_queued_chunk_is_not_put_behind_all(demo_model):
             for number in range(3):
                 driver.add(job(f"later{number}", 400 + number))
             scheduler.max_num_active_reqs = 0
-    assert next(iter(scheduler.waiting)).request_id == "s"
+    return [request.request_id for request in scheduler.waiting]

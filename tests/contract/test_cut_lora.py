@@ -15,6 +15,7 @@ from stub_connector import StubConnector
 from tier_driver import driver_for, pool_of, preempt, step_until
 from vllm.lora.request import LoRARequest
 
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.phase.tracker import Phase
 
 # A step that answers has room for a block of a prompt and half of the next.
@@ -73,6 +74,16 @@ def test_no_other_adapter_comes_in_while_a_cut_passes_one_over(cut):
     add(cut, "other", 2, 4, think=200)
     cut.drain()
     assert cut.deliveries["second"][-1] < cut.deliveries["other"][0]
+    assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
+
+
+def test_vllm_counts_the_adapters_of_all_that_run_from_0_33_on(cut):
+    """A request without an adapter need not wait for the one that a cut passes over."""
+    read_beside_prompts(cut)
+    add(cut, "plain", 0, 4, think=200)
+    cut.drain()
+    is_beside = cut.deliveries["plain"][0] < cut.deliveries["second"][0]
+    assert is_beside is is_release("0.33")
     assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
 
 

@@ -1,5 +1,6 @@
 """The commands that the pages mark as run end as they say, and vLLM's options exist."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,12 +10,15 @@ import pytest
 from docs_blocks import PAGES, ROOT, blocks, words
 from fake_server import serving
 from missing import skip_but_in_ci
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from meridian_patch import envs
+from meridian_patch.engine.upstream import is_release
 
+cli_args = importlib.import_module(
+    f"vllm.entrypoints.{'common' if is_release('0.33') else 'launchers'}.cli_args"
+)
 BLOCKS = blocks()
 RUN = sorted({command for block in BLOCKS if block.kind == "run" for command in block.commands})
 # README.md shows these in one block with commands that need a server of their own.
@@ -86,7 +90,7 @@ def test_the_key_is_asked_for_where_the_page_on_security_says():
 
 def test_options_of_vllm_exist():
     """Each option of vLLM that a page names is one of its server's parser."""
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     known = {option for action in parser._actions for option in action.option_strings}
     assert "--max-num-seqs" in known
     named = set(re.findall(r"`(--[a-z][a-z-]+)", (ROOT / "docs" / "tune.md").read_text()))

@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 import exit_driver as exits_of
 import pytest
+import scheduler_driver
 from exit_driver import exit_driver, is_empty, thinker
 from scheduler_driver import BLOCK_SIZE, Job, engine_config, sliding_window
+from tier_driver import let_eagle_draft, pool_of
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from meridian_patch.engine.early_exit.probes import sampled_as
+from meridian_patch.engine.upstream import is_release
 
 # Probed at every turn, and closed by none.
 PROBED = {
@@ -199,9 +203,7 @@ def test_a_probe_may_come_in_chunks(driver_for):
 def test_a_block_that_eagle_drops_is_computed_again(driver_for):
     """A hit ends a block earlier where EAGLE drafts; probes are made by that."""
     driver = driver_for(tiered=True)
-    coordinator = driver.scheduler.kv_cache_manager.coordinator
-    coordinator.eagle_group_ids = {0}
-    coordinator.single_type_managers[0].use_eagle = True
+    let_eagle_draft(driver)
     for number in range(3):
         driver.add(thinker(f"r{number}", 200, prompt_tokens=31 + 9 * number))
     seen = watch(driver)
@@ -211,6 +213,52 @@ def test_a_block_that_eagle_drops_is_computed_again(driver_for):
     for each in seen:
         full = (each.length - suffix) // BLOCK_SIZE * BLOCK_SIZE
         assert each.computed == each.length - max(full - BLOCK_SIZE, 0)
+    assert is_empty(driver)
+
+
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM drops a block of each before 0.33")
+def test_a_block_that_eagle_does_not_drop_is_not_computed_again(driver_for):
+    """A cache group may be flagged as a drafter's and drop nothing."""
+    driver = driver_for(tiered=True)
+    let_eagle_draft(driver)
+    coordinator = driver.scheduler.kv_cache_manager.coordinator
+    coordinator.drop_eagle_group_ids = set()
+    coordinator.single_type_managers[0].use_eagle = False
+    probes = driver.scheduler.early_exit.probes
+    driver.add(thinker("r", 200))
+    seen = watch(driver)
+    driver.drain()
+    assert seen
+    assert probes._num_cached(2 * BLOCK_SIZE) == 2 * BLOCK_SIZE
+    for each in seen:
+        assert each.computed == each.length - probes._num_cached(each.length - probes.suffix_tokens)
+    assert is_empty(driver)
+
+
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM hashes so from 0.33 on")
+def test_a_block_is_found_once_the_tokens_that_its_hash_covers_are_there(driver_for, monkeypatch):
+    """Where EAGLE drafts, a hash covers tokens behind its block, which a probe has others of."""
+    ahead = 2
+    monkeypatch.setattr(
+        scheduler_driver,
+        "get_request_block_hasher",
+        lambda size, function: get_request_block_hasher(size, function, ahead),
+    )
+    driver = driver_for(tiered=True)
+    driver.scheduler.num_hash_lookahead_tokens = ahead
+    pool_of(driver).num_hash_lookahead_tokens = ahead
+    for number in range(3):
+        driver.add(thinker(f"r{number}", 200, prompt_tokens=31 + 9 * number))
+    seen = watch(driver)
+    driver.drain()
+    suffix = driver.scheduler.early_exit.probes.suffix_tokens
+    late = 0
+    for each in seen:
+        prefix = each.length - suffix
+        whole = prefix // BLOCK_SIZE * BLOCK_SIZE
+        late += each.computed > each.length - whole
+        assert each.computed <= each.length - max(prefix - ahead, 0) // BLOCK_SIZE * BLOCK_SIZE
+    assert late
     assert is_empty(driver)
 
 

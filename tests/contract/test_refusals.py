@@ -10,10 +10,14 @@ from scheduler_driver import (
     make_prompt,
     sliding_window,
 )
-from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
+from tier_driver import SYNC_AND_ASYNC, driver_for, let_eagle_draft, preempt, step_until
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.scheduler.admission_checks import freed_blocks, taken_blocks
+from meridian_patch.engine.scheduler.admission_checks import (
+    freed_blocks,
+    taken_blocks,
+    whole_blocks,
+)
 from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.phase.tracker import Phase
 
@@ -50,10 +54,7 @@ def test_what_a_request_lacks_is_what_upstream_says(demo_model, shared, spare, w
     manager = driver.scheduler.kv_cache_manager
     manager.watermark_blocks = watermark
     if eagle:
-        manager.coordinator.eagle_group_ids = {0}
-        # From 0.33 on another attribute says whose last block is dropped.
-        manager.coordinator.drop_eagle_group_ids = {0}
-        manager.coordinator.single_type_managers[0].use_eagle = True
+        let_eagle_draft(driver)
     refusals, taken = refused(driver, shared=shared)
     new = driver.scheduler.requests["new"]
     missing, hits = refusals.num_missing(new), (9 - eagle) * bool(shared)
@@ -66,6 +67,22 @@ def test_what_a_request_lacks_is_what_upstream_says(demo_model, shared, spare, w
     assert (refusals.last is None) is is_in
     assert refusals.num_missing(new) == (0 if is_in else 1)
     assert refusals.num_missing(driver.scheduler.requests["runs"]) == 0
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["drops", "flagged alone"])
+def test_a_shared_prefix_ends_before_the_block_that_eagle_drops(demo_model, drops):
+    """From vLLM 0.33 on a cache group may be flagged as a drafter's and drop nothing."""
+    driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+    let_eagle_draft(driver)
+    manager = driver.scheduler.kv_cache_manager
+    if not drops:
+        manager.coordinator.drop_eagle_group_ids = set()
+    driver.add(job("runs", 1, prompt=330, think=400))
+    driver.step()
+    head = driver.scheduler.requests["runs"].prompt_token_ids[:319]
+    driver.add(Job("new", (*head, *make_prompt(random.Random(9), 80, thinks=True, shared=9)), 2, 3))
+    whole = whole_blocks(driver.scheduler, driver.scheduler.requests["new"])
+    assert whole == -(-399 // BLOCK_SIZE) - (9 - drops) + manager.watermark_blocks
 
 
 def test_a_refusal_is_forgotten_with_its_request(demo_model):

@@ -5,10 +5,11 @@ import random
 
 import pytest
 from scheduler_driver import BLOCK_SIZE, STEP_S, TOKEN_S, Job, make_prompt
-from tier_driver import SYNC_AND_ASYNC, driver_for, step_until
+from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.v1.core.sched.interface import PauseState
 
 from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.phase.tracker import Phase
 
 BUDGET = 512
@@ -87,13 +88,25 @@ def test_a_seeded_prompt_comes_whole_on_a_cpu(demo_model, policy):
     assert max(driver.step().num_scheduled_tokens.values()) < 400
 
 
-@pytest.mark.parametrize("cadence", [1, 8])
-def test_a_lone_prompt_beside_a_reader_ends_in_bounded_time(demo_model, policy, cadence):
-    """At any prefill cadence of the engine: three times what stock takes."""
+@pytest.mark.parametrize(
+    ("cadence", "own"),
+    [
+        (1, 1),
+        (8, 1),
+        pytest.param(
+            1, 8, marks=pytest.mark.skipif(not is_release("0.33"), reason="vLLM's from 0.33 on")
+        ),
+    ],
+    ids=["none", "engine core's", "scheduler's own"],
+)
+def test_a_lone_prompt_beside_a_reader_ends_in_bounded_time(demo_model, policy, cadence, own):
+    """At any prefill cadence: three times what stock takes."""
     seconds = {}
     for name in ("noop", "latency"):
         policy(name=name)
-        driver = driver_for(demo_model, blocks=200, max_num_batched_tokens=BUDGET)
+        driver = driver_for(
+            demo_model, blocks=200, max_num_batched_tokens=BUDGET, prefill_schedule_interval=own
+        )
         learn(driver)
         driver.add(job("reader", 50, think=5, answer=600))
         step_until(driver, "reader", Phase.ANSWER, 10)
@@ -106,6 +119,51 @@ def test_a_lone_prompt_beside_a_reader_ends_in_bounded_time(demo_model, policy, 
             driver.step()
         seconds[name] = driver.now_s - begun_s
     assert seconds["latency"] <= 3.1 * seconds["noop"]
+
+
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM has this cadence from 0.33 on")
+def test_the_schedulers_own_cadence_is_known_before_the_step(demo_model, policy):
+    """A step that may compute no prompts has none, and no more steps are taken for such."""
+    policy(answer_itl_ms=20.0)
+    driver = driver_for(
+        demo_model, blocks=200, max_num_batched_tokens=BUDGET, prefill_schedule_interval=4
+    )
+    learn(driver)
+    driver.add(job("reader", 50, think=5, answer=600))
+    step_until(driver, "reader", Phase.ANSWER, 10)
+    driver.add(job("long", 51, prompt=1900, think=5, answer=5))
+    limiter, steps = driver.scheduler.step_limiter, []
+    while not driver.deliveries["long"]:
+        tokens = driver.step().num_scheduled_tokens
+        steps.append((limiter._may_prefill, "long" in tokens))
+    # The step in which the prompt waits for its turn first, and the one that decodes after it.
+    assert all(may == has for may, has in steps[1:-1])
+    assert steps.count((False, False)) >= 6
+
+
+@SYNC_AND_ASYNC
+def test_an_answer_that_waits_alone_is_held_up_by_no_cut(demo_model, policy, is_async):
+    """No other answer is read: a cut would only lengthen the prompt that it waits for."""
+    policy(answer_itl_ms=20.0)
+    driver = driver_for(
+        demo_model,
+        is_async=is_async,
+        blocks=200,
+        max_num_batched_tokens=BUDGET,
+        long_prefill_token_threshold=200,
+    )
+    learn(driver)
+    driver.add(job("reader", 50, think=5, answer=300))
+    step_until(driver, "reader", Phase.ANSWER)
+    driver.add(job("long", 51, prompt=1900, think=5, answer=5))
+    for _ in range(3):
+        driver.step()
+    preempt(driver, "reader")
+    for _ in range(2):
+        if "reader" in driver.step().num_scheduled_tokens:
+            break
+    assert driver.scheduler.requests["reader"] in driver.scheduler.running
+    assert driver.scheduler.requests["long"].is_prefill_chunk
 
 
 def test_no_step_is_cut_while_no_request_answers(demo_model, policy):

@@ -25,11 +25,14 @@ from meridian_patch.engine.api import exit_summary
 from meridian_patch.engine.api.input_check import build_input_processor
 from meridian_patch.engine.api.reasoning_usage import PROGRESS
 from meridian_patch.engine.api.request_state import build_request_state
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.exit.actions import Close, ExitReport, Outcome
 from meridian_patch.patching.candidate import MARK
 
 EAT = ExitReport(Outcome("eat", 800, None, 0), 812)
 SUMMARY = {"exit_reason": "eat", "think_tokens": 812}
+# From vLLM 0.33 on a session's queue keeps its turns apart.
+SESSION_QUEUE = getattr(upstream, "StreamingInputOutputCollector", upstream.RequestOutputCollector)
 CONNECTOR = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
 
@@ -161,7 +164,7 @@ class Frontend:
     def __init__(self, kind=RequestOutputKind.DELTA, n=1, *, is_session=False):
         self.processor = upstream.OutputProcessor(None, log_stats=False)
         params = SamplingParams(output_kind=kind, detokenize=False, n=n, max_tokens=8)
-        self.queue = upstream.RequestOutputCollector(kind, "r")
+        self.queue = (SESSION_QUEUE if is_session else upstream.RequestOutputCollector)(kind, "r")
         whole = request("r", params)
         parent = ParentRequest(whole) if n > 1 else None
         for index in range(n):
@@ -255,6 +258,7 @@ def test_each_turn_of_a_session_has_its_own():
 
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "not told"])
+@pytest.mark.skipif(is_release("0.33"), reason="vLLM merges turns before 0.33")
 def test_two_turns_that_are_read_at_once_say_how_the_last_one_ended(is_told):
     """vLLM merges them, and the reason of the end is the last turn's, too."""
     frontend = Frontend(is_session=True)
@@ -265,6 +269,23 @@ def test_two_turns_that_are_read_at_once_say_how_the_last_one_ended(is_told):
     both = frontend.seen().outputs[0]
     assert list(both.token_ids) == [5, 5]
     assert both.meridian == ({"exit_reason": "natural", "think_tokens": 3} if is_told else {})
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM keeps turns apart from 0.33 on")
+def test_two_turns_that_are_read_late_say_how_each_of_them_ended():
+    """Outputs within the second turn are merged, and have its last summary."""
+    frontend = Frontend(is_session=True)
+    frontend.take(output(finished=True, outcome=EAT))
+    frontend.send_chunk()
+    frontend.take(output())
+    natural = ExitReport(Outcome("natural", 3, None, 0), 3)
+    frontend.take(output(finished=True, outcome=natural))
+    first, second = frontend.seen().outputs[0], frontend.seen().outputs[0]
+    assert first.meridian == SUMMARY
+    assert list(second.token_ids) == [5, 5]
+    assert second.meridian == {"exit_reason": "natural", "think_tokens": 3}
+    assert getattr(second, PROGRESS) is not getattr(first, PROGRESS)
 
 
 @pytest.mark.usefixtures("patched")

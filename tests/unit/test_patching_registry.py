@@ -127,6 +127,19 @@ def test_missing_site_is_refused(toy: Toy, site: Site, problem: str) -> None:
     assert problem in refusal((replace(TURBO, sites=(site,)),), toy.upstream)
 
 
+def test_a_site_that_some_releases_lack_is_bound_where_it_is(toy: Toy) -> None:
+    """Where it is absent the patch is applied without it."""
+    absent = Site("toy.base", "Engine", is_optional=True)
+    holder = Site("toy.holder", "Held", is_optional=True)
+    patch = replace(ENGINE, sites=(*ENGINE_SITES, absent, holder))
+    with applied((patch,), toy.upstream) as (report,):
+        assert report.outcome is Outcome.APPLIED
+        assert report.stale == ()
+        assert bound(holder) is bound(ENGINE_SITES[0])
+    assert bound(holder) is bound(ENGINE_SITES[0])
+    assert not hasattr(importlib.import_module("toy.base"), "Engine")
+
+
 def test_failed_build_leaves_everything_as_it_was(toy: Toy) -> None:
     """One factory that raises stops all patches, and its exception is the cause."""
     broken = replace(TURBO, build="toy_build:fail")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # Stands in for .venv/bin/python: notes what it is asked for, and fails where it is told to.
 PYTHON = """#!/bin/sh
 echo "$*" >> calls
-echo "said by: $*"
+echo "said by $0: $*"
 case "$*" in
 *"${FAILS:-nothing}"*) exit 1 ;;
 esac
@@ -25,10 +25,13 @@ def run(tmp_path):
     A call fails where ``text`` is in its arguments.
     """
     (tmp_path / "scripts").mkdir()
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    pythons = [f"{venv}/bin/python" for venv in (".venv", ".venv-0.33.0")]
+    for name in pythons:
+        (tmp_path / name).parent.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
-    nothing = dict.fromkeys(("scripts/setup", "scripts/get_prometheus"), "#!/bin/sh\n")
-    for name, text in {".venv/bin/python": PYTHON, **nothing}.items():
+    scripts = ("scripts/setup", "scripts/get_prometheus", "scripts/vllm_on_cpu")
+    nothing = dict.fromkeys(scripts, "#!/bin/sh\n")
+    for name, text in {**dict.fromkeys(pythons, PYTHON), **nothing}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
@@ -64,6 +67,50 @@ def test_every_test_is_in_one_lane(run, options, kernels, marked, beside):
     wanted = [f"-m {kernels} tests/kernels", f"-m {marked} --ignore {beside}"]
     assert asked == sorted([*wanted, f"-m {marked} {beside}"])
     assert "every gate passed" in said
+
+
+RUNNERS = " ".join(
+    f"tests/engine/test_identity.py::test_greedy_tokens_are_stock_{where}"
+    for where in ("in_an_ample_pool", "on_model_runner_v2")
+)
+
+
+def test_another_release_is_tested_in_its_own_environment(run):
+    """With one engine test per model runner, and without what reads no other release."""
+    code, said, asked = run("--vllm", "0.33")
+    others = f"-m not nightly tests/unit tests/property tests/simulation {RUNNERS}"
+    assert code == 0
+    assert asked == ["-m not nightly tests/contract", others]
+    assert "said by .venv-0.33.0/bin/python: " in said
+    assert "said by .venv/bin/python: " not in said
+    _, _, asked = run("--vllm", "0.33", "--all")
+    assert asked == ["-m  --ignore tests/engine", "-m  tests/engine", "-m  tests/kernels"]
+    _, _, asked = run("--vllm", "0.33.0", "tests/unit/test_policy.py")
+    assert asked == ["-m not nightly tests/unit/test_policy.py"]
+
+
+def test_another_release_is_tested_beside_the_engines_of_this_one(run):
+    """Behind all other tests of the first lane; where one fails it is named."""
+    gate = "pytest on vLLM 0.33.0"
+    code, said, asked = run("--and-vllm", "0.33", fails="tests/contract")
+    folders = "tests/unit tests/property tests/contract tests/simulation"
+    assert code == 1
+    assert len(asked) == 4
+    chosen = f"-m pytest -m not nightly {folders} {RUNNERS}"
+    assert f"said by .venv-0.33.0/bin/python: -P {chosen}\n" in said
+    assert said.endswith(f"scripts/test: FAILED: {gate}\n")
+
+
+def test_a_release_is_a_number(run, tmp_path):
+    (tmp_path / "calls").touch()
+    done = subprocess.run(
+        [tmp_path / "scripts" / "test", "--vllm", "--fast"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--vllm is followed by '--fast', expected a release such as 0.33" in done.stderr
 
 
 def test_arguments_go_to_pytest_as_they_are(run):

@@ -83,8 +83,9 @@ def build_request_state(original: type) -> type:
         def _is_merged_into(self, thinking: dict[str, Any]) -> bool:
             """Whether vLLM merges the next output into one with this summary."""
             # Load-bearing: the output that was not read yet; it is replaced unless it aggregates.
+            # From vLLM 0.33 on the queue of a session has a backlog, and merges within turns alone.
             queue = self.queue
-            if queue is None or not queue.aggregate:
+            if queue is None or not queue.aggregate or hasattr(queue, "_backlog"):
                 return False
             completions = getattr(queue.output, "outputs", ())
             return any(getattr(each, KEY, None) is thinking for each in completions)

@@ -9,11 +9,10 @@ The tokens are forced with the bit masks that vLLM applies for structured output
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import vllm
-from packaging.version import Version
 from vllm.v1.core.sched.output import GrammarOutput
 
 from meridian_patch.engine.early_exit.mask_rows import MaskRows
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # From this release on, every request has one row plus one for each draft that it may have.
-_HAS_FIXED_ROWS = Version(vllm.__version__).release >= (0, 33)
+_HAS_FIXED_ROWS = is_release("0.33")
 
 
 @dataclass(slots=True)

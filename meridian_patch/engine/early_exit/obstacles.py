@@ -7,6 +7,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import worker_base
 
 from meridian_patch.engine.handoff.layout import NIXL_CONNECTORS
+from meridian_patch.engine.kv_cache.shared_blocks import tokens_behind_hits
 from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
@@ -69,9 +70,7 @@ def against_probes(scheduler: Any, boundaries: Boundaries) -> Iterator[Finding]:
             Obstacle.KV_CONNECTOR,
             f"the KV connector {type(connector).__name__} would see the probes",
         )
-    # Load-bearing: with EAGLE drafts, the last block of a hit is computed again.
-    blocks = 2 if scheduler.kv_cache_manager.coordinator.eagle_group_ids else 1
-    most_tokens = blocks * scheduler.block_size + len(boundaries.probe)
+    most_tokens = scheduler.block_size + tokens_behind_hits(scheduler) + len(boundaries.probe)
     if most_tokens > scheduler.max_num_scheduled_tokens:
         yield Finding(
             Obstacle.STEP_TOKENS,

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probe_seats import ProbeSeats, free_seats
-from meridian_patch.engine.kv_cache.shared_blocks import held_tokens
+from meridian_patch.engine.kv_cache.shared_blocks import held_tokens, tokens_behind_hits
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
@@ -399,11 +399,8 @@ class Probes:
 
     def _num_cached(self, prefix_tokens: int) -> int:
         """Tokens of a prefix that a probe finds in the cache."""
-        blocks = prefix_tokens // self._block_size
-        # Load-bearing: with EAGLE drafts, the last block of a hit is computed again.
-        if blocks and self._scheduler.kv_cache_manager.coordinator.eagle_group_ids:
-            blocks -= 1
-        return int(blocks * self._block_size)
+        before = max(prefix_tokens - tokens_behind_hits(self._scheduler), 0)
+        return before // self._block_size * self._block_size
 
     def _num_shared_hashes(self, due: _Due) -> int:
         per_hash = self._scheduler.kv_cache_manager.block_pool.hash_block_size

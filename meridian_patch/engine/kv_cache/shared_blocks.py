@@ -40,6 +40,21 @@ def held_tokens(manager: Any, request: Any, tokens: int) -> int:
     return common
 
 
+def drops_last_block(manager: Any) -> bool:
+    """Whether the last block of a hit is computed again, as where EAGLE drafts."""
+    coordinator = manager.coordinator
+    # Load-bearing: from vLLM 0.33 on a group may be flagged and drop nothing.
+    return bool(getattr(coordinator, "drop_eagle_group_ids", coordinator.eagle_group_ids))
+
+
+def tokens_behind_hits(scheduler: Any) -> int:
+    """Tokens that must stand behind a block for a hit to end with it."""
+    if drops_last_block(scheduler.kv_cache_manager):
+        return int(scheduler.block_size)
+    # Load-bearing: from vLLM 0.33 on a block's hash may cover tokens behind it, for EAGLE.
+    return int(getattr(scheduler, "num_hash_lookahead_tokens", 0))
+
+
 def full_attention(manager: Any) -> Iterator[Any]:
     """The cache groups that keep every block of a request."""
     for group in manager.coordinator.single_type_managers:

@@ -11,11 +11,13 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import (
     count_shared,
+    drops_last_block,
     full_attention,
     held_tokens,
     is_own,
 )
 from meridian_patch.engine.scheduler.waiting_order import first
+from meridian_patch.engine.upstream import is_release
 
 # At most so many waiting requests are examined: vLLM may skip many of them.
 MOST_LOOKED_AT = 16
@@ -75,6 +77,16 @@ def first_ready(scheduler: Any) -> Any | None:
     return None
 
 
+def miscounts_adapters(scheduler: Any) -> bool:
+    """Whether upstream may admit a LoRA adapter for which it has no slot.
+
+    Load-bearing: vLLM 0.32 counts only the adapters of the requests in the step. If it admitted
+    another one beside a running request that is left out of the step, the running requests could
+    have more adapters than slots, and an assertion would fail.
+    """
+    return bool(scheduler.lora_config) and not is_release("0.33")
+
+
 def num_steps_until_admitted(scheduler: Any) -> int:
     """Steps to be scheduled before a request takes the room that a preemption makes now.
 
@@ -126,8 +138,7 @@ def whole_blocks(scheduler: Any, request: Any) -> int:
     if manager.prefix_cache_lookup_enabled(request):
         held = held_tokens(manager, request, request.num_tokens)
     full = list(full_attention(manager))
-    if held and manager.coordinator.eagle_group_ids:
-        # Load-bearing: where EAGLE drafts, the last block of a hit is computed again.
+    if held and drops_last_block(manager):
         held = max(held - max(group.block_size for group in full), 0)
     # Load-bearing: this call has no side effect, and caps what a sliding window or a recurrent
     # state holds, as upstream's own admission check does.

@@ -13,6 +13,7 @@ from meridian_patch.engine.scheduler.admission_checks import (
     MOST_LOOKED_AT,
     freed_blocks,
     lacks_seat,
+    miscounts_adapters,
     num_steps_until_admitted,
     taken_blocks,
     takes_seat,
@@ -295,8 +296,9 @@ class Displacing:
             self._held, self._held_at = requests, step
         elif step - self._held_at >= scheduler.vllm_config.max_concurrent_batches:
             return False
+        miscounts = miscounts_adapters(scheduler)
         for request in requests:
-            self.skips_adapter |= request.lora_request is not None
+            self.skips_adapter |= miscounts and request.lora_request is not None
             # Load-bearing: `schedule()` first counts the step, and then leaves out each running
             # request that is eligible in a later step only.
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 2)

@@ -111,10 +111,11 @@ class PhaseScheduling(UpstreamScheduler):
         self._switch_off(self._guard.new_step())
         plan = StepPlan()
         # Load-bearing: the engine core asks for a step without prompts at most steps of a prefill
-        # cadence (`--prefill-schedule-interval`); a step that could not drain the queue overrules.
+        # cadence (`--prefill-schedule-interval`) that ranks share.
         is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
-        is_bound = getattr(self, "prefill_capacity_bound", False)
-        plan.may_prefill = not is_throttled or is_bound
+        plan.may_prefill = not is_throttled and not self._is_between_prefills()
+        # Load-bearing: a step that could not drain the queue overrules either cadence.
+        plan.may_prefill |= getattr(self, "prefill_capacity_bound", False)
         self._parts.call("before_schedule", plan)
         self._plan = plan
         try:
@@ -125,13 +126,22 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("after_schedule", output, started_requests(output))
         return output
 
+    def _is_between_prefills(self) -> bool:
+        """Whether a prefill cadence of this scheduler alone forbids prompts beside decodes."""
+        # Load-bearing: vLLM has such a cadence from 0.33 on. It counts the steps that have tokens.
+        interval = getattr(self, "local_prefill_interval", 1)
+        next_step = getattr(self, "num_executed_steps", 0) + 1
+        is_early = next_step - getattr(self, "last_prefill_step", 0) < interval
+        return is_early and any(not request.is_prefill_chunk for request in self.running)
+
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         self._parts.call("before_update", scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if self._stopped_preempted:
-            put_back(self, self._stopped_preempted)
+            is_ordered = not self.policy_part.rules.are_all_off
+            put_back(self, self._stopped_preempted, to_front=is_ordered)
             self._stopped_preempted.clear()
         self._parts.call("after_update", scheduler_output, result)
         return result

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler.admission_checks import taken_blocks
+from meridian_patch.engine.scheduler.admission_checks import miscounts_adapters, taken_blocks
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
@@ -228,7 +228,7 @@ class StepLimiter:
             # No prompt is computed whatever the budget, and no request is admitted.
             return StepLimits()
         # Before room is made, because prompts in progress take blocks for so many tokens.
-        budget = self._cut_budget(scheduler, now_s)
+        budget = self._cut_budget(scheduler, now_s, len(answers))
         max_active = None
         if budget is not None and self._may_skip_adapter(scheduler):
             if not answers:
@@ -272,11 +272,18 @@ class StepLimiter:
                 scheduler.waiting,
             )
 
-    def _cut_budget(self, scheduler: Any, now_s: float) -> int | None:
-        """Lowered token budget of the next step; None: stock's."""
+    def _cut_budget(self, scheduler: Any, now_s: float, num_waiting: int) -> int | None:
+        """Lowered token budget of the next step; None: stock's.
+
+        Args:
+            scheduler: the phase-aware scheduler.
+            now_s: time of the monotonic clock.
+            num_waiting: answers that were preempted. Where all are, a cut would shorten the steps
+                of none, and only lengthen the prompts that they wait for.
+        """
         if not self._rules.step_cut:
             return None
-        if not self._answer_pacing and not self.is_answered_elsewhere:
+        if len(self._answer_pacing) <= num_waiting and not self.is_answered_elsewhere:
             return None
         least = self._chunks.least_prefill(scheduler, self._prefilling)
         if least is None:
@@ -294,12 +301,10 @@ class StepLimiter:
     def _may_skip_adapter(self, scheduler: Any) -> bool:
         """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
 
-        No request must be admitted then. Load-bearing: upstream counts only the adapters of the
-        requests in the step. If it admitted another adapter, the running requests could have more
-        adapters than slots, and an assertion would fail.
+        No request must be admitted then (see ``miscounts_adapters``).
         """
         return (
-            bool(scheduler.lora_config)
+            miscounts_adapters(scheduler)
             and self._chunks.may_skip_running
             and any(request.lora_request for request in self._prefilling)
         )
@@ -311,7 +316,7 @@ class StepLimiter:
         victim may still be written, or a connector is about to free some, upstream stops at a
         request that gets no block, preempts none, and goes on to the waiting ones.
         """
-        if not scheduler.lora_config or scheduler.connector is None:
+        if not miscounts_adapters(scheduler) or scheduler.connector is None:
             return False
         if not any(request.lora_request for request in scheduler.running):
             return False

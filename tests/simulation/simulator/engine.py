@@ -260,6 +260,9 @@ class Arm:
                 StructuredOutputsParams(regex=ask.script.rules) if ask.script.rules else None
             ),
         )
+        if parameters.structured_outputs:
+            # As vLLM's front end does; from 0.33 on the grammar manager asks for it.
+            parameters.structured_outputs._backend = "xgrammar"
         parameters.update_from_generation_config({}, 259)
         lora = None
         if ask.adapter:

@@ -8,6 +8,7 @@ import numpy as np
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.engine.upstream import is_release
 from simulator.failure import Failure
 from simulator.oracle import Speaker
 
@@ -202,6 +203,8 @@ def _masks(grammar: Any, drafts: dict[str, list[int]]) -> dict[str, tuple[Any, i
     if grammar is None:
         return {}
     masks, first = {}, 0
+    # Load-bearing: from vLLM 0.33 on each request has as many rows.
+    fixed = len(grammar.grammar_bitmask) // len(grammar.structured_output_request_ids)
     acceptable = grammar.num_acceptable_drafts
     for index, name in enumerate(grammar.structured_output_request_ids):
         number = 1 + len(drafts.get(name, ()))
@@ -209,7 +212,7 @@ def _masks(grammar: Any, drafts: dict[str, list[int]]) -> dict[str, tuple[Any, i
         if len(rows) != number:
             raise Failure("tokens", f"{name} has {len(rows)} rows of masks, expected {number}")
         masks[name] = rows, number - 1 if acceptable is None else acceptable[index]
-        first += number
+        first += fixed if is_release("0.33") else number
     return masks
 
 

@@ -111,7 +111,9 @@ def sliding_window(window: int, block_size: int = BLOCK_SIZE) -> SlidingWindowSp
 
 
 @functools.cache
-def engine_config(model: Path, *, is_async: bool, blocks: int, **engine_args: Any) -> Any:
+def engine_config(
+    model: Path, *, is_async: bool, blocks: int, mamba_cache_mode: str = "none", **engine_args: Any
+) -> Any:
     """A VllmConfig for the scheduler alone."""
     settings = {
         "model": str(model),
@@ -127,6 +129,8 @@ def engine_config(model: Path, *, is_async: bool, blocks: int, **engine_args: An
     # The CPU platform turns async scheduling off; the scheduler itself does not mind.
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.num_gpu_blocks = blocks
+    # From 0.33 on vLLM goes by the model alone, and the model here has no such layers.
+    config.cache_config.mamba_cache_mode = mamba_cache_mode
     return config
 
 

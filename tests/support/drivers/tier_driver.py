@@ -59,6 +59,15 @@ def preempt(driver, request_id):
     scheduler._preempt_request(request, 0.0, drop_stale_output=True)
 
 
+def let_eagle_draft(driver):
+    """Let vLLM drop the last block of each hit in the first cache group, as where EAGLE drafts."""
+    coordinator = driver.scheduler.kv_cache_manager.coordinator
+    coordinator.eagle_group_ids = {0}
+    # From 0.33 on vLLM goes by these.
+    coordinator.drop_eagle_group_ids = {0}
+    coordinator.single_type_managers[0].use_eagle = True
+
+
 def pool_of(driver):
     return driver.scheduler.kv_cache_manager.block_pool
 
