@@ -41,7 +41,7 @@ Checked releases: {", ".join(LOCKED_VERSIONS)}. On another release, or where the
 method differ, vLLM does not start and says why; `MERIDIAN_PATCH=0` switches the patches off,
 `MERIDIAN_PATCH_MODE=lenient` runs stock vLLM and logs the reason.
 
-To check a new release: widen `SUPPORTED` in `meridian_patch/patches.py`, run
+To check a new release: widen `SUPPORTED` in `meridian_patch/patches_engine_core.py`, run
 `python scripts/update_lock.py --installed` (or `--wheel FILE`), read the difference, run the tests.
 """
     return "\n".join([intro, *(_patch_section(patch) for patch in PATCHES)])
@@ -59,7 +59,7 @@ def _patch_section(patch: Patch) -> str:
         "Relies on the behaviour of": _code(contract.behaviour),
         "And on that of others": _code(each.replace(":", ".") for each in contract.collaborators)
         or "-",
-        "Reads": _code(contract.reads),
+        "Reads": _code(contract.reads) or "-",
         "Offered upstream": patch.upstream,
         "Remove when": patch.remove_when,
     }

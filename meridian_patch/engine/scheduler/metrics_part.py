@@ -102,7 +102,9 @@ class MetricsPart(SchedulerPart):
     def __init__(self, exporter: Exporter, changes: Callable[[], Changes]) -> None:
         self._exporter = exporter
         self._changes = changes
+        # Since the last step was handed over: requests that left, and those that came.
         self._freed: list[str] = []
+        self._begun: list[tuple[str, float]] = []
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         threading.Thread(target=self._run, name="meridian-metrics", daemon=True).start()
 
@@ -115,20 +117,30 @@ class MetricsPart(SchedulerPart):
     def on_freed(self, request: Any) -> None:
         self._freed.append(request.request_id)
 
+    def before_update(self, scheduler_output: Any, model_output: Any) -> None:
+        # What came and left since the last step. A session's next turn that begins within the
+        # update waits for the next one: the outputs of the turn before are not handed over yet.
+        self._put_freed()
+        for begun in self._begun:
+            self._put(self._exporter.begin, *begun)
+        self._begun.clear()
+
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         now = time.monotonic(), time.time()
         self._put(self._exporter.take, tuple(results.values()), self._changes(), *now)
-        if self._freed:
-            # Behind the outputs, of which one may be a request's last.
-            self._put(self._exporter.forget, self._freed)
-            self._freed = []
+        self._put_freed()
 
     def count(self, events: Mapping[str, float]) -> None:
         """Hand over what was counted in a step; also after this part was switched off."""
         self._put(self._exporter.count, events)
 
     def _begin(self, request: Any) -> None:
-        self._put(self._exporter.begin, request.request_id, request.arrival_time)
+        self._begun.append((request.request_id, request.arrival_time))
+
+    def _put_freed(self) -> None:
+        if self._freed:
+            self._put(self._exporter.forget, self._freed)
+            self._freed = []
 
     def _put(self, work: Callable[..., None], *arguments: Any) -> None:
         self._work.put((work, arguments))
