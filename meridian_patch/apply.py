@@ -20,7 +20,7 @@ def apply_patches() -> Reports:
     envs.check_names(env)
     config = load_config(env).config
     upstream = installed_vllm(load_lock())
-    front_end.check_config(config)
+    front_end.check_config(config, env)
     reports = _registry.apply(PATCHES, upstream, strict=envs.is_strict(env))
     status.publish(
         vllm_version=upstream.version,

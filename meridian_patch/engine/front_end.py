@@ -1,5 +1,6 @@
 """Which front end stands before the engine, and what does not work behind vLLM's own in Rust."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from meridian_patch import envs
@@ -31,13 +32,17 @@ def name() -> str:
     return RUST if is_rust() else "python"
 
 
-def check_config(config: Config) -> None:
+def check_config(config: Config, env: Mapping[str, str]) -> None:
     """Refuse what would go wrong silently behind the Rust front end.
+
+    Args:
+        config: of a process with this environment.
+        env: names and values, for example ``envs.environment()``.
 
     Raises:
         ConfigError: the message names the field.
     """
-    if not is_rust():
+    if not envs.has_rust_front_end(env):
         return
     if config.handoff.role != "none":
         raise ConfigError(
