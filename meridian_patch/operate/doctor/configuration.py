@@ -5,8 +5,8 @@ from typing import Any
 
 from meridian_patch import envs
 from meridian_patch.config.load import LoadedConfig, load_config
-from meridian_patch.errors import ConfigError
 from meridian_patch.engine import front_end
+from meridian_patch.errors import ConfigError
 from meridian_patch.operate.doctor.finding import Area, Finding
 
 AREA = Area("configuration")
