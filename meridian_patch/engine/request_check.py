@@ -21,13 +21,13 @@ def build_request_check(original: type) -> type:
     is_answered = hasattr(EngineCoreProc, "_handle_request_validation_error")
 
     class CheckedStructuredOutputRequest(original):
-        @staticmethod
-        def from_sampling_params(sampling_params: Any) -> Any:
+        @classmethod
+        def from_sampling_params(cls, sampling_params: Any) -> Any:
             # Load-bearing: called once for each request, and each chunk of a session, while the
             # input thread builds it; probes have no extra arguments.
             if is_answered:
                 check_request(getattr(sampling_params, "extra_args", None))
-            return original.from_sampling_params(sampling_params)
+            return super().from_sampling_params(sampling_params)
 
     return CheckedStructuredOutputRequest
 
