@@ -84,8 +84,8 @@ def classes():
     assert async_llm.OutputProcessor is llm_engine.OutputProcessor
     return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
             workers.WorkerBase, requests.StructuredOutputRequest, llm_engine.InputProcessor,
-            output_processor.RequestState, llm_engine.OutputProcessor, core_client.DPLBAsyncMPClient,
-            chat.OpenAIServingChat, completion.OpenAIServingCompletion,
+            output_processor.RequestState, llm_engine.OutputProcessor,
+            core_client.DPLBAsyncMPClient, chat.OpenAIServingChat, completion.OpenAIServingCompletion,
             responses.OpenAIServingResponses]
 
 def refusal():
