@@ -85,8 +85,8 @@ def classes():
     return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
             workers.WorkerBase, requests.StructuredOutputRequest, llm_engine.InputProcessor,
             output_processor.RequestState, llm_engine.OutputProcessor,
-            core_client.DPLBAsyncMPClient, chat.OpenAIServingChat, completion.OpenAIServingCompletion,
-            responses.OpenAIServingResponses]
+            core_client.DPLBAsyncMPClient, chat.OpenAIServingChat,
+            completion.OpenAIServingCompletion, responses.OpenAIServingResponses]
 
 def refusal():
     lock = load_lock()
