@@ -36,7 +36,7 @@ def reread_configuration():
 
 
 @pytest.fixture
-def core(monkeypatch):
+def core(monkeypatch, past_the_check):
     """What the input thread of EngineCore needs to build requests, with our check."""
     stock = upstream_request.StructuredOutputRequest
     monkeypatch.setattr(upstream_request, "StructuredOutputRequest", build_request_check(stock))
@@ -92,10 +92,12 @@ def test_enginecore_of_032_builds_wrong_requests_too(core):
     assert built(core, {"meridian_max_think_tokens": "many"})
 
 
-def warnings(caplog):
-    return [each for each in caplog.records if each.levelno >= logging.WARNING]
+def lines(caplog):
+    """Of the scheduler, of whatever level."""
+    return [each for each in caplog.records if each.module in ("options_parser", "guard")]
 
 
+@pytest.mark.usefixtures("past_the_check")
 @pytest.mark.parametrize(("fields", "named"), WRONG)
 def test_the_scheduler_serves_a_wrong_request_without_its_fields(demo_model, caplog, fields, named):
     """One line that names the field, and no step that "runs as stock": none did."""
@@ -104,10 +106,11 @@ def test_the_scheduler_serves_a_wrong_request_without_its_fields(demo_model, cap
     assert driver.scheduler.step_limiter._options.get("wrong", NO_OPTIONS) == NO_OPTIONS
     driver.drain()
     assert len(driver.deliveries["wrong"]) == 4
-    (line,) = warnings(caplog)
+    (line,) = lines(caplog)
     assert named in line.getMessage()
     assert "request wrong is served without its meridian_* fields" in line.getMessage()
     assert line.exc_info is None
+    assert line.levelno == logging.WARNING
     totals = driver.scheduler.phase_counters.totals
     assert not totals.get("fallback:exception")
     ignored = {name for name in totals if name.startswith("ignored_field:")}
@@ -115,6 +118,7 @@ def test_the_scheduler_serves_a_wrong_request_without_its_fields(demo_model, cap
     assert ignored == {f"ignored_field:{name}" for name in (*known, "meridian_priority")}
 
 
+@pytest.mark.usefixtures("past_the_check")
 def test_a_client_cannot_fill_the_log(demo_model, caplog, monkeypatch):
     """A line a minute; each request counts."""
     driver = driver_for(demo_model)
@@ -125,10 +129,11 @@ def test_a_client_cannot_fill_the_log(demo_model, caplog, monkeypatch):
     for number in range(20):
         driver.add(Job(f"w{number}", PLAIN, None, 1), extra_args={"meridian_exit": 3})
         now_s[0] += WARN_EVERY_S / 10
-    assert len(warnings(caplog)) == 2
+    assert len(lines(caplog)) == 2
     assert driver.scheduler.phase_counters.totals["ignored_field:meridian_exit"] == 20
 
 
+@pytest.mark.usefixtures("past_the_check")
 def test_the_scheduler_ignores_a_stop_scope_behind_the_rust_front_end(
     demo_model, caplog, monkeypatch
 ):
@@ -138,7 +143,7 @@ def test_the_scheduler_ignores_a_stop_scope_behind_the_rust_front_end(
     driver = driver_for(demo_model)
     caplog.clear()
     driver.add(Job("r", PLAIN, None, 1), extra_args={"meridian_stop_scope": "answer"})
-    (line,) = warnings(caplog)
+    (line,) = lines(caplog)
     assert "meridian_stop_scope is 'answer', expected 'all'" in line.getMessage()
 
 
