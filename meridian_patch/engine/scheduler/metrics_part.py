@@ -83,10 +83,9 @@ class Exporter:
         self._metrics.record(times.counts(), self._engine)
         self._metrics.observe(times.values, self._engine)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that left the scheduler; one that was aborted has had no last output."""
-        for request_id in request_ids:
-            self._states.pop(request_id, None)
+    def forget(self, request_id: str) -> None:
+        """Forget a request that left the scheduler; one that was aborted has had no last output."""
+        self._states.pop(request_id, None)
 
 
 class MetricsPart(SchedulerPart):
@@ -102,9 +101,8 @@ class MetricsPart(SchedulerPart):
     def __init__(self, exporter: Exporter, changes: Callable[[], Changes]) -> None:
         self._exporter = exporter
         self._changes = changes
-        # Since the last step was handed over: requests that left, and those that came.
-        self._freed: list[str] = []
-        self._begun: list[tuple[str, float]] = []
+        # Requests that came and left since the last step's outputs, in this order.
+        self._since: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         threading.Thread(target=self._run, name="meridian-metrics", daemon=True).start()
 
@@ -115,35 +113,27 @@ class MetricsPart(SchedulerPart):
         self._begin(session)
 
     def on_freed(self, request: Any) -> None:
-        self._freed.append(request.request_id)
+        self._since.append((self._exporter.forget, (request.request_id,)))
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
-        # What came and left since the last step. A session's next turn that begins within the
-        # update waits for the next one: the outputs of the turn before are not handed over yet.
-        self._put_freed()
-        for begun in self._begun:
-            self._put(self._exporter.begin, *begun)
-        self._begun.clear()
+        # What ends or begins within an update waits for the next one: the outputs of this one are
+        # not handed over yet.
+        for work in self._since:
+            self._work.put(work)
+        self._since.clear()
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         now = time.monotonic(), time.time()
-        self._put(self._exporter.take, tuple(results.values()), self._changes(), *now)
-        self._put_freed()
+        arguments = (tuple(results.values()), self._changes(), *now)
+        self._work.put((self._exporter.take, arguments))
 
     def count(self, events: Mapping[str, float]) -> None:
         """Hand over what was counted in a step; also after this part was switched off."""
-        self._put(self._exporter.count, events)
+        self._work.put((self._exporter.count, (events,)))
 
     def _begin(self, request: Any) -> None:
-        self._begun.append((request.request_id, request.arrival_time))
-
-    def _put_freed(self) -> None:
-        if self._freed:
-            self._put(self._exporter.forget, self._freed)
-            self._freed = []
-
-    def _put(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._work.put((work, arguments))
+        facts = request.request_id, request.arrival_time
+        self._since.append((self._exporter.begin, facts))
 
     def _run(self) -> None:
         while True:
