@@ -2,7 +2,7 @@
 
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
-from meridian_patch.engine import status
+from meridian_patch.engine import front_end, status
 from meridian_patch.engine.handoff.nixl_wait import let_nixl_poll
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.patches import PATCHES, load_lock
@@ -18,13 +18,15 @@ def apply_patches() -> Reports:
     """
     env = envs.environment()
     envs.check_names(env)
-    load_config(env)
+    config = load_config(env).config
     upstream = installed_vllm(load_lock())
+    front_end.check_config(config, env)
     reports = _registry.apply(PATCHES, upstream, strict=envs.is_strict(env))
     status.publish(
         vllm_version=upstream.version,
         mode="strict" if envs.is_strict(env) else "lenient",
         patches=[report.as_dict() for report in reports],
+        front_end=front_end.name(),
     )
     return reports
 

@@ -14,6 +14,8 @@
 ``MERIDIAN_PATCH_EMULATE_REPORT`` file in which that worker says how late it was
 ``XDG_RUNTIME_DIR``               the user's runtime directory; status goes there when it is set
 ``VLLM_PLUGINS``                  vLLM's own list of plugins to load
+``VLLM_USE_RUST_FRONTEND``        vLLM's own: its front end is the one in Rust
+``VLLM_RUST_FRONTEND_PATH``       vLLM's own: where that is; empty: none
 ================================= ===============================================================
 """
 
@@ -33,6 +35,7 @@ PLUGIN_NAME = "meridian_patch"
 EMULATE = "MERIDIAN_PATCH_EMULATE"
 EMULATE_TOKENS = "MERIDIAN_PATCH_EMULATE_TOKENS"
 EMULATE_REPORT = "MERIDIAN_PATCH_EMULATE_REPORT"
+RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 # Key of vLLM's additional configuration: most tokens of a step that an emulated graph runs.
 EMULATED_GRAPH = "meridian_graph_tokens"
 KNOWN = (
@@ -125,6 +128,16 @@ def plugin_names(env: Mapping[str, str]) -> list[str] | None:
     """The names in ``VLLM_PLUGINS``, or None when it is unset."""
     value = env.get("VLLM_PLUGINS")
     return None if value is None else [name.strip() for name in value.split(",")]
+
+
+def has_rust_front_end(env: Mapping[str, str]) -> bool:
+    """True where ``vllm serve`` starts its front end in Rust."""
+    try:
+        is_asked = bool(int(env.get(RUST_FRONT_END, "0")))
+    except ValueError:
+        # vLLM refuses to start.
+        return False
+    return is_asked and env.get("VLLM_RUST_FRONTEND_PATH", "auto") != ""
 
 
 def is_strict(env: Mapping[str, str]) -> bool:

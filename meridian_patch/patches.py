@@ -4,11 +4,11 @@ import json
 from importlib import resources
 from typing import Final, cast
 
+from meridian_patch.patches_engine_core import REQUEST_CHECK, SUPPORTED
 from meridian_patch.patching.lock import Entry
 from meridian_patch.patching.spec import Contract, Patch, Site
 
 LOCK_FILE: Final = "upstream_lock.json"
-SUPPORTED: Final = ">=0.32,<0.34"
 
 OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 SIMPLE_OFFLOAD: Final = "vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler"
@@ -72,6 +72,7 @@ SCHEDULER_CONTRACT: Final = Contract(
         "kv_cache_config",
         "kv_cache_manager",
         "kv_holding_waiting",
+        "log_stats",
         "lora_config",
         "max_model_len",
         "max_num_active_reqs",
@@ -485,6 +486,7 @@ PATCHES: Final = (
     KV_CACHE_MANAGER,
     SCHEDULER_STATS,
     WORKER,
+    REQUEST_CHECK,
     INPUT_PROCESSOR,
     REQUEST_STATE,
     OUTPUT_PROCESSOR,

@@ -59,7 +59,7 @@ def _patch_section(patch: Patch) -> str:
         "Relies on the behaviour of": _code(contract.behaviour),
         "And on that of others": _code(each.replace(":", ".") for each in contract.collaborators)
         or "-",
-        "Reads": _code(contract.reads),
+        "Reads": _code(contract.reads) or "-",
         "Offered upstream": patch.upstream,
         "Remove when": patch.remove_when,
     }

@@ -19,7 +19,7 @@ BIN = Path(sys.executable).parent
 # Room -> the rooms it may import. Read it top down: an arrow only points up the table.
 PURE = ("errors", "envs", "config", "phase", "policy", "exit", "handoff")
 ENGINE = (*PURE, "telemetry", "kernels", "patching", "engine")
-PLUGIN = (*ENGINE, "patches", "activation", "__init__", "apply", "plugin")
+PLUGIN = (*ENGINE, "patches_engine_core", "patches", "activation", "__init__", "apply", "plugin")
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "kernels": (),
@@ -33,7 +33,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "handoff": ("errors", "envs", "config"),
     "telemetry": PURE,
     "engine": ENGINE,
-    "patches": ("errors", "patching"),
+    "patches_engine_core": ("errors", "patching"),
+    "patches": ("errors", "patching", "patches_engine_core"),
     "activation": ("errors", "envs"),
     "__init__": ("activation",),
     "apply": (*ENGINE, "patches"),

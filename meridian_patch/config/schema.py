@@ -406,6 +406,24 @@ class ResponsesConfig(StrictModel):
     )
 
 
+class MetricsConfig(StrictModel):
+    """Metrics that EngineCore exports itself."""
+
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65_535,
+        description="Port on which EngineCore serves the [metrics](metrics.md) of this package; "
+        "a data-parallel rank adds its index. 0: none. Unset: 18000 behind vLLM's [front end in "
+        "Rust](rust-front-end.md), else none, because the API server exports them.",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address on which it listens; `0.0.0.0` for a Prometheus on another machine.",
+    )
+
+
 class HandoffConfig(StrictModel):
     """Whether requests think on one engine and answer on another."""
 
@@ -462,6 +480,9 @@ class Config(StrictModel):
     )
     responses: ResponsesConfig = Field(
         default_factory=ResponsesConfig, description="What responses say besides their texts."
+    )
+    metrics: MetricsConfig = Field(
+        default_factory=MetricsConfig, description="Metrics that EngineCore exports itself."
     )
     provenance: dict[str, Any] | None = Field(
         default=None,

@@ -31,7 +31,7 @@ _READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _report: dict[str, Any] = {}
 # Load-bearing: vLLM does not load plug-ins again in a forked child, which has its parent's patches.
-_INHERITED = ("vllm_version", "mode", "patches")
+_INHERITED = ("vllm_version", "mode", "patches", "front_end")
 
 
 class _UnsafeDirectoryError(OSError):

@@ -9,10 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from meridian_patch.config.policy import RULES
+from meridian_patch.engine import front_end
+from meridian_patch.patches import PATCHES
 
 Report = Mapping[str, Any]
 
 _STYLES = {"off": "yellow", "limits": "yellow", "REFUSED": "bold red"}
+_WHOLE_REASONS = (
+    ("metrics_off", "metrics of EngineCore"),
+    ("kv_tiers_off", "KV tiers"),
+    ("reload_off", "reload after a preemption"),
+)
+_OF_API_SERVER = frozenset(patch.name for patch in PATCHES if patch.process == "api_server")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
@@ -67,6 +75,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "model", f"family {family}" if family else "single-phase"
         modes = f"early exit {report.get('exit', '?')}, KV tiers {report.get('kv_tiers', '?')}"
         yield "modes", modes
+        if report.get("metrics"):
+            yield "metrics", str(report["metrics"])
         if report.get("reload"):
             yield "reload", f"preempted requests, by {report['reload']}"
     for why in _off(report):
@@ -81,7 +91,10 @@ def _patches(report: Report) -> Iterator[tuple[str, str]]:
         yield "patches", "none are rebound in this process"
         return
     live = sum("applied" in patch["outcome"] for patch in patches)
-    yield "patches", f"{live} of {len(patches)} live"
+    idle = sum(patch["patch"] in _OF_API_SERVER for patch in patches)
+    is_idle = report.get("front_end") == front_end.RUST and idle
+    note = f"; {idle} are of vLLM's Python front end, which does not run" if is_idle else ""
+    yield "patches", f"{live} of {len(patches)} live{note}"
     for patch in patches:
         if "applied" in patch["outcome"]:
             continue
@@ -101,15 +114,16 @@ def _policy(report: Report) -> str:
 
 def _off(report: Report) -> Iterator[str]:
     """What does not work in a process, and why."""
+    if "scheduler" in report and report.get("front_end") == front_end.RUST:
+        yield f"vLLM's front end in Rust has no patches: {front_end.MISSING}"
     if report.get("parts_off"):
         parts = ", ".join(report["parts_off"])
         yield f"{parts}: failed in 10 of 100 steps, off until the next start; see the log"
     if "scheduler" in report and not report.get("family"):
         yield "phases: the model's think boundaries are unknown; run meridian doctor MODEL"
-    if report.get("kv_tiers_off"):
-        yield f"KV tiers: {report['kv_tiers_off']}"
-    if report.get("reload_off"):
-        yield f"reload after a preemption: {report['reload_off']}"
+    for name, what in _WHOLE_REASONS:
+        if report.get(name):
+            yield f"{what}: {report[name]}"
     for rule, why in (report.get("rules_off") or {}).items():
         yield f"rule {rule}: {why}"
     for name, what in (("exit_signals", "early exit's signals"), ("probes", "probes")):

@@ -109,8 +109,9 @@ PHASE_SECONDS = "phase_seconds"
 TOKENS = "tokens"
 
 # Parts of the scheduler, as labels.
-PHASE_TRACKER, BALANCE, POLICY, KV_TIERS, EARLY_EXIT, HANDOFF = PARTS = (
+PHASE_TRACKER, METRICS_EXPORT, BALANCE, POLICY, KV_TIERS, EARLY_EXIT, HANDOFF = PARTS = (
     "the phase tracker",
+    "the export of metrics",
     "the balance of ranks",
     "the policy",
     "the KV tiers",

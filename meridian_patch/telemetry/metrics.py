@@ -312,10 +312,10 @@ METRICS: Final = (
         label="field",
         values=_texts(RequestOptions.model_fields),
         unit="fields",
-        help="Fields of requests ignored, because requests.allowed_fields does not name them.",
+        help="Fields of requests ignored: not in requests.allowed_fields, or beside a wrong value.",
         operator=(
-            "Requests did not pass through the API server's check, for example with "
-            "`--scheduler-cls` alone: allow the field, or leave it out"
+            "Requests did not pass through a check that could refuse them, as with "
+            "`--scheduler-cls` alone: allow the field, or correct it; the log says what is wrong"
         ),
     ),
     Metric(

@@ -1,10 +1,13 @@
 """Fixtures of the tests on the real scheduler and KV manager."""
 
 import pytest
+import vllm.v1.request as requests
 import yaml
+from scheduler_driver import engine_config
 
 from meridian_patch.config.families import load_families
 from meridian_patch.engine.api import exit_summary
+from meridian_patch.patching.candidate import MARK
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +23,16 @@ def all_fields(monkeypatch):
     exit_summary.allowed_fields.cache_clear()
     yield
     exit_summary.allowed_fields.cache_clear()
+
+
+@pytest.fixture
+def past_the_check(monkeypatch, demo_model):
+    """Requests of the test reach the scheduler whatever EngineCore would say of their fields."""
+    # The first configuration loads the plug-ins, which may patch this process.
+    engine_config(demo_model, is_async=False, blocks=200)
+    bound = requests.StructuredOutputRequest
+    stock = bound.__base__ if MARK in vars(bound) else bound
+    monkeypatch.setattr(requests, "StructuredOutputRequest", stock)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from meridian_patch.engine import request_check
 from meridian_patch.engine.api import (
     chat,
     completion,
@@ -30,6 +31,7 @@ from meridian_patch.engine.scheduler import (
     displacing,
     indivisible_chunks,
     kv_units,
+    metrics_part,
     offload_estimate,
     parts,
     policy_part,
@@ -45,6 +47,7 @@ from meridian_patch.patches import (
     KV_CACHE_MANAGER,
     OUTPUT_PROCESSOR,
     PATCHES,
+    REQUEST_CHECK,
     REQUEST_STATE,
     SCHEDULER,
     SCHEDULER_STATS,
@@ -66,6 +69,7 @@ import vllm.v1.core.sched.async_scheduler as async_module
 import vllm.v1.core.sched.scheduler as sync_module
 import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
+import vllm.v1.request as requests
 import vllm.v1.worker.worker_base as workers
 from vllm.v1.engine import core_client
 from vllm.v1.engine import async_llm, llm_engine, output_processor
@@ -79,10 +83,10 @@ def classes():
     assert async_llm.InputProcessor is llm_engine.InputProcessor
     assert async_llm.OutputProcessor is llm_engine.OutputProcessor
     return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
-            workers.WorkerBase, llm_engine.InputProcessor, output_processor.RequestState,
-            llm_engine.OutputProcessor, core_client.DPLBAsyncMPClient,
-            chat.OpenAIServingChat, completion.OpenAIServingCompletion,
-            responses.OpenAIServingResponses]
+            workers.WorkerBase, requests.StructuredOutputRequest, llm_engine.InputProcessor,
+            output_processor.RequestState, llm_engine.OutputProcessor,
+            core_client.DPLBAsyncMPClient, chat.OpenAIServingChat,
+            completion.OpenAIServingCompletion, responses.OpenAIServingResponses]
 
 def refusal():
     lock = load_lock()
@@ -141,6 +145,7 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "PhaseKVCacheManager",
         "PhasePrometheusStatLogger",
         "TappedWorkerBase",
+        "CheckedStructuredOutputRequest",
         "CheckedInputProcessor",
         "SummaryRequestState",
         "TracedOutputProcessor",
@@ -266,6 +271,7 @@ HANDS = (
     exit_part,
     indivisible_chunks,
     kv_units,
+    metrics_part,
     offload_estimate,
     parts,
     policy_part,
@@ -283,6 +289,7 @@ HANDS = (
         (KV_CACHE_MANAGER, (kv_cache,), ()),
         (SCHEDULER_STATS, (stat_logger,), ()),
         (WORKER, (worker,), ()),
+        (REQUEST_CHECK, (request_check,), ()),
         (INPUT_PROCESSOR, (input_check,), ()),
         (REQUEST_STATE, (request_state, think_pieces), ()),
         (OUTPUT_PROCESSOR, (tracing,), ()),

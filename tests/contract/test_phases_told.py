@@ -14,7 +14,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from meridian_patch.config.schema import ResponsesConfig
 from meridian_patch.engine import stats_field
-from meridian_patch.engine.api import phase_changes, reasoning_usage, recipients
+from meridian_patch.engine.api import phase_changes, reasoning_usage
 from meridian_patch.engine.api.chat import build_chat_serving
 from meridian_patch.engine.api.completion import build_completion_serving
 from meridian_patch.engine.api.phase_times import times_of
@@ -225,8 +225,7 @@ def test_vllms_front_end_in_rust_gets_nothing(demo_model, monkeypatch):
         seen.extend(output.kv_transfer_params for output in sent.outputs),
         take(sent),
     )
-    monkeypatch.setattr(recipients.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
-    monkeypatch.setattr(recipients.envs, "VLLM_RUST_FRONTEND_PATH", "/vllm-rs", raising=False)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     served.add(JOBS["thinks"])
     served.driver.drain()
     assert seen

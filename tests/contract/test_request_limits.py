@@ -108,6 +108,7 @@ def test_the_bodys_priority_protects_no_thinker(demo_model, settings):
     assert "other" in driver.scheduler.requests
 
 
+@pytest.mark.usefixtures("past_the_check")
 @pytest.mark.parametrize("number", HOSTILE)
 def test_a_number_out_of_bounds_is_no_priority(demo_model, settings, number):
     """It is refused before the engine; where it comes all the same, the request has none."""
@@ -122,6 +123,7 @@ def test_a_number_out_of_bounds_is_no_priority(demo_model, settings, number):
     driver.drain()
 
 
+@pytest.mark.usefixtures("past_the_check")
 def test_a_field_that_is_not_allowed_is_ignored_and_counted(demo_model, settings):
     """It came past the API server: the request is served as without it."""
     settings(REQUESTS__ALLOWED_FIELDS="[meridian_max_think_tokens]", POLICY__TIME_SHARING="false")

@@ -92,6 +92,38 @@ def test_an_unpatched_server(server):
     assert server.asked == []
 
 
+def behind_rust(server, **report):
+    """A server whose front end is vLLM's in Rust, and what its engine reports."""
+    server.page.is_patched = False
+    server.replies["/version"] = (200, {"version": "0.33.0", "rust_frontend_version": "0.33.0"})
+    return findings_of(server, [CORE | report])
+
+
+def test_the_rust_front_end_is_named_and_its_engines_are_asked(server):
+    """It has none of our metrics and runs patched all the same."""
+    with serving() as engine:
+        engine.page.changes["meridian_parts_off_total", "the policy"] = 1
+        findings = behind_rust(server, front_end="rust", metrics=f"{engine.url}/metrics")
+    assert findings["front end"].state is State.WARN
+    assert "vLLM's in Rust, 0.33.0" in findings["front end"].found
+    assert "without VLLM_USE_RUST_FRONTEND" in findings["front end"].fix
+    assert findings["metrics"].state is State.OK
+    assert "the policy 1" in findings["parts"].found
+    assert not any("it runs stock" in each.found for each in findings.values())
+    # What a reply says of a thought is not there to be judged.
+    assert server.asked == []
+
+
+def test_an_engine_behind_the_rust_front_end_that_exports_nothing(server):
+    """Its reason is told; an engine that is not reached is a finding as well."""
+    finding = behind_rust(server, metrics_off="127.0.0.1:18000 cannot be had")["metrics"]
+    assert finding.state is State.WARN
+    assert "127.0.0.1:18000 cannot be had" in finding.found
+    finding = behind_rust(server, metrics="http://127.0.0.1:1/metrics")["metrics"]
+    assert finding.state is State.FAIL
+    assert "cannot be reached" in finding.found
+
+
 def test_a_server_without_statistics(server):
     """It may be patched: its option is named, not its patches."""
     server.page.is_patched = server.page.has_stats = False

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from meridian_patch.config.policy import RULES
+from meridian_patch.engine import front_end
 from meridian_patch.operate.status_view import duration, is_live, print_blocks
 
 WIDTH = 80
@@ -123,3 +124,23 @@ def test_durations_have_two_units(seconds, expected):
 def test_a_report_of_an_older_process_is_shown():
     """A process that has published nothing but itself has a block too."""
     assert "pid 7" in shown({"pid": 7, "role": "launcher"})
+
+
+def test_the_rust_front_end_is_named_with_what_is_missing():
+    """The patches of the API server are bound, and act nowhere."""
+    patches = [*PATCHES, {"patch": "chat_serving", "outcome": "applied"}]
+    core = CORE | {
+        "front_end": "rust",
+        "patches": patches,
+        "metrics": "http://127.0.0.1:18000/metrics",
+    }
+    text = shown(core)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "6 of 6 live; 2 are of vLLM's Python front end, which does not run" in words(text)
+    assert f"vLLM's front end in Rust has no patches: {front_end.MISSING}" in words(text)
+    assert "http://127.0.0.1:18000/metrics" in text
+    python = shown(core | {"front_end": "python"})
+    assert "Rust" not in python
+    assert "6 of 6 live" in python
+    assert "does not run" not in python
+    assert "a port is taken" in shown(core | {"metrics_off": "a port is taken"})

@@ -102,15 +102,17 @@ def follow_outputs(
     iteration_stats: Any,
     *,
     is_traced: bool = False,
+    changes: Mapping[str, PhaseChange] | None = None,
 ) -> None:
     """Take in one step's outputs before vLLM processes them.
 
     Args:
         states: the request states by request id.
-        outputs: ``EngineCoreOutput`` of the step; changes of phases are taken out of them.
+        outputs: ``EngineCoreOutput`` of the step.
         now_s: the engine's time of the step, in seconds.
         iteration_stats: vLLM's own of the step; None: no times are kept.
         is_traced: whether to log when phases begin and end, for spans.
+        changes: of phases in the step, by request id; None: they are taken out of the outputs.
     """
     step = None
     if iteration_stats is not None:
@@ -119,7 +121,10 @@ def follow_outputs(
     last_ones: tuple[dict[float | None, int], ...] = ({}, {})
     tokens = [0, 0]
     for output in outputs:
-        change = detach_change(output) if output.kv_transfer_params else None
+        if changes is not None:
+            change = changes.get(output.request_id)
+        else:
+            change = detach_change(output) if output.kv_transfer_params else None
         state = states.get(output.request_id)
         progress: PhaseProgress | None = getattr(state, "progress", None)
         num_new = len(output.new_token_ids)

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from vllm import envs
-
+from meridian_patch.engine import front_end
 from meridian_patch.patching.candidate import MARK
 
 
@@ -13,7 +12,4 @@ def takes_out(cls: Any) -> bool:
     Otherwise callers would find it there: of a class that is not patched, and of vLLM's front end
     in Rust, which has no such class.
     """
-    # Load-bearing: vLLM reads these two names to start the Rust front end, from the environment,
-    # which EngineCore shares with it.
-    is_rust = envs.VLLM_USE_RUST_FRONTEND and envs.VLLM_RUST_FRONTEND_PATH
-    return hasattr(cls, MARK) and not is_rust
+    return hasattr(cls, MARK) and not front_end.is_rust()

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from meridian_patch import envs
 from meridian_patch.config.load import load_config
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
-from meridian_patch.engine import status
+from meridian_patch.engine import front_end, status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
 from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.manager import EarlyExit
@@ -24,6 +24,7 @@ from meridian_patch.engine.scheduler.balance_part import build_balance
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import pool_tokens
+from meridian_patch.engine.scheduler.metrics_part import MetricsPart, build_metrics
 from meridian_patch.engine.scheduler.offload_estimate import build_reloads
 from meridian_patch.engine.scheduler.options_parser import OptionsParser
 from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
@@ -59,6 +60,7 @@ class Assembly(NamedTuple):
         early_exit: None if the engine has no early exit.
         options_parser: parses the fields of a request.
         think_part: None unless requests may leave the engine after their thought.
+        metrics: None unless this process exports metrics itself.
     """
 
     parts: Parts
@@ -70,6 +72,7 @@ class Assembly(NamedTuple):
     early_exit: EarlyExit | None
     options_parser: OptionsParser
     think_part: ThinkPart | None
+    metrics: MetricsPart | None
 
 
 def assemble(
@@ -111,7 +114,8 @@ def assemble(
         exit_part = EarlyExitPart(scheduler, early_exit)
     phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
     handoff = build_handoff(scheduler, config.handoff, tracker)
-    parts: list[SchedulerPart | None] = [phase_part, balance, policy_part]
+    metrics = build_metrics(scheduler, config.metrics, lambda: phase_part.last_changes)
+    parts: list[SchedulerPart | None] = [phase_part, metrics, balance, policy_part]
     parts += [kv_tiers, exit_part, handoff]
     facts = {
         "scheduler": type(scheduler).__name__,
@@ -126,9 +130,12 @@ def assemble(
         "handoff": config.handoff.role,
         "graph_tokens": policy_part.limiter.model.graph_tokens,
         "limited_by": limited_by,
+        "front_end": front_end.name(),
     }
     status.publish(role="engine_core", **facts)
     logger.info("meridian_patch live in EngineCore: %s", facts)
+    if front_end.is_rust():
+        logger.warning("meridian_patch: vLLM's front end is the one in Rust: %s", front_end.MISSING)
     return Assembly(
         Parts([part for part in parts if part is not None], guard),
         tracker,
@@ -139,6 +146,7 @@ def assemble(
         early_exit,
         OptionsParser(config.requests, counters, patterns if early_exit else None),
         handoff if isinstance(handoff, ThinkPart) else None,
+        metrics,
     )
 
 

@@ -3,10 +3,11 @@
 Each hook corresponds to one point in upstream's scheduler. Parts are called in this order:
 
 1. the phase tracker: the others ask it for the phase of a request;
-2. the balance of ranks: what other ranks say limits the step;
-3. the policy: limits of the step, and the order of the running requests;
-4. the KV tiers: the order in which freed blocks are evicted;
-5. early exit: probes use what the policy left of the step.
+2. the export of metrics: hands over the phases that changed;
+3. the balance of ranks: what other ranks say limits the step;
+4. the policy: limits of the step, and the order of the running requests;
+5. the KV tiers: the order in which freed blocks are evicted;
+6. early exit: probes use what the policy left of the step.
 
 ``on_freed`` is called in the opposite order, so that each part still finds the state of the parts
 before it.

@@ -45,6 +45,8 @@ class PhasePart(SchedulerPart):
         self._sessions: dict[str, Any] = {}
         # Phases that changed in the step whose output is being processed, by request id.
         self._changes: dict[str, PhaseChange] = {}
+        # The same of the step that was processed last.
+        self.last_changes: dict[str, PhaseChange] = {}
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         if request.resumable:
@@ -81,9 +83,9 @@ class PhasePart(SchedulerPart):
         lost, self._lost = self._lost, ()
         for request_id in lost:
             self._resync(request_id)
-        if self._changes:
-            changes, self._changes = self._changes, {}
-            attach_changes(results, changes)
+        self.last_changes, self._changes = self._changes, {}
+        if self.last_changes:
+            attach_changes(results, self.last_changes)
         # Load-bearing: the status of a session that waits for its next chunk.
         for session in list(self._sessions.values()):
             if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:

@@ -68,6 +68,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._chunks = built.chunks
         self._options_parser = built.options_parser
         self._think_part = built.think_part
+        self._metrics = built.metrics
 
     def add_request(self, request: Any) -> None:
         # A session's next chunk is parsed when the session takes it up.
@@ -96,7 +97,7 @@ class PhaseScheduling(UpstreamScheduler):
         """Parse a request's options; if one is wrong, all of them are ignored."""
         # As `protect`, which takes longer.
         try:
-            options = self._options_parser.parse(request)
+            options = self._options_parser.options_of(request)
         except Exception as error:
             options = NO_OPTIONS
             self._guard.failed("reading vllm_xargs", error, request.request_id)
@@ -252,6 +253,8 @@ class PhaseScheduling(UpstreamScheduler):
             entered, counts = self.phase_tracker.drain_entered(), self.phase_tracker.counts
             payload = self.phase_counters.drain_with(entered.items(), counts.items())
             setattr(stats, stats_field.FIELD, payload or None)
+            if payload and self._metrics is not None:
+                self._metrics.count(payload)
         return stats
 
     def _phase_changed(self, request_id: str) -> None:

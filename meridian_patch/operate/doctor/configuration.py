@@ -5,6 +5,7 @@ from typing import Any
 
 from meridian_patch import envs
 from meridian_patch.config.load import LoadedConfig, load_config
+from meridian_patch.engine import front_end
 from meridian_patch.errors import ConfigError
 from meridian_patch.operate.doctor.finding import Area, Finding
 
@@ -78,6 +79,7 @@ def _values(env: Mapping[str, str]) -> Iterator[Finding]:
     try:
         loaded = load_config(env)
         without = load_config(_without_overrides(env))
+        front_end.check_config(loaded.config, env)
     except ConfigError as error:
         where = f"file {path} and variables" if path else "variables"
         yield AREA.fail("values", str(error), expected=f"{where} that load", fix=_HOW)

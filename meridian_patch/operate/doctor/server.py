@@ -5,6 +5,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from meridian_patch.engine import front_end
 from meridian_patch.operate.doctor.behaviour import check_behaviour
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import ServerClient, ServerError, read_object
@@ -14,6 +15,8 @@ from meridian_patch.telemetry.metrics import METRICS
 
 AREA = Area("server")
 _PATCHED = "start it with VLLM_PLUGINS=meridian_patch vllm serve ..., or meridian serve ..."
+# Load-bearing: only the Rust front end's reply at /version has it.
+RUST_VERSION = "rust_frontend_version"
 # Share of steps above which slow decisions are worth a look.
 _MANY_SLOW = 0.01
 
@@ -46,7 +49,12 @@ def check_server(client: ServerClient, reports: Reports) -> Iterator[Finding]:
         )
         return
     yield AREA.ok("reachable", client.url)
-    yield check_release(client)
+    version = _version(client)
+    yield check_release(version)
+    if RUST_VERSION in version:
+        yield check_front_end(version)
+        yield from _check_engines(client.is_local, reports)
+        return
     scrape = _scrape(client)
     if isinstance(scrape, Finding):
         yield scrape
@@ -59,13 +67,58 @@ def check_server(client: ServerClient, reports: Reports) -> Iterator[Finding]:
     yield from check_behaviour(client, scrape)
 
 
-def check_release(client: ServerClient) -> Finding:
-    """The server runs a release that the patches were checked against."""
-    check, expected = "release", f"one of {', '.join(LOCKED_VERSIONS)}"
+def _version(client: ServerClient) -> dict[str, Any]:
     try:
-        told = str(read_object(client.get("/version").text).get("version", ""))
+        return read_object(client.get("/version").text)
+    except ServerError:
+        return {}
+
+
+def check_front_end(version: Mapping[str, Any]) -> Finding:
+    """The server's front end is vLLM's in Rust, in which nothing can be patched."""
+    return AREA.warn(
+        "front end",
+        f"vLLM's in Rust, {version[RUST_VERSION]}: {front_end.MISSING}",
+        expected="vLLM's front end in Python, for those",
+        fix=f"start the server without {front_end.VARIABLE}, or do without them: "
+        "docs/rust-front-end.md",
+    )
+
+
+def _check_engines(is_local: bool, reports: Reports) -> Iterator[Finding]:
+    """What the engines behind the Rust front end export, each at a port of its own."""
+    if not is_local:
+        yield AREA.skip("metrics", "the engines export them: run this on the server's machine")
+        return
+    yield check_processes(is_local, reports)
+    cores = [report for report in reports if report.get("role") == "engine_core"]
+    for off in [report["metrics_off"] for report in cores if report.get("metrics_off")]:
+        yield AREA.warn(
+            "metrics",
+            f"an engine exports none: {off}",
+            expected="metrics at a port of each engine",
+            fix="mend what the message names, and restart the server",
+        )
+    for url in [str(report["metrics"]) for report in cores if report.get("metrics")]:
+        scrape = _scrape(ServerClient(url))
+        if isinstance(scrape, Finding):
+            yield scrape
+            continue
+        yield check_metrics(scrape)
+        yield from check_counters(scrape)
+
+
+def check_release(version: Mapping[str, Any]) -> Finding:
+    """The server runs a release that the patches were checked against.
+
+    Args:
+        version: its reply at ``/version``.
+    """
+    check, expected = "release", f"one of {', '.join(LOCKED_VERSIONS)}"
+    told = str(version.get("version", ""))
+    try:
         release = Version(told).public
-    except (ServerError, InvalidVersion):
+    except InvalidVersion:
         return AREA.skip(check, "the server does not say which vLLM it runs")
     if release in LOCKED_VERSIONS:
         return AREA.ok(check, f"vLLM {told}")
