@@ -56,7 +56,7 @@ def sampled(server, name: str, label: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-@pytest.mark.parametrize("fields", [{}, CAP], ids=["stock", "capped"])
+@pytest.mark.parametrize("fields", [{}, CAP], ids=["uncapped", "capped"])
 def test_a_tool_call_ends_a_thought(server, fields):
     """30 tokens of thought, then a call, and no end marker: the call is whole, and an answer."""
     before = sampled(server, "meridian_output_tokens_total", 'phase="think"')
