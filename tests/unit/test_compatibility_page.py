@@ -69,3 +69,18 @@ def test_a_page_with_a_cell_missing_is_refused():
     rest = {name: row for name, row in FULL.items() if name != missing}
     with pytest.raises(ValueError, match=missing):
         record.render(rest, "0.0")
+
+
+def test_rows_that_were_not_run_stay_as_they_are(monkeypatch, tmp_path):
+    """A test that is skipped here leaves its row; one that ran replaces its own."""
+    page, kept = tmp_path / "page.md", tmp_path / "record.json"
+    page.write_text(record.render(FULL, "0.0"))
+    monkeypatch.setattr(record, "PAGE", page)
+    monkeypatch.setattr(record, "RECORD", kept)
+    assert record.kept() == FULL
+    record.write(
+        "ngram", record.CellResult(record.WORKS, "1 measured", "new", "tests/a.py::test_b")
+    )
+    rows = record.kept()
+    assert rows.pop("ngram").note == "new"
+    assert rows.items() <= FULL.items()

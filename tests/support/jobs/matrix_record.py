@@ -243,7 +243,8 @@ def parse(page: str) -> dict[str, CellResult]:
     """The rows of a page."""
     rows = {}
     for line in page.splitlines():
-        columns = [column.strip() for column in line.strip("| ").split(" | ")]
+        cells = line.strip("| ").split(" | ")
+        columns = [cell.strip().replace("\\|", "|") for cell in cells]
         if line.startswith("| ") and len(columns) == 5 and columns[0] != "configuration":
             rows[columns[0]] = CellResult(*columns[1:4], columns[4].strip("`"))
     return rows
