@@ -4,7 +4,7 @@ import json
 from importlib import resources
 from typing import Final, cast
 
-from meridian_patch.patches_engine_core import REQUEST_CHECK, SUPPORTED
+from meridian_patch.patches_engine_core import KV_CACHE_MANAGER, REQUEST_CHECK, SUPPORTED
 from meridian_patch.patching.lock import Entry
 from meridian_patch.patching.spec import Contract, Patch, Site
 
@@ -145,63 +145,6 @@ ASYNC_SCHEDULER: Final = Patch(
     ),
     upstream="none: see patch `scheduler`",
     remove_when="patch `scheduler` is removed",
-)
-
-FREE_QUEUE: Final = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
-FREE_QUEUE_METHODS: Final = (
-    "__init__",
-    "popleft",
-    "popleft_n",
-    "remove",
-    "prepend_n",
-    "append_n",
-    "get_all_free_blocks",
-    "iter_blocks_after",
-)
-
-KV_CACHE_MANAGER: Final = Patch(
-    name="kv_cache_manager",
-    sites=(
-        Site("vllm.v1.core.kv_cache_manager", "KVCacheManager"),
-        # Where the scheduler looks it up: the definition alone would do nothing.
-        Site("vllm.v1.core.sched.scheduler", "KVCacheManager"),
-    ),
-    build="meridian_patch.engine.kv_cache.manager:build_phase_kv_cache_manager",
-    versions=SUPPORTED,
-    contract=Contract(
-        calls=(
-            "__init__",
-            "allocate_slots",
-            "new_step_starts",
-            "pop_blocks_for_free",
-            "record_prefix_cache_stats",
-            "reset_prefix_cache",
-        ),
-        behaviour=(
-            "free",
-            "pop_blocks_for_free",
-            "record_prefix_cache_stats",
-            "reset_prefix_cache",
-        ),
-        reads=("coordinator", "enable_caching"),
-        lookups=("vllm.v1.core.sched.scheduler:Scheduler.__init__",),
-        collaborators=(
-            *(f"{FREE_QUEUE}.{name}" for name in FREE_QUEUE_METHODS),
-            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
-            "vllm.v1.core.block_pool:BlockPool.free_blocks",
-            "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
-            "vllm.v1.core.block_pool:BlockPool.touch",
-            "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.free",
-        ),
-    ),
-    process="engine_core",
-    why=(
-        "Stock evicts the least recently used block, so that finished thoughts, which no later "
-        "prompt holds, push out the prompts that the next turn asks for. The subclass evicts them "
-        "first."
-    ),
-    upstream="none: the order of free blocks has no hook; vLLM issues 39806 and 41938 ask for it",
-    remove_when="vLLM lets a plug-in say how long a request's blocks are worth keeping",
 )
 
 SCHEDULER_STATS: Final = Patch(

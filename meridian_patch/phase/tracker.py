@@ -183,7 +183,10 @@ class PhaseTracker:
         state = RequestPhase(known, Phase.PREFILL, first_phase, match_state, given)
         state.given_tokens = given
         state.own_thought = own_thought
-        state.boundaries, state.matcher = self._boundaries, self._matcher
+        state.boundaries = self._boundaries
+        # Where the prompt has no turns, all of it was searched.
+        if event is not Event.NONE or (self._boundaries and self._boundaries.turn_start):
+            state.matcher = self._matcher
         # What follows a thought that the prompt closes is an answer to every parser.
         if self._boundaries is not None and event is Event.NONE:
             state.counts_preamble = self._boundaries.counts_preamble
