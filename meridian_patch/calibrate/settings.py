@@ -23,6 +23,8 @@ from meridian_patch.errors import CalibrationError
 
 _JOURNAL = "replies.jsonl"
 _MOST_TEMPERATURE = 2.0
+# Truth values of YAML 1.1, which are texts today: a template would take `no` for true.
+_UNCLEAR = frozenset(("y", "n", "yes", "no", "on", "off"))
 # vLLM's seed if none is set; it is recorded with the replies.
 _ENGINE = {"seed": 0}
 
@@ -129,5 +131,7 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise CalibrationError(f"{option} is {text!r}, expected NAME=VALUE")
+        if value.lower() in _UNCLEAR:
+            raise CalibrationError(f"{option} is {text!r}, expected true or false, or quotes")
         given[name] = parse_value(value, f"{option} {name}")
     return given

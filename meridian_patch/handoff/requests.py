@@ -12,6 +12,7 @@ Bodies are those of ``/v1/chat/completions`` or ``/v1/completions``, as JSON obj
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -34,6 +35,7 @@ _COMPLETION_TOKENS: Final = 16
 _BUDGET: Final = "thinking_token_budget"
 _OURS: Final = "meridian_"
 _OUR_BUDGET: Final = "meridian_max_think_tokens"
+_FLOOR: Final = "meridian_min_think_tokens"
 _RESERVE: Final = "meridian_answer_reserve"
 _BOOL: Final = TypeAdapter(bool)
 _INT: Final = TypeAdapter(int)
@@ -207,10 +209,21 @@ def _continued(body: Mapping[str, Any], token_ids: Sequence[int], num_output_tok
         after["vllm_xargs"] = ours = {**(inner if isinstance(inner, dict) else {}), **ours}
     elif isinstance(inner, dict):
         ours = inner
-    if type(ours.get(_OUR_BUDGET)) is int:
-        # Also behind the thought: it may open again.
-        left = max(ours[_OUR_BUDGET] - num_output_tokens, 1)
-        after["vllm_xargs"] = {**ours, _OUR_BUDGET: left, "meridian_min_think_tokens": 0}
+    counted = {_OUR_BUDGET: 1, _FLOOR: 0}
+    # Also behind the thought: it may open again. No field is added: an engine may not allow it.
+    less = {
+        name: max(ours[name] - num_output_tokens, least)
+        for name, least in counted.items()
+        if type(ours.get(name)) is int
+    }
+    if _FLOOR in less and _OUR_BUDGET in less:
+        less[_FLOOR] = min(less[_FLOOR], less[_OUR_BUDGET])
+    share, limits = ours.get(_RESERVE), [body[n] for n in _LIMITS if body.get(n) is not None]
+    if type(share) is float and limits:
+        # Of what the client asked for, which is more than what is left.
+        less[_RESERVE] = ceil(share * min(map(int, limits)))
+    if less:
+        after["vllm_xargs"] = {**ours, **less}
     return after
 
 

@@ -12,6 +12,13 @@ _THOUGHT = ("reasoning", "reasoning_content")
 _ANSWER = ("content", "tool_calls")
 
 
+def without_places(choice: Json) -> None:
+    """Leave out which tokens were forced: an engine counts from its own first token."""
+    told = choice.get("meridian")
+    if isinstance(told, dict) and "forced_tokens" in told:
+        choice["meridian"] = {key: told[key] for key in told if key != "forced_tokens"}
+
+
 class StreamState:
     """Joins the streams of several engines into the one that the client asked for.
 
@@ -195,6 +202,8 @@ class StreamState:
             self._left -= 1
             if self._told:
                 choice.setdefault("meridian", self._told)
+            if self._num_legs_counted > 1:
+                without_places(choice)
         elif not self._shows_thought and not has_text and not is_opening:
             return None
         return choice

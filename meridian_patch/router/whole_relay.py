@@ -12,6 +12,7 @@ from meridian_patch.router.attempts import Attempts, Services
 from meridian_patch.router.engine import Engine
 from meridian_patch.router.engine_client import EngineFailed, Headers, take_abort, within
 from meridian_patch.router.stream_relay import StreamRelay
+from meridian_patch.router.stream_state import without_places
 
 Json = dict[str, Any]
 
@@ -49,6 +50,7 @@ class WholeRelay:
         async for chunk in relay.rest(ticket, engine):
             for part in chunk["choices"]:
                 extend(choice, part)
+        without_places(choice)
         if relay.usage is not None:
             counts = ("prompt_tokens", "completion_tokens", "total_tokens")
             first["usage"] |= {name: relay.usage[name] for name in counts}

@@ -16,6 +16,7 @@ CAPPED = ENFORCE | {"meridian_max_think_tokens": CAP}
 LOOP = {"meridian_loop_max_pattern_size": 8, "meridian_loop_min_count": 4}
 V2 = {"async_scheduling": True, "max_model_len": 512, "max_num_batched_tokens": 64}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+ALL_FIELDS = {"MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS": "all"}
 WAYS = {
     "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
@@ -32,7 +33,7 @@ def run(model, folder, requests, engine, *, is_v2=False):
         "engine": engine_arguments(model, **engine),
         "runs": [{"name": "run", "requests": requests}],
     }
-    job = Job([stage], env=PATCHED | PATIENT, allow_async=True, model_runner_v2=is_v2)
+    job = Job([stage], env=PATCHED | PATIENT | ALL_FIELDS, allow_async=True, model_runner_v2=is_v2)
     done = run_job(job, folder)["stages"]["s"]["runs"]["run"]
     assert "fallback:exception" not in done["counted"]
     assert done["watched_left"] == done["requests_left"] == 0

@@ -388,16 +388,25 @@ def test_our_budget_at_the_top_level_goes_on_too() -> None:
     """In one place: an engine refuses a field that it finds in two."""
     body = {"prompt": "q", "meridian_max_think_tokens": 9, "vllm_xargs": {"a": 1}}
     after = resume(body, [1, 2, 10, 11], 2)
-    assert after["vllm_xargs"] == {
-        "a": 1,
-        "meridian_max_think_tokens": 7,
-        "meridian_min_think_tokens": 0,
-    }
+    assert after["vllm_xargs"] == {"a": 1, "meridian_max_think_tokens": 7}
     assert "meridian_max_think_tokens" not in after
 
 
+def test_a_floor_goes_on_too_and_none_is_added() -> None:
+    """An engine may allow the bound alone, and refuses a field that its client never sent."""
+    bound = {"meridian_max_think_tokens": 9}
+    for floor, left in (
+        (None, {}),
+        (5, {"meridian_min_think_tokens": 1}),
+        (1, {"meridian_min_think_tokens": 0}),
+    ):
+        ours = bound | ({} if floor is None else {"meridian_min_think_tokens": floor})
+        after = resume({"prompt": "q", "vllm_xargs": ours}, [1, 2, 3, 4, 5], 4)
+        assert after["vllm_xargs"] == {"meridian_max_think_tokens": 5} | left
+
+
 @pytest.mark.parametrize(
-    ("reserve", "left"), [(30, 30), (60, 49), (0.25, 0.25)], ids=["less", "more", "share"]
+    ("reserve", "left"), [(30, 30), (60, 49), (0.25, 25)], ids=["less", "more", "share"]
 )
 def test_a_reserve_stays_below_what_is_left(reserve: float, left: float) -> None:
     """The engine would refuse it otherwise, and with it the rest of the answer."""

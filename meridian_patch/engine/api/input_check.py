@@ -32,8 +32,8 @@ def build_input_processor(original: type) -> type:
             # Load-bearing: upstream passes `vllm_xargs` as `extra_args`; pooling parameters have
             # none.
             extra_args = getattr(params, "extra_args", None)
-            most = getattr(params, "max_tokens", None)
-            fields = check_fields(extra_args, self.served_model, most)
+            # Not the reserve: upstream has put a bound of its own in the place of the client's.
+            fields = check_fields(extra_args, self.served_model)
             if fields is not extra_args:
                 # The caller may use its own again.
                 params = copy(params)
