@@ -183,7 +183,10 @@ def check_reserve(options: RequestOptions, max_tokens: int | None) -> None:
         ConfigError: the message names the field, its value and the bound.
     """
     reserve = options.meridian_answer_reserve
-    if reserve is not None and max_tokens is not None and reserve >= max(max_tokens, 1):
+    # One token is what a proxy asks of an engine that computes prompts for others.
+    if reserve is None or max_tokens is None or max_tokens == 1:
+        return
+    if reserve >= max_tokens:
         raise ConfigError(
             f"vllm_xargs field meridian_answer_reserve is {reserve}, expected less than "
             f"max_tokens, which is {max_tokens}: nothing would be left to think"

@@ -32,7 +32,11 @@ def parser_strings(name: str, tokenizer: Any, model: str) -> ServerStrings:
     grammar = getattr(getattr(parser, "_parser_engine", None), "parser_engine_config", None)
     if grammar is None:
         return ServerStrings(
-            name, start, end, parser_implicit_ends=_ends_by_asking(parser, tokenizer, start, end)
+            name,
+            start,
+            end,
+            parser_implicit_ends=_ends_by_asking(parser, tokenizer, start, end),
+            reopens=_reopens_by_asking(parser, start, end),
         )
     return ServerStrings(
         name,
@@ -41,6 +45,11 @@ def parser_strings(name: str, tokenizer: Any, model: str) -> ServerStrings:
         parser_implicit_ends=_ends_of(grammar, end),
         parser_turn_starts=tuple(sorted(grammar.turn_boundary_tokens)),
         begins_reasoning=grammar.initial_state.name == "REASONING",
+        # Load-bearing: behind a thought a text goes on in the state `CONTENT`.
+        reopens=any(
+            state.name == "CONTENT" and transition.next_state.name == "REASONING"
+            for (state, _), transition in grammar.transitions.items()
+        ),
     )
 
 
@@ -81,6 +90,18 @@ def _ends_by_asking(parser: Any, tokenizer: Any, start: str, end: str) -> tuple[
     except Exception:
         # What a parser does with tokens that no model wrote is its own affair.
         return None
+
+
+def _reopens_by_asking(parser: Any, start: str, end: str) -> bool:
+    """Whether a parser without a grammar takes a second thought for one; True: it cannot tell."""
+    if not (start and end):
+        return True
+    try:
+        # Load-bearing: the text of a whole response; most parsers do not look at the request.
+        reasoning, _ = parser.extract_reasoning(f"{start}first{end}b{start}second", None)
+    except Exception:
+        return True
+    return "second" in (reasoning or "")
 
 
 def _encode(tokenizer: Any, text: str) -> Iterable[int]:

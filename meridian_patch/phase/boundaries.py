@@ -22,6 +22,8 @@ class Boundaries:
         turn_start: ids that open a turn in a prompt, whose boundaries count behind the last one.
         counts_preamble: whether text that comes before a thought that the model opens itself is
             reasoning, because the server's reasoning parser begins within a thought.
+        reopens: whether a start marker behind the end of a thought opens another one; False: it is
+            text of the answer to the server's reasoning parser.
         probe: the trial boundary that a probe appends to a thought; empty if the tokenizer cannot
             encode it.
     """
@@ -35,4 +37,5 @@ class Boundaries:
     implicit_end: tuple[TokenIds, ...] = ()
     turn_start: frozenset[int] = frozenset()
     counts_preamble: bool = False
+    reopens: bool = True
     probe: TokenIds = ()

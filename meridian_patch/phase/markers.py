@@ -20,6 +20,7 @@ class ServerStrings:
             its end marker; None: the parser does not tell.
         parser_turn_starts: what opens or ends a turn to the parser.
         begins_reasoning: whether the parser begins within a thought.
+        reopens: whether a thought may follow an answer, to the parser.
         start: ``reasoning_start_str`` of ``--reasoning-config``.
         end: ``reasoning_end_str`` of ``--reasoning-config``; a phrase may precede the marker.
     """
@@ -30,6 +31,7 @@ class ServerStrings:
     parser_implicit_ends: tuple[str, ...] | None = None
     parser_turn_starts: tuple[str, ...] = ()
     begins_reasoning: bool = False
+    reopens: bool = True
     start: str = ""
     end: str = ""
 
@@ -53,7 +55,7 @@ class ModelMarkers:
         end: markers that end thinking.
         implicit_end: texts with which an answer begins that end thinking without a marker.
         turn_start: texts that open a turn of a prompt.
-        begins_reasoning: as in ``ServerStrings``.
+        begins_reasoning, reopens: as in ``ServerStrings``.
         close: the text that is forced to end thinking.
         probe: the trial boundary that a probe appends to a thought; its field is ``probe`` if a
             family file sets it.
@@ -70,6 +72,7 @@ class ModelMarkers:
     implicit_end: tuple[Marker, ...] = ()
     turn_start: tuple[str, ...] = ()
     begins_reasoning: bool = False
+    reopens: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -140,6 +143,7 @@ def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ..
         implicit_end,
         (*family.turn_start, *server.parser_turn_starts),
         server.begins_reasoning,
+        server.reopens,
         notes,
     )
 
@@ -174,6 +178,7 @@ def _from_server(server: ServerStrings) -> ModelMarkers | None:
         implicit_end,
         server.parser_turn_starts,
         server.begins_reasoning,
+        server.reopens,
     )
 
 

@@ -32,7 +32,10 @@ class OutputPhases:
 
     def __init__(self, matcher: BoundaryMatcher, prompt: Sequence[int]) -> None:
         self._matcher = matcher
-        self._is_thinking = matcher.last_boundary(prompt)[0] is Event.START
+        event, _ = matcher.last_boundary(prompt)
+        self._is_thinking = event is Event.START
+        # Whether no start marker opens another thought.
+        self._is_final = event is Event.END and not matcher.reopens
         self._match_state = matcher.state_after(prompt)
         # Whether a tool call that may end a thought began.
         self._is_calling = False
@@ -55,11 +58,11 @@ class OutputPhases:
         Load-bearing: the model does not see the last output token of the turn before.
         """
         self._is_thinking, self._match_state = self._before_last
-        self._is_calling = False
+        self._is_calling = self._is_final = False
         for token_id in prompt:
             if token_id in self._matcher.turn_start:
                 # Markers before the turn that the model goes on with are text of messages.
-                self._is_thinking, self._match_state = False, ROOT
+                self._is_thinking, self._match_state, self._is_final = False, ROOT, False
             else:
                 self._take(token_id)
 
@@ -75,5 +78,7 @@ class OutputPhases:
             return True
         if event is not Event.NONE:
             # No marker in the arguments of a tool call opens a thought.
-            self._is_thinking = event is Event.START and not self._is_calling
+            can_open = not (self._is_calling or self._is_final)
+            self._is_thinking = event is Event.START and can_open
+            self._is_final |= was_thinking and event is Event.END and not self._matcher.reopens
         return not (was_thinking or self._is_thinking)

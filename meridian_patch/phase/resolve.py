@@ -86,6 +86,7 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
                 if (token_id := vocabulary.token_id(text)) is not None
             ),
             counts_preamble=markers.begins_reasoning,
+            reopens=markers.reopens,
             probe=_resolve_probe(model, markers, vocabulary, end, notes),
         ),
         markers,

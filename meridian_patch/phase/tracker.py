@@ -60,6 +60,8 @@ class RequestPhase:
     is_handed_off: bool = False
     # True once a tool call that may end a thought began: no marker in its arguments opens one.
     is_calling: bool = False
+    # Whether no start marker opens another thought: the answer goes on to the end.
+    is_final: bool = False
     # For an attentive request: number of known tokens from which on it must be observed.
     attends_from: int = 0
     # True for a request that thinks, has thought, or will think after its prefill.
@@ -190,6 +192,8 @@ class PhaseTracker:
         # What follows a thought that the prompt closes is an answer to every parser.
         if self._boundaries is not None and event is Event.NONE:
             state.counts_preamble = self._boundaries.counts_preamble
+        if event is Event.END and self._boundaries is not None:
+            state.is_final = not self._boundaries.reopens
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
@@ -290,9 +294,13 @@ class PhaseTracker:
             self._enter(state, state.first_phase, state.tokens_before)
         event, begin = self._matcher.last_boundary(state.known, state.given_tokens)
         if event is Event.END and state.phase is _THINK:
-            state.is_handed_off = True
+            state.is_handed_off, state.is_final = True, not self._matcher.reopens
             self._enter(state, _ANSWER, len(state.known))
-        elif event is Event.START and state.phase is _ANSWER and not state.is_calling:
+        elif (
+            event is Event.START
+            and state.phase is _ANSWER
+            and not (state.is_calling or state.is_final)
+        ):
             self._open_thought(state, begin, len(state.known))
         state.match_state = self._matcher.state_after(state.known)
         state.attends_from = 0
@@ -309,7 +317,7 @@ class PhaseTracker:
         state.match_state, event = self._matcher.step(state.match_state, token_id)
         state.is_calling |= self._matcher.begins_answer(state.match_state)
         if event is Event.END and state.phase is Phase.THINK:
-            state.is_handed_off = True
+            state.is_handed_off, state.is_final = True, not self._matcher.reopens
             # A marker that the prompt or the start marker began has fewer tokens in the thought.
             own = known - state.tokens_before
             num_marker = min(self._matcher.marker_tokens(state.match_state), own)
@@ -319,7 +327,8 @@ class PhaseTracker:
                 state.marker_tokens += num_marker
                 self._enter(state, Phase.ANSWER, known)
             return True
-        if event is Event.START and state.phase is Phase.ANSWER and not state.is_calling:
+        is_final = state.is_final or state.is_calling
+        if event is Event.START and state.phase is Phase.ANSWER and not is_final:
             if state.counts_preamble and state.own_thought is None:
                 num_marker = self._matcher.marker_tokens(state.match_state)
                 state.preamble_tokens = max(known - num_marker - state.given_tokens, 0)

@@ -93,7 +93,7 @@ def test_thoughts_that_requests_cut_off(driver_for, trace):
     driver.drain()
     ends = {line["request"]: line for line in events(trace)}
     assert set(ends) == {"aborted", "long"}
-    assert [ends[name]["reason"] for name in ("aborted", "long")] == [None, None]
+    assert [ends[name]["reason"] for name in ("aborted", "long")] == [None, "unanswered"]
     assert ends["long"]["think_tokens"] == 30
 
 

@@ -136,17 +136,17 @@ class Divider:
     def __init__(self, parser: str, tokenizer, start: str) -> None:
         self._class = ReasoningParserManager.get_reasoning_parser(parser)
         self._tokenizer, self._start = tokenizer, start
-        self._divides = self._keeps_all_of_a_thought()
+        self.divides = self._keeps_all_of_a_thought()
 
     def ends(self, text: str) -> bool:
         """Whether ``REST``, with which ``text`` ends, is no reasoning."""
-        if self._divides:
+        if self.divides:
             return REST not in self._reasoning(text)
         return self._is_over(text)
 
     def tells(self) -> bool:
         """Whether it takes an open thought for one."""
-        return self._divides or not self._is_over(THOUGHT)
+        return self.divides or not self._is_over(THOUGHT)
 
     def _new(self):
         return self._class(self._tokenizer, chat_template_kwargs=dict(THINKING))
@@ -218,6 +218,19 @@ def test_a_parser_of_another_model_is_refused(parser):
     """It cannot be built, which the engine says instead of guessing."""
     with pytest.raises(BoundaryError, match=parser):
         strings_of(parser, None)
+
+
+@pytest.mark.parametrize(("name", "parser"), told(BY_FAMILY))
+def test_a_start_marker_behind_a_thought_is_what_the_parser_says(name, parser):
+    """Text of the answer to most, another thought to some."""
+    start, end = FAMILIES[name].start, FAMILIES[name].end
+    if parser in WITHOUT_MARKERS:
+        pytest.skip("it gives no markers to ask it with: a start marker opens a thought")
+    divider = Divider(parser, tokenizer_for(parser, name), start)
+    if not divider.divides:
+        pytest.skip("another part of vLLM divides the text")
+    is_text = divider.ends(THOUGHT + end + "b" + start + REST)
+    assert strings_of(parser, name).reopens is not is_text
 
 
 def test_a_parser_of_the_operators_own_is_asked():

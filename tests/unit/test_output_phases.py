@@ -12,6 +12,7 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker
 WORD, START, END = 5, 1, 2
 SINGLE = Boundaries("single", ((START,),), ((END,),), (END,))
 CALLING = Boundaries("calling", ((START,),), ((END,), (7,)), (END,), implicit_end=((7,),))
+ONCE = Boundaries("once", ((START,),), ((END,),), (END,), reopens=False)
 LONG = Boundaries("long", ((1, 3),), ((2, 4), (2, 3, 4)), (2, 4))
 
 
@@ -53,7 +54,7 @@ def test_a_sessions_next_turn_is_what_the_model_sees():
     assert session.split([WORD]) == [Piece(1, False)]
 
 
-@pytest.mark.parametrize("boundaries", [SINGLE, LONG, CALLING], ids=lambda each: each.family)
+@pytest.mark.parametrize("boundaries", [SINGLE, ONCE, LONG, CALLING], ids=lambda each: each.family)
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_are_the_trackers_phases(boundaries, seed):
     """Token by token, whatever the steps."""

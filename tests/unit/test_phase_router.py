@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from spoken import SpokenTracker
 
 from meridian_patch.phase.boundaries import Boundaries
@@ -76,6 +77,20 @@ def test_boundary_and_reentry():
     assert tracker.say("r", [START])
     assert phase(tracker) is Phase.THINK
     assert tracker.num_reasoning == 1
+
+
+@pytest.mark.parametrize("prompt", [[START], [START, END]], ids=["output", "prompt"])
+def test_a_start_marker_in_an_answer_is_text_where_the_parser_says_so(prompt):
+    """The user asked what it means; a cap would force an end marker into the answer."""
+    tracker = SpokenTracker(replace(SIMPLE, reopens=False))
+    tracker.add("r", prompt)
+    tracker.say("r", [WORD, *([END, WORD] if prompt == [START] else []), START, WORD])
+    assert phase(tracker) is Phase.ANSWER
+    assert not tracker.resync("r")
+    # A thought that the model opens itself is its first.
+    tracker.add("own", [WORD])
+    tracker.say("own", [WORD, START])
+    assert phase(tracker, "own") is Phase.THINK
 
 
 def test_a_tool_call_ends_a_thought():

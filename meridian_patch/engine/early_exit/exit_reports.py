@@ -97,6 +97,8 @@ class ExitReports:
 def leaves_no_answer(request: Any) -> bool:
     """Whether a request that is in its thought ends there without an answer.
 
-    A session may go on with its thought in its next turn.
+    A session may go on with its thought in its next turn, and another engine with a request of
+    which this one computes the prompt and a single token.
     """
-    return not request.resumable and request.status in _OWN_ENDS
+    is_prefill_leg = request.max_tokens == 1 and bool(request.kv_transfer_params)
+    return not (request.resumable or is_prefill_leg) and request.status in _OWN_ENDS

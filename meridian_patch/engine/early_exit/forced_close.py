@@ -192,8 +192,10 @@ class ForcedCloses:
             elif closing.is_said and closing.is_last and self._start_ids:
                 rows.forbid(name, self._start_ids)
         for name, request in self._barred.items():
-            # Load-bearing: such a request samples no token in the step.
-            if name in output.num_scheduled_tokens and not request.is_prefill_chunk:
+            # Load-bearing: a request whose known tokens are computed samples no token in the step.
+            samples = name in output.num_scheduled_tokens and not request.is_prefill_chunk
+            # One mask is enough for a request whose thought is closed again.
+            if samples and name not in self._closings:
                 rows.forbid(name, self._start_ids)
         return rows.output()
 

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler.waiting_order import first
+from meridian_patch.engine.upstream import is_release
 
 # After so many steps in a row with a lowered budget and no prefill, although prompts could have
 # been admitted, one step gets room for a whole prompt. Doubled, up to the maximum, each time that
@@ -133,6 +134,17 @@ class IndivisibleChunks:
         if self._has_whole_media:
             return max(self.least, self._media_tokens(head, prefilling))
         return self.least
+
+    def keeps_others_out(self, scheduler: Any, prefilling: Sequence[Any]) -> bool:
+        """Whether a step with a lowered budget must admit no request beside prompts in progress.
+
+        Load-bearing: where a media item that is computed whole does not fit, upstream goes on to
+        the next request from 0.33 on, and 0.32 stops. Later ones would keep the item waiting.
+        """
+        if not (self._has_whole_media and prefilling and is_release("0.33")):
+            return False
+        head = first_prompt(scheduler)
+        return head is not None and bool(head.mm_features)
 
     def whole_media_tokens(self, request: Any, computed: int, tokens: int) -> int:
         """How long a chunk may be so that it does not end within a media item that begins in it.

@@ -179,5 +179,6 @@ def build_metrics(
         status.publish(metrics_off=why)
         logger.warning("meridian_patch: EngineCore exports no metrics: %s", why)
         return None
-    status.publish(metrics=f"http://{config.host}:{port}/metrics")
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    status.publish(metrics=f"http://{host}:{port}/metrics")
     return MetricsPart(exporter, changes)

@@ -122,7 +122,10 @@ class PolicyPart(SchedulerPart):
             if not self.rules.are_all_off:
                 self._arrange(plan)
         finally:
-            plan.may_probe = not self.waiting_answers and not self.limiter.makes_room
+            # A probe is a prompt to upstream, too.
+            plan.may_probe = (
+                plan.may_prefill and not self.waiting_answers and not self.limiter.makes_room
+            )
             if self._is_slow:
                 self._counters.count(counters.FALLBACK, Fallback.SLOW)
 

@@ -230,7 +230,10 @@ class StepLimiter:
         # Before room is made, because prompts in progress take blocks for so many tokens.
         budget = self._cut_budget(scheduler, now_s, len(answers))
         max_active = None
-        if budget is not None and self._may_skip_adapter(scheduler):
+        if budget is not None and (
+            self._may_skip_adapter(scheduler)
+            or self._chunks.keeps_others_out(scheduler, self._prefilling)
+        ):
             if not answers:
                 self._budget = budget
                 return StepLimits(budget, max_active=0)
@@ -248,9 +251,9 @@ class StepLimiter:
             if len(scheduler.running) < rows:
                 self.decodes(scheduler)
                 self.makes_room = True
-                if scheduler.connector is not None:
+                if scheduler.connector or scheduler.aux_output_connector:
                     # Load-bearing: connectors do not expect a request that was preempted in a step
-                    # to load in it. The room is used in the next one, unless this would be empty.
+                    # to load or run in it. The room is used in the next one, unless this is empty.
                     max_active = 0 if scheduler.running else 1
         self._budget = budget
         return StepLimits(budget, max_active)
