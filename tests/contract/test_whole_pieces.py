@@ -229,13 +229,16 @@ def test_a_full_pool_is_no_reason_for_a_step_without_a_cut(demo_model, tight):
 
 
 def test_a_prompt_that_was_computed_whole_is_not_kept(demo_model):
-    """Requests with a seed, beside which no step is cut: they do not think."""
+    """Requests with a seed, beside which no step is cut: they do not think. One is preempted."""
     driver = driver_for(demo_model, blocks=200)
     requests = []
     for number in range(3):
         tokens = make_prompt(random.Random(number), 60, thinks=False)
         driver.add(Job(f"r{number}", tuple(tokens), None, 5), seed=7)
         requests.append(weakref.ref(driver.scheduler.requests[f"r{number}"]))
+    for _ in range(2):
+        driver.step()
+        preempt(driver, "r0")
     driver.drain()
     gc.collect()
     assert not any(request() for request in requests)

@@ -82,6 +82,8 @@ class IndivisibleChunks:
         """Note a request that is new or was preempted."""
         if _must_be_whole(request):
             self._waiting.add(request.request_id)
+            if request in self._running:
+                self._running.remove(request)
 
     def begins(self, request: Any) -> None:
         """Note a request whose known tokens begin to be computed."""
