@@ -107,8 +107,9 @@ MUTANTS = (
            "        self._answer_pacing.on_removed(session.request_id)\n", "        pass\n",
            fixed={"traffic": "sessions", "connector": "none", "drafts": 0, "boundary": "token"}),
     Mutant("probes outlive their thought", "engine.early_exit.manager",
-           "        if self.probes is not None:\n            self.probes.cancel(name)\n\n"
-           "    def _count", "\n    def _count", fixed=ENFORCE),
+           "        self.forced_closes.end(name)\n        if self.probes is not None:\n"
+           "            self.probes.cancel(name)\n",
+           "        self.forced_closes.end(name)\n", fixed=ENFORCE),
     Mutant("an ended probe stays live", "engine.early_exit.probes",
            "        del self._live_of[due.parent.request_id]\n", "", fixed=ENFORCE),
     Mutant("a phase changes one token late", "phase.tracker",

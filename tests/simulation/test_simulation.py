@@ -35,7 +35,7 @@ result = run_case(Case(1, 20, repair({**plain, "exit": "observe", "fault_raises"
 told["every hook"] = [result.steps, result.failures]
 """
 ASKS_ITSELF = """
-result = run_case(draw(70032, 250))
+result = run_case(draw(71219, 250))
 told["asks itself"] = [result.case.exit, result.counts, result.failures]
 """
 SCARCE_ADAPTERS = """

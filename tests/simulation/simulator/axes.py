@@ -30,7 +30,9 @@ TRAFFIC = (
     "mixed", "thinkers", "plain", "agents", "conversations", "sessions", "runaways",
     "pool_prompts", "hostile", "siblings",
 )  # fmt: skip
-WIDE_SEATS, LONG = 256, 131_072
+# Of most cases, and of those that axis `scale` makes large.
+MOST_SEATS, WIDE_SEATS = 64, 256
+LONGEST, LONG = 1536, 131_072
 FAULTS = (
     "abort", "reset", "pause", "sleep", "lost_probe", "raises", "nan", "late", "empty",
     "load_failure",
@@ -48,10 +50,10 @@ AXES: dict[str, Axis] = {
     "prefix": Axis(True, (True, False), (8, 1)),
     "drafts": Axis(0, (0, 1, 2, 3, 4, 5), (5, 1, 1, 1, 1, 1)),
     "queue": Axis("fcfs", ("fcfs", "priority"), (4, 1)),
-    "seats": Axis(16, (2, 4, 8, 16, 64), (1, 2, 2, 3, 1)),
+    "seats": Axis(16, (2, 4, 8, 16, MOST_SEATS, WIDE_SEATS), (1, 2, 2, 3, 1, 0)),
     "budget": Axis(512, (64, 128, 512, 2048)),
     "pool": Axis("ample", ("starving", "tight", "ample")),
-    "length": Axis(512, (192, 512, 1536), (2, 3, 2)),
+    "length": Axis(512, (192, 512, LONGEST, LONG), (2, 3, 2, 0)),
     "grammar": Axis("never", ("never", "behind", "within"), (4, 1, 1)),
     "lora": Axis("none", ("none", "scarce"), (3, 1)),
     "connector": Axis("none", ("none", "load", "delayed", "offload"), (9, 1, 1, 1)),
@@ -139,7 +141,7 @@ def repair(values: dict[str, Any]) -> dict[str, Any]:
     """Values that vLLM takes together; what cannot be is made plain or moved to the next value."""
     new = dict(values)
     for part in (
-        _repair_scale, _repair_pipeline, _repair_cache, _repair_budget, _repair_drafter,
+        _repair_scale, _repair_pipeline, _repair_drafter, _repair_cache, _repair_budget,
         _repair_traffic, _repair_exit,
     ):  # fmt: skip
         part(new)
@@ -153,8 +155,8 @@ def _repair_scale(new: dict[str, Any]) -> None:
         new.update(length=LONG, budget=2048, seats=min(new["seats"], 8))
         new.update(block=64, pool="tight")
     else:
-        new["seats"] = min(new["seats"], max(AXES["seats"].values))
-        new["length"] = min(new["length"], max(AXES["length"].values))
+        new["seats"] = min(new["seats"], MOST_SEATS)
+        new["length"] = min(new["length"], LONGEST)
 
 
 def _repair_drafter(new: dict[str, Any]) -> None:
