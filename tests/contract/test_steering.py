@@ -204,6 +204,7 @@ def test_a_target_without_end_switches_no_rule_off(demo_model, policy):
     assert not driver.scheduler.phase_counters.totals.get("fallback:exception")
 
 
+@pytest.mark.usefixtures("past_the_check")
 def test_a_wrong_wish_is_logged_and_the_request_served(demo_model, policy, caplog):
     driver = driver_for(demo_model)
     driver.add(job("r", 1, think=5, answer=5), extra_args={"meridian_itl_ms": -1.0})

@@ -13,6 +13,11 @@ each_path = pytest.mark.parametrize("path", ("sync", "async"))
 
 
 @pytest.fixture
+def said(run, name):
+    """A request's output without what is told of its times."""
+    return {key: value for key, value in sample(run, name).items() if key != "meridian"}
+
+
 def both(v1_stock, v1_patched):
     """``both(stage, run)`` is that run on the stock and on the patched engine."""
 
@@ -90,7 +95,7 @@ def test_abort(both, path):
     assert not run["outputs"]["a1"]["finished"]
     assert 0 < len(sample(run, "a1")["ids"]) < len(sample(ample, "a1")["ids"])
     for name in ("a0", "a2"):
-        assert sample(run, name) == sample(ample, name)
+        assert said(run, name) == said(ample, name)
     assert_nothing_left(run)
 
 
@@ -143,7 +148,7 @@ def test_abort_on_model_runner_v2(v2_stock, v2_patched):
     assert not patched["outputs"]["a1"]["finished"]
     for name in ("a0", "a2"):
         # Stock does not count reasoning tokens.
-        ours = {**sample(patched, name)}
+        ours = said(patched, name)
         ours.pop("reasoning_tokens")
-        assert ours == sample(stock, name)
+        assert ours == said(stock, name)
     assert_nothing_left(patched)
