@@ -13,11 +13,6 @@ each_path = pytest.mark.parametrize("path", ("sync", "async"))
 
 
 @pytest.fixture
-def said(run, name):
-    """A request's output without what is told of its times."""
-    return {key: value for key, value in sample(run, name).items() if key != "meridian"}
-
-
 def both(v1_stock, v1_patched):
     """``both(stage, run)`` is that run on the stock and on the patched engine."""
 
@@ -85,6 +80,11 @@ def test_several_samples(both, path):
     assert len(run["routed"]) == 4
     assert run["misrouted"] == 0
     assert_nothing_left(run)
+
+
+def said(run, name):
+    """A request's output without what is told of its times."""
+    return {key: value for key, value in sample(run, name).items() if key != "meridian"}
 
 
 @each_path
