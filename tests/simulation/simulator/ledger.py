@@ -26,7 +26,6 @@ class Record:
 
     Attributes:
         request: vLLM's.
-        arrived_s, answered_s: when it came, and when its first answer token did; None: not yet.
         finish: how it ended; None while it has not.
         most_tokens: upper bound of all thoughts; None: there is none.
         closes: output indices at which a close of ours began, of the present chunk.
@@ -39,8 +38,6 @@ class Record:
     may_close: bool
     floor_tokens: int
     most_tokens: int | None
-    arrived_s: float = 0.0
-    answered_s: float | None = None
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
 
@@ -81,7 +78,7 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         return Speaker(record.ask.script, self.boundaries, thinks=thinks)
 
-    def add(self, ask: Ask, request: Any, now_s: float) -> None:
+    def add(self, ask: Ask, request: Any) -> None:
         thinks = starts_thinking(ask.prompt, self.boundaries)
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
@@ -103,17 +100,16 @@ class Ledger:
             may_close=mode == "enforce" and not self._is_stock,
             floor_tokens=floor,
             most_tokens=most,
-            arrived_s=now_s,
         )
 
-    def take(self, outputs: dict[int, Any], now_s: float) -> None:
-        """What a step's ``update_from_output`` returned, and when."""
+    def take(self, outputs: dict[int, Any]) -> None:
+        """What a step's ``update_from_output`` returned."""
         for client in outputs.values():
             for item in client.outputs:
                 record = self.records.get(item.request_id)
                 if record is None:
                     raise Failure("tokens", f"output of {item.request_id}, which no user sent")
-                self._take_one(record, item, now_s)
+                self._take_one(record, item)
 
     def take_ended(self) -> list[Record]:
         ended, self._ended = self._ended, []
@@ -142,13 +138,11 @@ class Ledger:
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
         record.closes.clear()
 
-    def _take_one(self, record: Record, item: Any, now_s: float) -> None:
+    def _take_one(self, record: Record, item: Any) -> None:
         name = item.request_id
         if record.is_over:
             raise Failure("place", f"{name} ended by {record.finish} and has an output after that")
         for token in item.new_token_ids:
-            if not record.speaker.is_thinking and record.answered_s is None:
-                record.answered_s = now_s
             self._hear(record, token)
         if item.new_token_ids:
             self.num_tokens += len(item.new_token_ids)
