@@ -47,7 +47,7 @@ def served(model, is_http=True, **fields):
 @pytest.mark.parametrize("is_http", [True, False], ids=["http", "in the process"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_field_at_the_top_level_reaches_the_engine(model, is_http):
-    """Beside those of `vllm_xargs`, whoever they belong to."""
+    """Beside the fields of `vllm_xargs`, ours or others'."""
     fields = {"vllm_xargs": {"meridian_priority": 3, "a": "b"}, "meridian_exit": "observe"}
     request = served(model, is_http, **fields)
     params = request.to_sampling_params(9, {})

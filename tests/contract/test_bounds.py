@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from exit_driver import add_drafts, exit_driver, force_first_rows, is_empty, thinker
+from exit_driver import add_drafts, exit_driver, force_first_rows, is_empty, thinker, told
 from scheduler_driver import THINK_END, THINK_START, WORD, Job
 from vllm.v1.core.sched.output import GrammarOutput
 
@@ -217,23 +217,16 @@ def test_a_cap_of_max_tokens_closes_nothing_on_the_last_token(driver_for):
 def test_forced_tokens_are_named(driver_for):
     """Of each close, by their indices in the output; a thought that ends by itself has none."""
     driver = driver_for(**CAPPED | {"EXIT__WRAP_UP": "so.it.ends"})
-    reports, drain = {}, driver.scheduler.early_exit.drain_outcomes
-
-    def drain_outcomes():
-        news = drain()
-        reports.update(news)
-        return news
-
-    driver.scheduler.early_exit.drain_outcomes = drain_outcomes
+    reports = told(driver)
     driver.add(thinker("closed", 10_000, max_tokens=60))
     driver.add(thinker("natural", 10))
     request = driver.scheduler.requests["closed"]
     driver.drain()
     said = request._output_token_ids
     forced = [token for name, token in driver.forced if name == "closed"]
-    assert [said[index] for index in reports["closed"].forced] == forced
+    assert [said[index] for index in reports["closed"][-1].forced] == forced
     assert (len(forced), forced[-1]) == (len("so.it.ends") + 1, THINK_END)
-    assert reports["natural"].forced == ()
+    assert reports["natural"][-1].forced == ()
 
 
 BUDGET = 30

@@ -7,7 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from exit_driver import exit_driver, is_empty, thinker
+from exit_driver import exit_driver, is_empty, thinker, told
 from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -56,14 +56,7 @@ def test_observing_takes_a_sample(driver_for, is_async):
     """So many at a time, those that begin first; who asks is always measured; all ends are told."""
     driver = driver_for(is_async=is_async, EXIT__MODE="observe", EXIT__OBSERVED_AT_A_TIME="2")
     exits = driver.scheduler.early_exit
-    told, drain, measured = {}, exits.drain_outcomes, []
-
-    def drain_outcomes():
-        outcomes = drain()
-        told.update(outcomes)
-        return outcomes
-
-    exits.drain_outcomes = drain_outcomes
+    reports, measured = told(driver), []
     for number in range(6):
         driver.add(thinker(f"r{number}", 200 + 10 * number))
     driver.step()
@@ -74,14 +67,14 @@ def test_observing_takes_a_sample(driver_for, is_async):
     driver.add(thinker("late"))
     driver.drain()
     assert max(measured) == 3
-    assert {name for name, (outcome, *_) in told.items() if outcome.is_measured} == {
+    assert {name for name, [*_, (outcome, *_)] in reports.items() if outcome.is_measured} == {
         "r0",
         "r1",
         "asks",
         "late",
     }
     for number in range(6):
-        outcome, think_tokens, *_ = told[f"r{number}"]
+        outcome, think_tokens, *_ = reports[f"r{number}"][-1]
         assert outcome.think_tokens == think_tokens == 201 + 10 * number
     totals = driver.scheduler.phase_counters.totals
     assert totals["exit:natural"] == 8

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from exit_driver import exit_driver, is_empty, thinker
+from exit_driver import exit_driver, is_empty, thinker, told
 from scheduler_driver import THINK_END, WORD, Driver, Job, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -23,20 +23,6 @@ NEWLINE = 198
 @pytest.fixture
 def driver_for(monkeypatch, demo_model):
     return partial(exit_driver, monkeypatch, demo_model, EXIT__MODE="observe")
-
-
-def told(driver):
-    """What is told from now on, by request: everything, in order."""
-    seen, drain = {}, driver.scheduler.early_exit.drain_outcomes
-
-    def drain_outcomes():
-        news = drain()
-        for name, each in news.items():
-            seen.setdefault(name, []).append(each)
-        return news
-
-    driver.scheduler.early_exit.drain_outcomes = drain_outcomes
-    return seen
 
 
 def run(driver, asked, think_tokens=120, sampling=None, **job):
@@ -249,7 +235,7 @@ def test_an_aborted_request_is_told_nothing(driver_for):
     for _ in range(60):
         driver.step()
     driver.abort("r")
-    assert not driver.scheduler.early_exit.drain_outcomes()
+    assert not driver.scheduler.early_exit.reports.drain()
     assert driver.scheduler.early_exit.is_idle
 
 

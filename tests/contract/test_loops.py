@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from exit_driver import exit_driver, is_empty, thinker
+from exit_driver import exit_driver, is_empty, thinker, told
 from scheduler_driver import THINK_END, THINK_START, WORD, Job
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import RequestStatus
@@ -49,33 +49,13 @@ def driver_for(request, monkeypatch, demo_model):
     return partial(exit_driver, monkeypatch, demo_model, is_async=request.param)
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """What callers are told of each request's thinking."""
-    reports = {}
-
-    def watch(driver):
-        exits = driver.scheduler.early_exit
-        drain = exits.drain_outcomes
-
-        def drain_outcomes():
-            outcomes = drain()
-            reports.update(outcomes)
-            return outcomes
-
-        exits.drain_outcomes = drain_outcomes
-        return reports
-
-    return watch
-
-
-def test_a_loop_is_closed_and_answered(driver_for, told):
+def test_a_loop_is_closed_and_answered(driver_for):
     """At the pattern's fifth time and behind the grace; the answer, which loops too, is whole."""
     driver = driver_for(**LOOP)
     reports = told(driver)
     driver.add(thinker("r"))
     driver.drain()
-    outcome = reports["r"].outcome
+    outcome = reports["r"][-1].outcome
     assert driver.forced == [("r", THINK_END)]
     assert outcome.verdict.fired_at == FIRED_AT
     assert outcome.verdict.close_at == FIRED_AT + GRACE
@@ -85,7 +65,7 @@ def test_a_loop_is_closed_and_answered(driver_for, told):
     assert is_empty(driver)
 
 
-def test_observing_closes_nothing(driver_for, told):
+def test_observing_closes_nothing(driver_for):
     """It says when it would have."""
     driver = driver_for(**LOOP, EXIT__MODE="observe")
     reports = told(driver)
@@ -94,7 +74,7 @@ def test_observing_closes_nothing(driver_for, told):
     totals = driver.scheduler.phase_counters.totals
     assert not driver.forced
     assert totals["exit:natural"] == totals["exit_verdict:loop"] == 1
-    assert reports["r"].outcome.verdict.fired_at == FIRED_AT
+    assert reports["r"][-1].outcome.verdict.fired_at == FIRED_AT
     assert is_empty(driver)
 
 
@@ -112,13 +92,13 @@ def test_a_request_asks_for_it(driver_for):
 
 
 @pytest.mark.parametrize("loops_from", [0, 1, 57, 150])
-def test_a_loop_may_begin_late(driver_for, told, loops_from):
+def test_a_loop_may_begin_late(driver_for, loops_from):
     """It is seen where it begins, whatever came before: two times three tokens are a pattern."""
     driver = driver_for(**LOOP)
     reports = told(driver)
     driver.add(Rambler("r", thinker("r").prompt, 300, 30, loops_from=loops_from))
     driver.drain()
-    verdict = reports["r"].outcome.verdict
+    verdict = reports["r"][-1].outcome.verdict
     assert loops_from + 30 - 5 <= verdict.fired_at <= loops_from + 30
     assert is_empty(driver)
 

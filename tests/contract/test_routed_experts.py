@@ -54,7 +54,7 @@ def test_what_a_prompt_hits_has_its_routed_experts(demo_model, rows_of, is_async
 
 @SYNC_AND_ASYNC
 def test_a_probe_is_sent_no_routed_experts(demo_model, monkeypatch, rows_of, is_async):
-    """It would be sent those of its parent's whole prefix, which nobody reads."""
+    """It would be sent those of its parent's whole prefix, which no client gets."""
     settings = {
         "EXIT__MODE": "observe",
         "EXIT__EAT_WARMUP_PROBES": "1000",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-from exit_driver import exit_driver, is_empty, thinker
+from exit_driver import exit_driver, is_empty, thinker, told
 from scheduler_driver import TURN_END, Job
 
 OBSERVE = {"EXIT__MODE": "observe"}
@@ -25,19 +25,12 @@ def driver_for(request, monkeypatch, demo_model):
 
 def play(driver, *jobs, fields=None):
     """The last report of each request."""
-    reports, drain = {}, driver.scheduler.early_exit.drain_outcomes
-
-    def drain_outcomes():
-        news = drain()
-        reports.update(news)
-        return news
-
-    driver.scheduler.early_exit.drain_outcomes = drain_outcomes
+    reports = told(driver)
     for job in jobs:
         driver.add(job, fields)
     driver.drain()
     assert is_empty(driver)
-    return reports
+    return {name: each[-1] for name, each in reports.items()}
 
 
 def counted(driver):

@@ -22,7 +22,7 @@ from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
 from meridian_patch.engine.early_exit.watched_request import WatchedRequest
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, ExitReport, Obstacles
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, Obstacles
 from meridian_patch.exit.controller import ExitController, follow
 from meridian_patch.exit.obstacles import PASSING, Obstacle
 from meridian_patch.exit.strategies.base import BUDGET, NO_SIGNALS
@@ -317,10 +317,6 @@ class EarlyExit:
         """Ids of probes that ended since the last call; they must not appear in outputs."""
         ended, self._ended = self._ended, set()
         return ended
-
-    def drain_outcomes(self) -> dict[str, ExitReport]:
-        """New reports for callers since the last call, by request id."""
-        return self.reports.drain()
 
     def _check_health(self) -> None:
         """After a step: stop asking for signals or probes that the workers do not deliver."""

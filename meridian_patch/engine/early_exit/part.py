@@ -93,7 +93,7 @@ class EarlyExitPart(SchedulerPart):
                 if ended:
                     strip(results, ended)
             finally:
-                attach_all(results, early_exit.drain_outcomes())
+                attach_all(results, early_exit.reports.drain())
 
     def before_finish(self, request_ids: list[str] | None) -> None:
         probes = self._early_exit.probes

@@ -56,6 +56,21 @@ def exit_driver(
     return Driver.build(builder(stock), config, is_async=is_async, tiered=tiered, groups=groups)
 
 
+def told(driver):
+    """What callers are told of each request's thinking from now on, by its id, in order."""
+    reports = driver.scheduler.early_exit.reports
+    seen, drain = {}, reports.drain
+
+    def drained():
+        news = drain()
+        for name, each in news.items():
+            seen.setdefault(name, []).append(each)
+        return news
+
+    reports.drain = drained
+    return seen
+
+
 def thinker(name, think_tokens=400, prompt_tokens=40, **kwargs):
     prompt = make_prompt(random.Random(name), prompt_tokens, thinks=True, shared=len(name))
     return Job(name, tuple(prompt), think_tokens, 30, **kwargs)

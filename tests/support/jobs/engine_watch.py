@@ -197,5 +197,5 @@ def _of_exits(exits) -> dict:
         "watched_left": exits.num_watched + len(exits.forced_closes),
         "probes_left": len(exits.probes or ()),
         # What waits to be told with a step that never comes.
-        "told_left": len(exits.drain_outcomes()),
+        "told_left": len(exits.reports.drain()),
     }
