@@ -49,8 +49,8 @@ WITHOUT_MARKERS = {
 }
 # They divide nothing by themselves, only what streams through them, or only with the end marker.
 DO_NOT_TELL = {"granite", "hunyuan_a13b", "olmo3", "openai_gptoss"}
-# They give no markers to ask them with, or leave whole texts to another part of vLLM: a start marker
-# opens a thought.
+# They give no markers to ask them with, or leave whole texts to another part of vLLM: any start
+# marker opens a thought.
 NOT_ASKED = WITHOUT_MARKERS | {"cohere_command3", "cohere_command4", "k2_horizon"}
 # Tokens beside the markers without which a parser cannot be built.
 NEEDED = {
