@@ -295,6 +295,10 @@ class Checker(Recorder):
         is_loading = any(
             r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in scheduler.kv_holding_waiting
         )
+        # What a connector has of a request, it may say later: upstream passes the request over.
+        is_loading |= self._arm.case.connector == "load" and any(
+            r.status == RequestStatus.WAITING for r in scheduler.deferred_waiting
+        )
         is_paused = scheduler._pause_state != PauseState.UNPAUSED
         soon = ROOM_STEPS * self._arm.case.cadence
         if came - self._made_room or is_loading or is_paused or not scheduler.waiting:
