@@ -51,7 +51,8 @@ class BoundaryMatcher:
         self._failures = self._link()
         # Ids that open a turn of a prompt.
         self.turn_start = boundaries.turn_start
-        self.reopens = boundaries.reopens
+        # Whether no start marker behind an end opens another thought.
+        self.ends_all = not boundaries.reopens
         self._last_ids = self.turn_start.union(self._edges_back[ROOT])
         # First tokens of all sequences. In state ROOT, other tokens need no step.
         self.first_ids = frozenset(self._edges[ROOT])

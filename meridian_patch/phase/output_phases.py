@@ -32,15 +32,11 @@ class OutputPhases:
 
     def __init__(self, matcher: BoundaryMatcher, prompt: Sequence[int]) -> None:
         self._matcher = matcher
-        event, _ = matcher.last_boundary(prompt)
-        self._is_thinking = event is Event.START
-        # Whether no start marker opens another thought.
-        self._is_final = event is Event.END and not matcher.reopens
         self._match_state = matcher.state_after(prompt)
-        # Whether a tool call that may end a thought began.
-        self._is_calling = False
-        # Phase and state before the last output token.
-        self._before_last = self._is_thinking, self._match_state
+        event, _ = matcher.last_boundary(prompt)
+        self._begin(event)
+        # Last boundary and state before the last output token.
+        self._before_last = event, self._match_state
 
     def split(self, token_ids: Sequence[int]) -> list[Piece]:
         """Pieces of the next output tokens, in order; as many as phases are touched."""
@@ -57,22 +53,36 @@ class OutputPhases:
 
         Load-bearing: the model does not see the last output token of the turn before.
         """
-        self._is_thinking, self._match_state = self._before_last
-        self._is_calling = self._is_final = False
+        event, state = self._before_last
         for token_id in prompt:
             if token_id in self._matcher.turn_start:
                 # Markers before the turn that the model goes on with are text of messages.
-                self._is_thinking, self._match_state, self._is_final = False, ROOT, False
+                event, state = Event.NONE, ROOT
             else:
-                self._take(token_id)
+                state, found = self._matcher.step(state, token_id)
+                event = found or event
+        self._match_state = state
+        self._begin(event)
+
+    def _begin(self, event: Event) -> None:
+        """Begin an output behind a prompt, whose last boundary this is."""
+        self._last_event = event
+        self._is_thinking = event is Event.START
+        # Whether a tool call that may end a thought began.
+        self._is_calling = False
+        # Whether no start marker opens another thought. Without turns, the prompt's last end may be
+        # that of an earlier one.
+        can_end = self._matcher.ends_all and bool(self._matcher.turn_start)
+        self._is_final = event is Event.END and can_end
 
     def _take(self, token_id: int) -> bool:
         """Advance by a token; returns whether it belongs to the answer."""
         was_thinking = self._is_thinking
-        self._before_last = was_thinking, self._match_state
+        self._before_last = self._last_event, self._match_state
         if self._match_state == ROOT and token_id not in self._matcher.first_ids:
             return not was_thinking
         self._match_state, event = self._matcher.step(self._match_state, token_id)
+        self._last_event = event or self._last_event
         if self._matcher.begins_answer(self._match_state):
             self._is_calling, self._is_thinking = True, False
             return True
@@ -80,5 +90,5 @@ class OutputPhases:
             # No marker in the arguments of a tool call opens a thought.
             can_open = not (self._is_calling or self._is_final)
             self._is_thinking = event is Event.START and can_open
-            self._is_final |= was_thinking and event is Event.END and not self._matcher.reopens
+            self._is_final |= event is Event.END and self._matcher.ends_all
         return not (was_thinking or self._is_thinking)

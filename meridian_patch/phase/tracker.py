@@ -192,8 +192,9 @@ class PhaseTracker:
         # What follows a thought that the prompt closes is an answer to every parser.
         if self._boundaries is not None and event is Event.NONE:
             state.counts_preamble = self._boundaries.counts_preamble
-        if event is Event.END and self._boundaries is not None:
-            state.is_final = not self._boundaries.reopens
+        if event is Event.END and self._matcher is not None:
+            # Without turns, the end may be that of an earlier one.
+            state.is_final = self._matcher.ends_all and bool(self._matcher.turn_start)
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:
@@ -292,9 +293,11 @@ class PhaseTracker:
         before = state.phase
         if before is Phase.PREFILL:
             self._enter(state, state.first_phase, state.tokens_before)
-        event, begin = self._matcher.last_boundary(state.known, state.given_tokens)
+        event, begin = self._last_boundary(state)
+        if event is Event.END:
+            state.is_final |= self._matcher.ends_all
         if event is Event.END and state.phase is _THINK:
-            state.is_handed_off, state.is_final = True, not self._matcher.reopens
+            state.is_handed_off = True
             self._enter(state, _ANSWER, len(state.known))
         elif (
             event is Event.START
@@ -316,8 +319,9 @@ class PhaseTracker:
         assert self._matcher is not None
         state.match_state, event = self._matcher.step(state.match_state, token_id)
         state.is_calling |= self._matcher.begins_answer(state.match_state)
+        state.is_final |= event is Event.END and self._matcher.ends_all
         if event is Event.END and state.phase is Phase.THINK:
-            state.is_handed_off, state.is_final = True, not self._matcher.reopens
+            state.is_handed_off = True
             # A marker that the prompt or the start marker began has fewer tokens in the thought.
             own = known - state.tokens_before
             num_marker = min(self._matcher.marker_tokens(state.match_state), own)
@@ -335,6 +339,18 @@ class PhaseTracker:
             self._open_thought(state, known - self._matcher.longest_start, known)
             return True
         return False
+
+    def _last_boundary(self, state: RequestPhase) -> tuple[Event, int]:
+        """The boundary that decides the phase behind all known tokens."""
+        assert self._matcher is not None
+        if not self._matcher.ends_all:
+            return self._matcher.last_boundary(state.known, state.given_tokens)
+        found, before = (Event.NONE, 0), state.tokens_before
+        for event, first, _ in self._matcher.find_all(state.known[before:]):
+            found = event, before + first
+            if event is Event.END:
+                break
+        return found
 
     def _open_thought(self, state: RequestPhase, begin: int, known: int) -> None:
         self._mark_reasoning(state)

@@ -1,6 +1,7 @@
 """Output divided into thought and answer, as the tracker divides it and at any step's length."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ WORD, START, END = 5, 1, 2
 SINGLE = Boundaries("single", ((START,),), ((END,),), (END,))
 CALLING = Boundaries("calling", ((START,),), ((END,), (7,)), (END,), implicit_end=((7,),))
 ONCE = Boundaries("once", ((START,),), ((END,),), (END,), reopens=False)
+TURN = frozenset({8})
 LONG = Boundaries("long", ((1, 3),), ((2, 4), (2, 3, 4)), (2, 4))
 
 
@@ -79,6 +81,38 @@ def test_pieces_are_the_trackers_phases(boundaries, seed):
             first = stop
         assert first == len(step)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "boundaries",
+    [SINGLE, ONCE, replace(SINGLE, turn_start=TURN), replace(ONCE, turn_start=TURN)],
+    ids=["again", "once", "again, with turns", "once, with turns"],
+)
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_a_session_are_the_trackers_phases(boundaries, seed):
+    """The model does not see a turn's last token."""
+    rng = random.Random(seed)
+
+    def words(vocabulary, most):
+        return rng.choices(vocabulary, k=rng.randint(1, most))
+
+    known, split = [WORD, *words([WORD, START, END, 8], 6)], None
+    for _ in range(6):
+        tracker = PhaseTracker(boundaries)
+        tracker.add("r", known)
+        if split is None:
+            split = OutputPhases(BoundaryMatcher(boundaries), known)
+        before = tracker.get("r").first_phase
+        for token in words([WORD, WORD, START, END], 12):
+            known.append(token)
+            tracker.observe("r", len(known) - 1)
+            after = tracker.get("r").phase
+            [piece] = split.split([token])
+            assert piece.is_answer == (Phase.THINK not in (before, after)), known
+            before = after
+        chunk = words([WORD, START, END, 8], 6)
+        known = [*known[:-1], *chunk]
+        split.continue_with(chunk)
 
 
 def test_a_tool_call_that_ends_a_thought_is_the_answers():

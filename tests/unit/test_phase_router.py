@@ -82,8 +82,8 @@ def test_boundary_and_reentry():
 @pytest.mark.parametrize("prompt", [[START], [START, END]], ids=["output", "prompt"])
 def test_a_start_marker_in_an_answer_is_text_where_the_parser_says_so(prompt):
     """The user asked what it means; a cap would force an end marker into the answer."""
-    tracker = SpokenTracker(replace(SIMPLE, reopens=False))
-    tracker.add("r", prompt)
+    tracker = SpokenTracker(replace(SIMPLE, reopens=False, turn_start=frozenset({7})))
+    tracker.add("r", [7, *prompt])
     tracker.say("r", [WORD, *([END, WORD] if prompt == [START] else []), START, WORD])
     assert phase(tracker) is Phase.ANSWER
     assert not tracker.resync("r")
@@ -91,6 +91,26 @@ def test_a_start_marker_in_an_answer_is_text_where_the_parser_says_so(prompt):
     tracker.add("own", [WORD])
     tracker.say("own", [WORD, START])
     assert phase(tracker, "own") is Phase.THINK
+
+
+def test_an_end_in_a_prompt_without_turns_may_be_an_earlier_ones():
+    """The model opens its own thought behind a history that holds one."""
+    tracker = SpokenTracker(replace(SIMPLE, reopens=False))
+    tracker.add("r", [START, WORD, END, WORD])
+    tracker.say("r", [START, WORD])
+    assert phase(tracker) is Phase.THINK
+
+
+@pytest.mark.parametrize("unseen", [[END, WORD, START, WORD], [START, END, START, WORD]])
+def test_a_resync_ends_with_the_first_end_where_no_thought_is_opened_again(unseen):
+    """A start marker behind it is text."""
+    tracker = SpokenTracker(replace(SIMPLE, reopens=False))
+    tracker.add("r", [START if unseen[0] == END else WORD])
+    tracker.say("r", [WORD])
+    tracker.get("r").known.extend(unseen)
+    tracker.resync("r")
+    tracker.say("r", [WORD, START, WORD])
+    assert phase(tracker) is Phase.ANSWER
 
 
 def test_a_tool_call_ends_a_thought():
