@@ -129,7 +129,7 @@ def test_thoughts_are_whole(observed):
         ids = output["samples"][0]["ids"]
         thought = ids[: ids.index(257) + 1] if 257 in ids else ids
         assert end["think_tokens"] == len(thought)
-        assert end["reason"] == ("natural" if 257 in ids else None)
+        assert end["reason"] == ("natural" if 257 in ids else "unanswered")
     for what in ("requests_left", "blocks_left", "routed_left", "watched_left", "probes_left"):
         assert run[what] == 0, what
     assert "fallback:exception" not in run["counted"]

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import RequestOutputKind
@@ -43,6 +44,7 @@ class ExitWatch:
         self._forced: dict[str, list[int]] = {}
         self._wrap(scheduler, "schedule", self._scheduled)
         self._wrap(scheduler, "update_from_output", self._updated)
+        self._rows_of = exits.forced_closes.rows_of
         self._add_rows = exits.forced_closes.add_rows
         exits.forced_closes.add_rows = self._mask
 
@@ -83,8 +85,14 @@ class ExitWatch:
 
     def _mask(self, output: Any, grammar: Any) -> Any:
         result = self._add_rows(output, grammar)
-        # No request has structured output here, so every row belongs to a close.
+        # No request has structured output here: a first row of one token is that of a close, one of
+        # nearly all tokens keeps an answer from thinking again.
+        row = 0
         for name in result.structured_output_request_ids if result is not None else ():
+            allowed = np.unpackbits(result.grammar_bitmask[row].view(np.uint8)).sum()
+            row += self._rows_of(name, output.scheduled_spec_decode_tokens)
+            if allowed != 1:
+                continue
             request = self._scheduler.requests[name]
             # Load-bearing: tokens on the way count from this step on, its own among them.
             on_the_way = max(request.num_output_placeholders - 1, 0)

@@ -176,7 +176,7 @@ class ForcedCloses:
             grammar: the masks of structured output; None: there are none.
         """
         drafts = output.scheduled_spec_decode_tokens
-        rows = MaskRows(grammar, self._words, lambda name: self._rows_of(name, drafts))
+        rows = MaskRows(grammar, self._words, lambda name: self.rows_of(name, drafts))
         for name, closing in list(self._closings.items()):
             if name not in output.num_scheduled_tokens:
                 continue
@@ -263,7 +263,8 @@ class ForcedCloses:
         left = self._max_model_len - request.num_tokens
         return int(min(left, request.max_tokens - request.num_output_tokens))
 
-    def _rows_of(self, name: str, drafts: dict[str, list[int]]) -> int:
+    def rows_of(self, name: str, drafts: dict[str, list[int]]) -> int:
+        """Number of mask rows that a request has in a step with these drafts, by request."""
         # Load-bearing: a row for the step's token, and one for each draft.
         if _HAS_FIXED_ROWS:
             return 1 + self._num_spec_tokens

@@ -112,7 +112,7 @@ def force_first_rows(driver):
         row = 0
         for name in grammar.structured_output_request_ids if grammar else ():
             token = only_token(grammar.grammar_bitmask[row])
-            row += scheduler.early_exit.forced_closes._rows_of(
+            row += scheduler.early_exit.forced_closes.rows_of(
                 name, output.scheduled_spec_decode_tokens
             )
             if token is not None:
