@@ -61,6 +61,7 @@ def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
     assert "TYPE meridian_requests" in metrics
 
 
+@pytest.mark.nightly
 def test_meridian_serve_patches_a_server(demo_model, tmp_path):
     """`meridian serve MODEL` starts vLLM's own server with EngineCore patched."""
     command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", str(demo_model)]
@@ -78,6 +79,7 @@ def test_import_patches_an_llm(demo_model, tmp_path):
     assert sample(result["stages"]["only"]["runs"]["one"], "q")["ids"]
 
 
+@pytest.mark.nightly
 def test_an_installed_package_changes_nothing(demo_model, tmp_path):
     """Without any of the three ways a server with all plug-ins loaded runs stock."""
     with Server([*API_SERVER, str(demo_model), *PARSER], {}, tmp_path) as server:
@@ -103,6 +105,7 @@ def test_the_off_switch_beats_vllm_plugins(demo_model, tmp_path):
     assert stage["status"] == []
 
 
+@pytest.mark.nightly
 def test_scheduler_cls_needs_no_activation(demo_model, tmp_path):
     """--scheduler-cls runs the phase scheduler in an engine where nothing is rebound."""
     job = Job(one_answer(demo_model, scheduler_cls=SCHEDULER_CLS), env=STOCK)
@@ -149,6 +152,7 @@ def test_a_mismatch_stops_the_server(demo_model, tampered, tmp_path):
     assert "MERIDIAN_PATCH=0" in refusals[0]
 
 
+@pytest.mark.nightly
 def test_lenient_mode_serves_stock_and_says_so(demo_model, tampered, tmp_path):
     """With MERIDIAN_PATCH_MODE=lenient the same mismatch leaves a working stock engine."""
     env = tampered | {"MERIDIAN_PATCH_MODE": "lenient"}

@@ -88,7 +88,7 @@ def calibrated(demo_model, tmp_path_factory):
     return closes, [len(natural.thought) for natural in naturals], own
 
 
-@pytest.mark.parametrize("way", LAGS)
+@pytest.mark.parametrize("way", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
 def test_closes_come_where_calibration_says(calibrated, demo_model, tmp_path, way):
     """Synchronous and asynchronous: every thought has the length that was graded."""
     predicted, natural, _ = calibrated

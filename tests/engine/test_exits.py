@@ -47,7 +47,7 @@ V1 = {
 LEFT = ("requests_left", "blocks_left", "routed_left", "watched_left", "probes_left", "told_left")
 V2 = {"max_model_len": 512, "max_num_batched_tokens": 64, "async_scheduling": True}
 # On these ways through the engine a second run is made of many requests and aborts.
-SOAKED = ("sync", "pressed")
+SOAKED = ("pressed",)
 SOAK_REQUESTS = 300
 # On these ways the model is made to loop: problems, and tokens of each output.
 # vLLM knows no bias beside drafts.
@@ -162,7 +162,7 @@ def runs(demo_model, tmp_path_factory):
     return Runs(demo_model, tmp_path_factory)
 
 
-@pytest.fixture(params=[*V1, "v2"])
+@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.nightly), *list(V1)[1:], "v2"])
 def run(request, runs):
     return runs[request.param]
 

@@ -88,7 +88,14 @@ def assert_free_is_closed(run):
     assert run["watched_left"] == run["requests_left"] == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("sync", marks=pytest.mark.nightly),
+        "async",
+        pytest.param("v2", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_grammar_begins_right_behind_a_forced_boundary(demo_model, tmp_path, way):
     """With a reasoning parser the grammar waits: the thought is closed, the answer is its own."""
     done = run(demo_model, tmp_path, way, WAITS, {"s": ANSWER})

@@ -58,7 +58,7 @@ def ids(done, name):
     return sample["ids"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["async", pytest.param("v2", marks=pytest.mark.nightly)])
 def test_a_close_comes_through_or_is_given_up(demo_model, tmp_path, way):
     """No request's other wishes make a forced token another one."""
     # vLLM's kernel for top_k and top_p does not run in Triton's interpreter.

@@ -59,7 +59,7 @@ def reference(demo_model):
     return Reference(demo_model)
 
 
-@pytest.fixture(params=["sync", "async", "pressed", "v2"])
+@pytest.fixture(params=["sync", "async", "pressed", pytest.param("v2", marks=pytest.mark.nightly)])
 def observed(request):
     return request.param, request.getfixturevalue("v2" if request.param == "v2" else "v1")
 

@@ -48,7 +48,7 @@ def reference(model):
     return SeeingReference(model)
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.nightly)])
 def job(request, model, tmp_path_factory):
     """Model Runner V2 is slow here: its thoughts are cut."""
     is_v2 = request.param == "v2"

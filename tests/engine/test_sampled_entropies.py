@@ -21,7 +21,6 @@ STAGES = {
     # Tokens are known a step late, and those of a preempted request once more.
     "async": {"async_scheduling": True, **PRESSED},
     "ngram": {"speculative_config": NGRAM},
-    "multiproc": {"async_scheduling": False, "distributed_executor_backend": "mp"},
 }
 
 

@@ -14,7 +14,6 @@ ALONE = PATCHED | PATIENT | {"MERIDIAN_PATCH_SET_EXIT__MODE": "off"}
 LOGITS = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 V1_STAGES = {
-    "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
     "ngram": {"speculative_config": NGRAM},
     # A worker process of its own, spawned: it loads the plug-in as a server's would.

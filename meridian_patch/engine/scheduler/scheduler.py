@@ -16,6 +16,7 @@ from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan
 from meridian_patch.engine.scheduler.preempted_sessions import known_as_computed, put_back
+from meridian_patch.engine.scheduler.prefill_cadence import PrefillCadence
 from meridian_patch.engine.scheduler.started_requests import started_requests
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -55,6 +56,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._plan = _NO_PLAN
         # Sessions whose turn ended in the step that upstream is updating, while preempted.
         self._stopped_preempted: list[Any] = []
+        self._cadence = PrefillCadence(self)
         built = assemble(
             self, self._guard, self.phase_counters, self._phase_changed, self._end_turn
         )
@@ -114,26 +116,21 @@ class PhaseScheduling(UpstreamScheduler):
         # Load-bearing: the engine core asks for a step without prompts at most steps of a prefill
         # cadence (`--prefill-schedule-interval`) that ranks share.
         is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
-        plan.may_prefill = not is_throttled and not self._is_between_prefills()
+        plan.may_prefill = not is_throttled and not self._cadence.is_between_prefills()
         # Load-bearing: a step that could not drain the queue overrules either cadence.
         plan.may_prefill |= getattr(self, "prefill_capacity_bound", False)
         self._parts.call("before_schedule", plan)
+        self._cadence.before_step()
         self._plan = plan
         try:
             with Applied(self, plan):
                 output = super().schedule(*args, **kwargs)
         finally:
             self._plan = _NO_PLAN
-        self._parts.call("after_schedule", output, started_requests(output))
+        started = started_requests(output)
+        self._cadence.after_step(output, started)
+        self._parts.call("after_schedule", output, started)
         return output
-
-    def _is_between_prefills(self) -> bool:
-        """Whether a prefill cadence of this scheduler alone forbids prompts beside decodes."""
-        # Load-bearing: vLLM has such a cadence from 0.33 on. It counts the steps that have tokens.
-        interval = getattr(self, "local_prefill_interval", 1)
-        next_step = getattr(self, "num_executed_steps", 0) + 1
-        is_early = next_step - getattr(self, "last_prefill_step", 0) < interval
-        return is_early and any(not request.is_prefill_chunk for request in self.running)
 
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any

@@ -29,6 +29,7 @@ class Record:
         finish: how it ended; None while it has not.
         most_tokens: upper bound of all thoughts; None: there is none.
         closes: output indices at which a close of ours began, of the present chunk.
+        arrived_s, first_answer_s: virtual time; of a session's first chunk.
     """
 
     ask: Ask
@@ -40,6 +41,13 @@ class Record:
     most_tokens: int | None
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
+    arrived_s: float = 0.0
+    first_answer_s: float | None = None
+
+    @property
+    def wait_s(self) -> float | None:
+        """Virtual seconds until its first answer token; None: it has none."""
+        return None if self.first_answer_s is None else self.first_answer_s - self.arrived_s
 
     @property
     def is_over(self) -> bool:
@@ -78,7 +86,7 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         return Speaker(record.ask.script, self.boundaries, thinks=thinks)
 
-    def add(self, ask: Ask, request: Any) -> None:
+    def add(self, ask: Ask, request: Any, now_s: float) -> None:
         thinks = starts_thinking(ask.prompt, self.boundaries)
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
@@ -100,16 +108,17 @@ class Ledger:
             may_close=mode == "enforce" and not self._is_stock,
             floor_tokens=floor,
             most_tokens=most,
+            arrived_s=now_s,
         )
 
-    def take(self, outputs: dict[int, Any]) -> None:
+    def take(self, outputs: dict[int, Any], now_s: float) -> None:
         """What a step's ``update_from_output`` returned."""
         for client in outputs.values():
             for item in client.outputs:
                 record = self.records.get(item.request_id)
                 if record is None:
                     raise Failure("tokens", f"output of {item.request_id}, which no user sent")
-                self._take_one(record, item)
+                self._take_one(record, item, now_s)
 
     def take_ended(self) -> list[Record]:
         ended, self._ended = self._ended, []
@@ -138,7 +147,7 @@ class Ledger:
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
         record.closes.clear()
 
-    def _take_one(self, record: Record, item: Any) -> None:
+    def _take_one(self, record: Record, item: Any, now_s: float) -> None:
         name = item.request_id
         if record.is_over:
             raise Failure("place", f"{name} ended by {record.finish} and has an output after that")
@@ -146,6 +155,8 @@ class Ledger:
             self._hear(record, token)
         if item.new_token_ids:
             self.num_tokens += len(item.new_token_ids)
+            if record.first_answer_s is None and not record.speaker.is_thinking:
+                record.first_answer_s = now_s
         if len(record.prompt) + len(record.speaker.said) > self._case.length:
             raise Failure("tokens", f"{name} is longer than {self._case.length}")
         if item.finish_reason is not None:
