@@ -253,39 +253,6 @@ INPUT_PROCESSOR: Final = Patch(
     remove_when="vLLM lets a plug-in check a request's `vllm_xargs`",
 )
 
-CORE_CLIENT: Final = "vllm.v1.engine.core_client"
-
-BALANCING_CLIENT: Final = Patch(
-    name="balancing_client",
-    sites=(Site(CORE_CLIENT, "DPLBAsyncMPClient"),),
-    build="meridian_patch.engine.api.rank_choice:build_balancing_client",
-    versions=SUPPORTED,
-    contract=Contract(
-        calls=("__init__", "get_core_engine_for_request", "process_engine_outputs"),
-        behaviour=("get_core_engine_for_request", "process_engine_outputs"),
-        reads=(
-            "client_count",
-            "core_engines",
-            "engine_inflight",
-            "lb_engines",
-            "reqs_in_flight",
-        ),
-        lookups=(f"{CORE_CLIENT}:EngineCoreClient.make_async_mp_client",),
-        collaborators=(
-            f"{CORE_CLIENT}:AsyncMPClient._ensure_output_queue_task",
-            f"{CORE_CLIENT}:DPAsyncMPClient._ensure_stats_update_task",
-        ),
-    ),
-    process="api_server",
-    why=(
-        "Stock places a new request on the data-parallel rank with the fewest requests, as if one "
-        "that will think for minutes weighed as much as one that is about to end. The subclass "
-        "weights the counts by phases before vLLM compares them."
-    ),
-    upstream="none: the score has no hook; vLLM pull request 40795 offers one by tokens",
-    remove_when="vLLM lets a plug-in weight the load of a rank",
-)
-
 DETOKENIZER: Final = "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer"
 
 REQUEST_STATE: Final = Patch(
@@ -433,7 +400,6 @@ PATCHES: Final = (
     INPUT_PROCESSOR,
     REQUEST_STATE,
     OUTPUT_PROCESSOR,
-    BALANCING_CLIENT,
     *SERVING,
 )
 

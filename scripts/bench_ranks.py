@@ -3,8 +3,8 @@
     python -P scripts/bench_ranks.py [--seeds 11-13] [--ranks 4] [--requests 80] [--rate 2]
 
 No model is run: vLLM's real schedulers and its front's real choice of a rank, on one virtual clock
-and the cost model of a mixture of experts. Each seed is played four times: off twice, with the
-rule, and with the rule and its choice of a rank.
+and the cost model of a mixture of experts. Each seed is played three times: off twice, and with the
+rule.
 """
 
 import argparse
@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from meridian_patch.bench.options import read_seeds
 from meridian_patch.bench.simulated.arms import arm_settings, own_arm
@@ -21,8 +20,6 @@ from meridian_patch.bench.simulated.metrics import AloneTimes, answer_gaps, per_
 from meridian_patch.bench.simulated.source import TraceSource
 from meridian_patch.bench.simulated.trace import History
 from meridian_patch.bench.simulated.workloads import draw_trace
-from meridian_patch.engine.api.rank_choice import build_balancing_client
-from meridian_patch.policy.rank_choice import PlacedLoads
 from meridian_patch.replay.cost import load_cost
 from meridian_patch.replay.ranks import LockStepRanks, play_ranks
 from meridian_patch.replay.scheduler import BLOCK_SIZE, MAX_BATCHED_TOKENS, read_template_tokens
@@ -46,7 +43,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for seed in read_seeds(options.seeds):
-        for name in ("off", "off again", "on", "on, placed"):
+        for name in ("off", "off again", "on"):
             print(f"| {' | '.join([str(seed), name, *play(name, seed, options)])} |", flush=True)
 
 
@@ -56,10 +53,8 @@ def play(name: str, seed: int, options: Any) -> list[str]:
     arm = own_arm(f"arm:policy.name=latency,policy.balance={is_on}")
     arm = replace(arm, settings=arm_settings(arm, History.STRIPPED))
     cost, template = load_cost(COST), read_template_tokens()
-    client = build_balancing_client(DPLBAsyncMPClient)
     blocks = options.pool // BLOCK_SIZE
-    ranks = LockStepRanks(options.ranks, arm, blocks, cost.step_seconds, template, client)
-    ranks.front._placed = PlacedLoads() if name.endswith("placed") else None
+    ranks = LockStepRanks(options.ranks, arm, blocks, cost.step_seconds, template)
     trace = draw_trace(WORKLOAD, options.requests, options.rate, seed)
     records = play_ranks(ranks, TraceSource(trace, template, History.STRIPPED, seed))
     requests = per_request(records, AloneTimes(cost.step_seconds, MAX_BATCHED_TOKENS))

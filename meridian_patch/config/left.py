@@ -8,6 +8,8 @@ _ADMISSION = "it changed no figure beside levels (docs/adr/0021); leave it out"
 _VICTIMS = "levels of think tokens choose now who is preempted; leave it out"
 _PACING = "it lengthened the gaps of answers (docs/adr/0021); leave it out"
 
+_GATE = "holding requests back for other ranks showed no gain (docs/adr/0019); leave it out"
+
 LEFT_KEYS: Final[Mapping[str, str]] = {
     "policy.max_preemptions": _LEVELS,
     "policy.sharing_min_tokens": _LEVELS,
@@ -16,6 +18,7 @@ LEFT_KEYS: Final[Mapping[str, str]] = {
     "policy.admission": _ADMISSION,
     "policy.admission_reserve_tokens": _ADMISSION,
     "policy.admission_overcommit": _ADMISSION,
+    "policy.balance_hold_steps": _GATE,
 }
 """Dotted keys, each with the end of the sentence that refuses it."""
 

@@ -64,13 +64,11 @@ class PolicyRules(StrictModel):
         "The first one that finds no seat or no KV blocks takes those of thinkers of higher "
         "levels, which are preempted.",
     )
-    balance: Annotated[bool | None, Rule(without="each rank for itself; requests are counted")] = (
-        Field(
-            default=None,
-            description="Rule: under data parallelism, prefill leaves room for the answers of all "
-            "[ranks](scheduling.md#data-parallel-ranks) that compute each step together (mixture "
-            "of experts), and new requests go to the rank with the least phase-weighted load.",
-        )
+    balance: Annotated[bool | None, Rule(without="each rank for itself")] = Field(
+        default=None,
+        description="Rule: under data parallelism, prefill leaves room for the answers of all "
+        "[ranks](scheduling.md#data-parallel-ranks) that compute each step together (mixture "
+        "of experts).",
     )
 
     @cached_property
@@ -101,14 +99,6 @@ RULES: Final[Mapping[str, Rule]] = {
 class PolicyConfig(PolicyRules):
     """How requests are ordered, admitted and preempted, and how much prefill a step takes."""
 
-    balance_hold_steps: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description="Steps in a row for which a rank may hold new requests back while another "
-        "rank has no room left, so that ranks compute prompts in the same step; only with "
-        "`balance`. 0: none.",
-    )
     protected_answer_tokens: int = Field(
         default=16,
         ge=0,

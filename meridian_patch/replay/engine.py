@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -109,10 +109,6 @@ class ReplayEngine:
         """Running requests by phase."""
         running = (request.request_id for request in self.scheduler.running)
         return Counter(self._live[name][1].phase for name in running if name in self._live)
-
-    def phases(self) -> Iterator[tuple[str, Phase]]:
-        """The requests that are in, with their phases."""
-        return ((name, record.phase) for name, (_, record) in self._live.items())
 
     def forget(self, request_id: str) -> None:
         """Forget a request that a caller aborted."""

@@ -14,10 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from meridian_patch.engine.scheduler import rank_exchange
-from meridian_patch.phase.tracker import Phase
-from meridian_patch.policy.rank_balance import RankLoad
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.player import Source
 from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRecord, StepWork
@@ -27,11 +26,11 @@ PUBLISH_S = 0.1
 
 
 class Board:
-    """Loads of all ranks in one process; what is told in a step is heard in the next one."""
+    """Answers on all ranks of one process; what is told in a step is heard in the next one."""
 
     def __init__(self) -> None:
-        self.told: dict[int, RankLoad] = {}
-        self.seen: dict[int, RankLoad] = {}
+        self.told: dict[int, int] = {}
+        self.seen: dict[int, int] = {}
 
     def next_step(self) -> None:
         self.seen = dict(self.told)
@@ -44,11 +43,11 @@ class BoardExchange:
         self._board = board
         self._rank = rank
 
-    def tell(self, load: RankLoad) -> None:
-        self._board.told[self._rank] = load
+    def tell(self, answering: int) -> None:
+        self._board.told[self._rank] = answering
 
-    def hear(self) -> Sequence[RankLoad]:
-        return [load for rank, load in self._board.seen.items() if rank != self._rank]
+    def hear(self) -> int:
+        return sum(count for rank, count in self._board.seen.items() if rank != self._rank)
 
 
 @contextmanager
@@ -77,7 +76,6 @@ class LockStepRanks:
         blocks: int,
         step_seconds: Callable[[StepWork], float],
         template: Any,
-        front_class: type,
         limits: EngineLimits | None = None,
     ) -> None:
         self._board = Board()
@@ -86,12 +84,10 @@ class LockStepRanks:
             with at_board(self._board, rank):
                 engine = ReplayEngine(arm, blocks, step_seconds, template, limits=limits)
             self.engines.append(engine)
-        self.front = make_front(front_class, number)
+        self.front = _make_front(number)
         self.steps = self.idle_rank_steps = self.worst_queue = 0
         self.prefill_steps = 0
         self._published_s = float("-inf")
-        # Phases that the front knows, by request.
-        self._phases: dict[str, Phase] = {}
 
     @property
     def now(self) -> float:
@@ -140,11 +136,10 @@ class LockStepRanks:
         return finished
 
     def _tell_front(self, finished: Sequence[ReplayRecord]) -> None:
-        self._tell_phases()
         names = {record.request.request_id for record in finished}
         if names:
             outputs = EngineCoreOutputs(finished_requests=names)
-            asyncio.run(type(self.front).process_engine_outputs(self.front, outputs))
+            asyncio.run(DPLBAsyncMPClient.process_engine_outputs(self.front, outputs))
         if self.now - self._published_s >= PUBLISH_S:
             self._published_s = self.now
             self.front.lb_engines = [
@@ -152,20 +147,10 @@ class LockStepRanks:
                 for engine in self.engines
             ]
 
-    def _tell_phases(self) -> None:
-        placed = getattr(self.front, "_placed", None)
-        if placed is None:
-            return
-        for engine in self.engines:
-            for request_id, phase in engine.phases():
-                if phase is not Phase.PREFILL and self._phases.get(request_id) is not phase:
-                    self._phases[request_id] = phase
-                    placed.changed(request_id, is_thinking=phase is Phase.THINK)
 
-
-def make_front(front_class: type, number: int) -> Any:
+def _make_front(number: int) -> Any:
     """A client of vLLM for so many ranks, which only chooses ranks."""
-    front: Any = object.__new__(front_class)
+    front: Any = object.__new__(DPLBAsyncMPClient)
     front.core_engines = [rank.to_bytes(2, "little") for rank in range(number)]
     front.lb_engines = [[0, 0, 0.0] for _ in range(number)]
     front.engine_inflight = Counter()

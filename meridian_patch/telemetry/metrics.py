@@ -361,7 +361,7 @@ METRICS: Final = (
         event=counters.LIMITED,
         name="meridian_limited_steps",
         label="limit",
-        values=("tokens", "requests", "ranks"),
+        values=("tokens", "requests"),
         unit="steps",
         help="Steps in which the policy's limit of tokens or of requests left work waiting; ranks: "
         "in which it admitted no request for the sake of other ranks.",

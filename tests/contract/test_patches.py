@@ -13,7 +13,6 @@ from meridian_patch.engine.api import (
     chat,
     completion,
     input_check,
-    rank_choice,
     request_state,
     responses,
     stat_logger,
@@ -42,7 +41,6 @@ from meridian_patch.engine.scheduler import (
 from meridian_patch.engine.worker import worker
 from meridian_patch.patches import (
     ASYNC_SCHEDULER,
-    BALANCING_CLIENT,
     INPUT_PROCESSOR,
     KV_CACHE_MANAGER,
     OUTPUT_PROCESSOR,
@@ -71,7 +69,6 @@ import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
 import vllm.v1.request as requests
 import vllm.v1.worker.worker_base as workers
-from vllm.v1.engine import core_client
 from vllm.v1.engine import async_llm, llm_engine, output_processor
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
@@ -85,7 +82,7 @@ def classes():
     return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
             workers.WorkerBase, requests.StructuredOutputRequest, llm_engine.InputProcessor,
             output_processor.RequestState, llm_engine.OutputProcessor,
-            core_client.DPLBAsyncMPClient, chat.OpenAIServingChat,
+            chat.OpenAIServingChat,
             completion.OpenAIServingCompletion, responses.OpenAIServingResponses]
 
 def refusal():
@@ -149,7 +146,6 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "CheckedInputProcessor",
         "SummaryRequestState",
         "TracedOutputProcessor",
-        "BalancingClient",
         "SummaryServingChat",
         "SummaryServingCompletion",
         "SummaryServingResponses",
@@ -293,7 +289,6 @@ HANDS = (
         (INPUT_PROCESSOR, (input_check,), ()),
         (REQUEST_STATE, (request_state, think_pieces), ()),
         (OUTPUT_PROCESSOR, (tracing,), ()),
-        (BALANCING_CLIENT, (rank_choice,), ()),
         (SERVING[0], (chat,), ()),
         (SERVING[1], (completion,), ()),
         (SERVING[2], (responses,), ()),

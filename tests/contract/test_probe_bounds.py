@@ -485,20 +485,3 @@ def test_a_probe_leaves_what_it_finds_unheld_to_no_other(monkeypatch, demo_model
     pool.free_blocks(taken)
     driver.drain()
     assert is_empty(driver)
-
-
-@pytest.mark.skipif(not is_release("0.33"), reason="vLLM has this cadence from 0.33 on")
-def test_a_probe_puts_no_prompt_off_under_a_prefill_cadence(driver_for):
-    """vLLM counts a probe as a prompt: the next user's prompt would wait for four more steps."""
-    driver = driver_for(engine_args={"prefill_schedule_interval": 4})
-    scheduler = driver.scheduler
-    driver.add(thinker("first"))
-    driver.step()
-    began = scheduler.last_prefill_step
-    while scheduler.phase_counters.totals.get("probe:measured", 0) < 3:
-        driver.step()
-    assert scheduler.last_prefill_step == began
-    driver.add(thinker("second"))
-    while not driver.deliveries["second"]:
-        driver.step()
-    assert scheduler.last_prefill_step > began

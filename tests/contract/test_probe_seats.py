@@ -1,4 +1,4 @@
-"""Probes and users' requests for the same seats, on vLLM's real scheduler."""
+"""Probes and users' requests for the same seats and turns, on vLLM's real scheduler."""
 
 from dataclasses import dataclass, replace
 
@@ -8,6 +8,7 @@ from scheduler_driver import THINK_START, WORD, Job
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.phase.tracker import Phase
 
 SEATS = 16
@@ -136,3 +137,25 @@ def test_a_probe_without_a_place_leaves_a_queue_by_priority_from_its_front(monke
     assert len(scheduler.waiting) == 20
     driver.drain()
     assert is_empty(driver)
+
+
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM has this cadence from 0.33 on")
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_probe_puts_no_prompt_off_under_a_prefill_cadence(monkeypatch, demo_model, is_async):
+    """vLLM counts a probe as a prompt: the next user's prompt would wait for four more steps."""
+    settings = {**OFTEN, **NEVER, "EXIT__MODE": "observe"}
+    cadence = {"prefill_schedule_interval": 4}
+    driver = exit_driver(
+        monkeypatch, demo_model, is_async=is_async, engine_args=cadence, **settings
+    )
+    scheduler = driver.scheduler
+    driver.add(thinker("first"))
+    driver.step()
+    began = scheduler.last_prefill_step
+    while scheduler.phase_counters.totals.get("probe:measured", 0) < 3:
+        driver.step()
+    assert scheduler.last_prefill_step == began
+    driver.add(thinker("second"))
+    while not driver.deliveries["second"]:
+        driver.step()
+    assert scheduler.last_prefill_step > began

@@ -125,7 +125,11 @@ def test_padded_vocabulary_and_rows_outside(parts: int) -> None:
     assert bool((storage[:, 4:] == 77).all())
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 8, 64, 263, 527, 528, 1024])
+# Most rows take the interpreter half a minute; a GPU runs all of them.
+MANY_ROWS = [pytest.param(n, marks=pytest.mark.nightly) for n in (527, 528, 1024)]
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 8, 64, 263, *MANY_ROWS])
 def test_any_number_of_rows(n_rows: int) -> None:
     """From one row that many programs share to one program per row, as the product launches it."""
     n_cols = 2 * 4096 + 9

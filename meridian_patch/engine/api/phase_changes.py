@@ -35,16 +35,11 @@ def attach_changes(outputs: Mapping[int, Any], changes: Mapping[str, PhaseChange
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: change}
 
 
-def peek_change(output: Any) -> PhaseChange | None:
-    """The change of an ``EngineCoreOutput``, which keeps it; None: it has none."""
-    params = output.kv_transfer_params
-    return PhaseChange(*params[KEY]) if params and KEY in params else None
-
-
 def detach_change(output: Any) -> PhaseChange | None:
     """Take the change out of an ``EngineCoreOutput``; None: it has none."""
-    change = peek_change(output)
-    if change is not None:
-        rest = {name: value for name, value in output.kv_transfer_params.items() if name != KEY}
-        output.kv_transfer_params = rest or None
-    return change
+    params = output.kv_transfer_params
+    if not params or KEY not in params:
+        return None
+    rest = {name: value for name, value in params.items() if name != KEY}
+    output.kv_transfer_params = rest or None
+    return PhaseChange(*params[KEY])

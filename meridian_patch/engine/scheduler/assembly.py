@@ -20,7 +20,7 @@ from meridian_patch.engine.handoff.binding import build_handoff
 from meridian_patch.engine.handoff.think_part import ThinkPart
 from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
 from meridian_patch.engine.scheduler import rank_exchange
-from meridian_patch.engine.scheduler.balance_part import build_balance
+from meridian_patch.engine.scheduler.balance_part import BalancePart
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import pool_tokens
@@ -96,7 +96,9 @@ def assemble(
     chunks = IndivisibleChunks(scheduler)
     rules, exchange = _rules_of(scheduler, config.policy)
     policy_part = _build_policy(scheduler, config.policy, rules, tracker, chunks, counters)
-    balance = build_balance(scheduler, exchange, config.policy, tracker, policy_part, counters)
+    balance = None
+    if exchange:
+        balance = BalancePart(scheduler, exchange, tracker, policy_part.limiter)
     kv_tiers = build_kv_tiers(config, boundaries, tracker, guard, counters, scheduler)
     obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
     obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle

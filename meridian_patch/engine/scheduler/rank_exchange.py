@@ -1,13 +1,13 @@
-"""Carries the loads of ranks that compute each step together from each to all others.
+"""Carries how many requests answer from each rank to all that compute each step with it.
 
-A load is advice. It is sent and received without waiting; a rank that hears nothing decides as if
-it were alone. So a rank that is stopped, paused, gone, or without this plug-in blocks no other.
+The number is advice. It is sent and received without waiting; a rank that receives none decides as
+if it were alone. So a rank that is stopped, paused, gone, or without this plug-in blocks no other.
 """
 
 import struct
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,27 +16,24 @@ from torch._C._distributed_c10d import TCPStore
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 
-from meridian_patch.policy.rank_balance import RankLoad
-
 logger = init_logger("vllm.meridian_patch")
 
 # How long an engine that starts waits for the other ranks to say where they are heard.
 _MEETING = timedelta(seconds=10)
-# A rank with work says so in each of its steps. Silence means that it does not step.
+# A rank on which requests answer says so in each of its steps. Silence means that it does not step.
 _STALE_S = 1.0
-# The rank, then the fields of its load.
-_MESSAGE = struct.Struct("!5I?")
-_MOST = 2**32 - 1
+# The rank, and its running requests that answer.
+_MESSAGE = struct.Struct("!2I")
 
 
 class Exchange(Protocol):
-    """Where loads are told and heard."""
+    """Carries the numbers."""
 
-    def tell(self, load: RankLoad) -> None:
-        """Send this rank's load to all others; returns at once."""
+    def tell(self, answering: int) -> None:
+        """Send how many requests answer on this rank to all others; returns at once."""
 
-    def hear(self) -> Sequence[RankLoad]:
-        """The last loads of the other ranks, without those that are not valid any more."""
+    def hear(self) -> int:
+        """How many answered last on all other ranks, without those that fell silent."""
 
 
 class ZmqExchange:
@@ -49,8 +46,8 @@ class ZmqExchange:
 
     def __init__(self, rank: int, endpoint_host: str) -> None:
         self._rank = rank
-        # By rank: when it was heard, and what it said.
-        self._heard: dict[int, tuple[float, RankLoad]] = {}
+        # By rank: when it was heard, and how many answered there.
+        self._heard: dict[int, tuple[float, int]] = {}
         context = zmq.Context()
         self._told = context.socket(zmq.PUB)
         self._told.setsockopt(zmq.LINGER, 0)
@@ -70,24 +67,19 @@ class ZmqExchange:
             if rank != self._rank:
                 self._others.connect(endpoint)
 
-    def tell(self, load: RankLoad) -> None:
-        counts = (min(count, _MOST) for count in load[:4])
+    def tell(self, answering: int) -> None:
         # A publisher never blocks: what a listener does not take up is dropped.
-        self._told.send(_MESSAGE.pack(self._rank, *counts, load.is_full), zmq.NOBLOCK)
+        self._told.send(_MESSAGE.pack(self._rank, answering), zmq.NOBLOCK)
 
-    def hear(self) -> Sequence[RankLoad]:
+    def hear(self) -> int:
         now_s = time.monotonic()
         while self._others.poll(0):
             message = self._others.recv(zmq.NOBLOCK)
             if len(message) == _MESSAGE.size:
-                rank, *fields = _MESSAGE.unpack(message)
-                self._heard[rank] = now_s, RankLoad(*fields)
-        return [
-            load
-            for heard_s, load in self._heard.values()
-            # A rank without requests takes no steps of its own, and says nothing.
-            if not load.has_work or now_s - heard_s < _STALE_S
-        ]
+                rank, answering = _MESSAGE.unpack(message)
+                self._heard[rank] = now_s, answering
+        heard = self._heard.values()
+        return sum(answering for heard_s, answering in heard if now_s - heard_s < _STALE_S)
 
 
 def join_ranks(vllm_config: Any) -> Exchange | str | None:

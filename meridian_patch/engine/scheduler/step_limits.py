@@ -56,7 +56,6 @@ class StepLimiter:
         waiting_order: order of the scheduler's waiting queue.
         makes_room: requests were preempted to make room in the next step.
         is_answered_elsewhere: another rank answers, and computes each step together with this one.
-        is_held: no request is admitted in the next step, for the sake of other ranks.
         left_out: whether the last step's lowered budget was used up while prefill was left.
         ran_steps: steps with tokens whose outputs arrived.
         learnt_steps: steps among them that the step-time model learnt from.
@@ -82,7 +81,7 @@ class StepLimiter:
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
         self.makes_room = self.left_out = False
-        self.is_answered_elsewhere = self.is_held = False
+        self.is_answered_elsewhere = False
         self.ran_steps = self.learnt_steps = 0
         self._reported_steps = 0, 0
         # Seconds of predicted steps since the last report, and by how much predictions missed them.
@@ -242,7 +241,7 @@ class StepLimiter:
             self._budget = budget
             return StepLimits(budget, max_active=0)
         # While no request is admitted, none is preempted to make room for it.
-        if self._displacing and not self.is_held:
+        if self._displacing:
             rows = len(scheduler.running)
             self._displacing.make_room(scheduler, now_s, budget, self._shape)
             if self._displacing.skips_adapter:

@@ -63,7 +63,7 @@ def watch_cores() -> None:
 
 
 def watch_advice(scheduler, ranks: dict[str, int]) -> None:
-    """Count the steps before which a rank heard of work on another one."""
+    """Count the steps before which a rank heard that requests answer on another one."""
     for part in getattr(getattr(scheduler, "_parts", None), "_parts", ()):
         exchange = getattr(part, "exchange", None)
         if exchange is None:
@@ -71,7 +71,7 @@ def watch_advice(scheduler, ranks: dict[str, int]) -> None:
 
         def hear_and_count(hear=exchange.hear):
             heard = hear()
-            ranks["heard_steps"] += any(load.has_work for load in heard)
+            ranks["heard_steps"] += heard > 0
             return heard
 
         exchange.hear = hear_and_count

@@ -19,8 +19,7 @@ SEATS = {
 }
 OFF = {"BALANCE": "false", "TIME_BUDGET_US": "10000000"}
 ON = OFF | {"BALANCE": "true"}
-HOLDING = ON | {"BALANCE_HOLD_STEPS": "16"}
-ARMS = {"off": OFF, "on": ON, "on again": ON, "off again": OFF, "holding": HOLDING}
+ARMS = {"off": OFF, "on": ON, "on again": ON, "off again": OFF}
 ROUNDS = ("crowd 1", "crowd 2", "crowd 3")
 
 
