@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -65,9 +66,14 @@ def get_family(families: Families, name: str, origin: str) -> FamilyFile:
 
 def read_family(path: Path) -> FamilyFile:
     """Read and check one family file."""
+    return _parse_family(read_text(path), path)
+
+
+# Each engine asks for all families several times.
+@lru_cache(maxsize=256)
+def _parse_family(text: str, path: Path) -> FamilyFile:
     origin = f"file {path}"
-    family = validate(Family, parse_mapping(read_text(path), origin), lambda _: origin)
-    return FamilyFile(family, path)
+    return FamilyFile(validate(Family, parse_mapping(text, origin), lambda _: origin), path)
 
 
 def _read_directory(directory: Path) -> dict[str, FamilyFile]:

@@ -29,7 +29,8 @@ class Record:
         finish: how it ended; None while it has not.
         most_tokens: upper bound of all thoughts; None: there is none.
         closes: output indices at which a close of ours began, of the present chunk.
-        arrived_s, first_answer_s: virtual time; of a session's first chunk.
+        arrived_s, first_s, first_answer_s: virtual time of its arrival, its first token and its
+            first answer token, of a session's first chunk; None: it has none.
     """
 
     ask: Ask
@@ -42,12 +43,8 @@ class Record:
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
     arrived_s: float = 0.0
+    first_s: float | None = None
     first_answer_s: float | None = None
-
-    @property
-    def wait_s(self) -> float | None:
-        """Virtual seconds until its first answer token; None: it has none."""
-        return None if self.first_answer_s is None else self.first_answer_s - self.arrived_s
 
     @property
     def is_over(self) -> bool:
@@ -155,6 +152,8 @@ class Ledger:
             self._hear(record, token)
         if item.new_token_ids:
             self.num_tokens += len(item.new_token_ids)
+            if record.first_s is None:
+                record.first_s = now_s
             if record.first_answer_s is None and not record.speaker.is_thinking:
                 record.first_answer_s = now_s
         if len(record.prompt) + len(record.speaker.said) > self._case.length:
