@@ -1,7 +1,6 @@
 """Builds the scheduler of a case: vLLM's own, or ours in its place."""
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -33,7 +32,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import worker_base
 
 import meridian_patch.demo
-from meridian_patch.config import families
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
@@ -53,8 +51,7 @@ MAX_LORAS = 2
 _OFFLOAD_GB_PER_S = 0.02
 
 
-# Family files and the vocabulary are the same for all cases, and take long to read.
-_read_families = functools.cache(families.load_families)
+# The vocabulary is the same for all cases, and takes long to read.
 _find_breaks = exit_binding.load_breaks
 _BREAKS: list[Any] = []
 
@@ -142,7 +139,6 @@ def build(case: Case, *, is_stock: bool) -> Built:
         patch.object(scheduler_module, "KVCacheManager", manager),
         patch.object(assembly, "resolve_boundaries", lambda *_: boundaries),
         patch.object(assembly.status, "publish", lambda *_, **__: None),
-        patch.object(families, "load_families", _read_families),
         patch.object(exit_binding, "load_breaks", _load_breaks),
     ):
         scheduler = chosen(

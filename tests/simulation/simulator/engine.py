@@ -172,7 +172,7 @@ class Arm:
             return
         request = self._make(ask)
         if record is None:
-            self.ledger.add(ask, request, self.clock.now)
+            self.ledger.add(ask, request)
             self.scheduler.add_request(request)
             return
         is_paused = record.request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -222,7 +222,7 @@ class Arm:
             # its queue again, also where the next chunk was there: it never goes on, in stock too.
             if session.status == RequestStatus.WAITING and session not in waiting:
                 waiting.add_request(session)
-        self.ledger.take(outputs, self.clock.now)
+        self.ledger.take(outputs)
         for record in self.ledger.take_ended():
             self.workload.next_turn(record.ask, record.speaker.said, self.tick)
         if self.case.drafts and not self.case.is_async and step.result.req_ids:

@@ -29,8 +29,6 @@ class Record:
         finish: how it ended; None while it has not.
         most_tokens: upper bound of all thoughts; None: there is none.
         closes: output indices at which a close of ours began, of the present chunk.
-        arrived_s, first_s, first_answer_s: virtual time of its arrival, its first token and its
-            first answer token, of a session's first chunk; None: it has none.
     """
 
     ask: Ask
@@ -42,9 +40,6 @@ class Record:
     most_tokens: int | None
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
-    arrived_s: float = 0.0
-    first_s: float | None = None
-    first_answer_s: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -83,7 +78,7 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         return Speaker(record.ask.script, self.boundaries, thinks=thinks)
 
-    def add(self, ask: Ask, request: Any, now_s: float) -> None:
+    def add(self, ask: Ask, request: Any) -> None:
         thinks = starts_thinking(ask.prompt, self.boundaries)
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
         mode = ask.extra.get("meridian_exit", self._case.exit)
@@ -105,17 +100,16 @@ class Ledger:
             may_close=mode == "enforce" and not self._is_stock,
             floor_tokens=floor,
             most_tokens=most,
-            arrived_s=now_s,
         )
 
-    def take(self, outputs: dict[int, Any], now_s: float) -> None:
+    def take(self, outputs: dict[int, Any]) -> None:
         """What a step's ``update_from_output`` returned."""
         for client in outputs.values():
             for item in client.outputs:
                 record = self.records.get(item.request_id)
                 if record is None:
                     raise Failure("tokens", f"output of {item.request_id}, which no user sent")
-                self._take_one(record, item, now_s)
+                self._take_one(record, item)
 
     def take_ended(self) -> list[Record]:
         ended, self._ended = self._ended, []
@@ -144,7 +138,7 @@ class Ledger:
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
         record.closes.clear()
 
-    def _take_one(self, record: Record, item: Any, now_s: float) -> None:
+    def _take_one(self, record: Record, item: Any) -> None:
         name = item.request_id
         if record.is_over:
             raise Failure("place", f"{name} ended by {record.finish} and has an output after that")
@@ -152,10 +146,6 @@ class Ledger:
             self._hear(record, token)
         if item.new_token_ids:
             self.num_tokens += len(item.new_token_ids)
-            if record.first_s is None:
-                record.first_s = now_s
-            if record.first_answer_s is None and not record.speaker.is_thinking:
-                record.first_answer_s = now_s
         if len(record.prompt) + len(record.speaker.said) > self._case.length:
             raise Failure("tokens", f"{name} is longer than {self._case.length}")
         if item.finish_reason is not None:
