@@ -19,7 +19,7 @@ def job(arm: str, workload: str) -> ReplayJob:
 
 
 @pytest.mark.parametrize("arm", ["stock", "latency"])
-@pytest.mark.parametrize("workload", sorted(POOLS))
+@pytest.mark.parametrize("workload", ["s-turns", pytest.param("s-chat", marks=pytest.mark.nightly)])
 def test_the_figures_are_those_of_all_of_vllm(
     arm: str, workload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,21 @@ MUTANTS = (
            "        return (running if running == self._order else self._order.copy()), True\n",
            "        return (running if running == self._order else self._order[:-1]), True\n",
            fixed=TIGHT),
+    Mutant("a request that is computed whole is kept twice", "engine.scheduler.indivisible_chunks",
+           "            if request in self._running:\n"
+           "                self._running.remove(request)\n", "",
+           fixed={**TIGHT, "fields": "varied", "pool": "tight"}, seeds=60),
+    Mutant("a block that EAGLE drops counts as found", "engine.kv_cache.shared_blocks",
+           "    if drops_last_block(scheduler.kv_cache_manager):\n", "    if False:\n",
+           fixed={**ENFORCE, "drafts": 3, "drafter": "eagle"}, seeds=40),
+    Mutant("a prompt in progress is owed nothing", "policy.prefill_budget",
+           "        prefill = max(fitting, settings.min_prefill_tokens, least, owed)\n",
+           "        prefill = min(fitting, 1)\n",
+           fixed={**TIGHT, "budget": 2048, "machine": "slow"}),
+    Mutant("a step without prompts counts as one with", "engine.scheduler.scheduler",
+           "plan.may_prefill = not is_throttled and not self._cadence.is_between_prefills()\n",
+           "plan.may_prefill = True\n",
+           fixed={**TIGHT, "cadence": 8, "machine": "slow", "pool": "ample"}, seeds=40),
 )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ def test_every_mutant_finds_the_line_that_it_changes():
         compile(changed, mutant.module, "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "invariant"),
     [

@@ -174,6 +174,7 @@ def test_an_arm_that_fails_leaves_the_others(serve, monkeypatch):
     assert "prefix hits" not in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("accelerator", [None, "a GPU"])
 def test_servers_start_beside_each_other_without_an_accelerator(serve, monkeypatch, accelerator):
     """With one, vLLM measures its memory while it starts, and another server would be in it."""
@@ -201,6 +202,7 @@ def give_pace(monkeypatch, paces_s):
     monkeypatch.setattr(run, "token_time_s", token_time_s)
 
 
+@pytest.mark.nightly
 def test_pauses_in_tokens_are_alike_on_slow_and_fast_machines(serve, monkeypatch, tmp_path):
     """They last as long as the fastest server takes for these tokens, and the page says it."""
     give_pace(monkeypatch, [0.004, 0.003])
@@ -214,6 +216,7 @@ def test_pauses_in_tokens_are_alike_on_slow_and_fast_machines(serve, monkeypatch
     assert data["token_s"] == 0.003
 
 
+@pytest.mark.nightly
 def test_an_arm_without_a_pace_is_left_out(serve, monkeypatch):
     """Its error is shown, as when its server does not start; the others are played."""
     give_pace(monkeypatch, [0.004, BenchError("no token came")])
