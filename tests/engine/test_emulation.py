@@ -112,6 +112,7 @@ def test_a_served_token_takes_the_devices_step(mode, served, tmp_path):
     assert text == completion(served, question)
 
 
+@pytest.mark.nightly
 def test_outputs_are_those_of_an_engine_without_a_device(v1_stock, demo_model, tmp_path):
     """V1, asynchronous, in a small pool: with preemptions and grammars, and steps that are late."""
     small = {"num_gpu_blocks_override": 37, "max_model_len": 1024, "max_num_batched_tokens": 64}

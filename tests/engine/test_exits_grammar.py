@@ -35,7 +35,7 @@ WAYS = {
 }
 # Two ways of binding differ in when the grammar is asked, not in how the model runner applies it.
 BOUND = [
-    ("async", "without a parser"),
+    pytest.param("async", "without a parser", marks=pytest.mark.nightly),
     ("async", "in reasoning"),
     ("v2", "in reasoning"),
     pytest.param("sync", "without a parser", marks=pytest.mark.nightly),

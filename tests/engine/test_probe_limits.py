@@ -73,6 +73,7 @@ def test_runaways_into_the_limit_are_served_as_stock(job, path, request):
     assert patched["requests_left"] == patched["blocks_left"] == patched["probes_left"] == 0
 
 
+@pytest.mark.nightly
 def test_probes_leave_the_fused_sampler_to_sampled_requests(demo_model, tmp_path):
     """Model runner V2 sees no greedy request and no seed in any batch, with probes or without."""
     requests = ask_all("s", AMPLE[:2], max_tokens=30, temperature=0.6, min_p=0.01)

@@ -17,7 +17,6 @@ PRESSED = {
 }
 MAX_TOKENS = 60
 STAGES = {
-    "sync": {"async_scheduling": False},
     # Tokens are known a step late, and those of a preempted request once more.
     "async": {"async_scheduling": True, **PRESSED},
     "ngram": {"speculative_config": NGRAM},
