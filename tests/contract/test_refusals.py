@@ -150,3 +150,19 @@ def test_running_requests_take_no_more_blocks_than_is_said(demo_model, is_async,
         if names != {request.request_id for request in scheduler.running}:
             continue
         assert free - pool.get_num_free_blocks() <= most
+
+
+def test_blocks_of_running_requests_are_allocated_by_upstream_alone(demo_model, monkeypatch):
+    """Hundreds of them are in a step; only who waits is looked at, and nothing is left behind."""
+    driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+    manager, asked = driver.scheduler.kv_cache_manager, []
+    ask = Refusals._ask
+    monkeypatch.setattr(
+        Refusals, "_ask", lambda self, *a, **k: asked.append(a[0].request_id) or ask(self, *a, **k)
+    )
+    for name in ("one", "other"):
+        driver.add(job(name, len(name), think=30))
+    for _ in range(20):
+        driver.step()
+        assert "allocate_slots" not in vars(manager)
+    assert asked == ["one", "other"]

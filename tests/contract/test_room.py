@@ -158,7 +158,7 @@ def test_no_request_that_came_later_and_stands_before_has_room_taken_from_it(dem
     driver = filled_driver(demo_model, is_async=is_async)
     scheduler = driver.scheduler
     driver.add(newcomer(BLOCKS - 22))
-    refusals = scheduler.step_limiter._displacing._refusals
+    refusals = scheduler.step_limiter.refusals
     while refusals.last is not scheduler.requests["new"]:
         driver.step()
     pool = scheduler.kv_cache_manager.block_pool
@@ -230,7 +230,7 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     assert num_preempted_for_room(driver) == 1
     driver.drain()
     assert len(driver.deliveries["new"]) == 7
-    assert driver.scheduler.step_limiter._displacing._refusals.last is None
+    assert driver.scheduler.step_limiter.refusals.last is None
 
 
 class Loading(StubConnector):
@@ -290,7 +290,7 @@ def test_one_that_was_refused_and_fits_now_displaces_no_request(demo_model, monk
     pool = scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     driver.add(newcomer(12))
-    refusals = scheduler.step_limiter._displacing._refusals
+    refusals = scheduler.step_limiter.refusals
     while not refusals.last:
         driver.step()
     monkeypatch.setattr(displacing, "taken_blocks", lambda *_: 1)

@@ -86,7 +86,7 @@ def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_
     assert new.status != RequestStatus.RUNNING
     assert not num_preempted_for_room(driver)
     manager = scheduler.kv_cache_manager
-    prefix = scheduler.step_limiter._displacing._refusals.prefix_of(new)
+    prefix = scheduler.step_limiter.refusals.prefix_of(new)
     held = len(manager.get_blocks("long").blocks[0])
     assert freed_blocks(manager, "long", prefix) == held - 9
     assert freed_blocks(manager, "long") == held
@@ -122,5 +122,5 @@ def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_
         driver.step()
     assert new.status != RequestStatus.RUNNING
     assert not num_preempted_for_room(driver)
-    prefix = scheduler.step_limiter._displacing._refusals.prefix_of(new)
+    prefix = scheduler.step_limiter.refusals.prefix_of(new)
     assert freed_blocks(manager, "long") - freed_blocks(manager, "long", prefix) == 8

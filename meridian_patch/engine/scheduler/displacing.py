@@ -87,7 +87,7 @@ class Displacing:
         # Requests for which others were preempted, their own number of preemptions then, and how
         # often that was since.
         self._made_room: dict[Any, tuple[int, int]] = {}
-        self._refusals = Refusals()
+        self.refusals = Refusals()
         # The request for which no room was found, and before which step that is the answer.
         self._no_room_for: Any | None = None
         self._no_room_until = 0
@@ -111,7 +111,7 @@ class Displacing:
             self._held.remove(request)
         if request is self._held_for:
             self._held, self._held_for = [], None
-        self._refusals.forget(request)
+        self.refusals.forget(request)
         self._no_room_for = None
 
     def added(self, request: Any, level: int, now_s: float) -> None:
@@ -179,7 +179,7 @@ class Displacing:
             return False
         if not scheduler.waiting or scheduler.waiting.peek_request() is not request:
             return False
-        return lacks_seat(scheduler) or self._refusals.num_missing(request) > 0
+        return lacks_seat(scheduler) or self.refusals.num_missing(request) > 0
 
     def make_room(
         self, scheduler: Any, now_s: float, token_budget: int | None, shape: StepShape
@@ -193,7 +193,6 @@ class Displacing:
             shape: decode tokens and context of the next step.
         """
         self.skips_adapter = False
-        self._refusals.listen(scheduler.kv_cache_manager)
         if not scheduler.waiting:
             self._held.clear()
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
@@ -224,7 +223,7 @@ class Displacing:
         if lacks_seat(scheduler):
             return takes_seat(scheduler, tokens_left)
         for request in first(scheduler.waiting, MOST_LOOKED_AT):
-            if request is self._refusals.last:
+            if request is self.refusals.last:
                 return request
             # Load-bearing: the requests that upstream has skipped, and not admitted since.
             if request not in scheduler.deferred_waiting:
@@ -250,7 +249,7 @@ class Displacing:
         Returns:
             Whether the request that comes first fits now, or the next step must decide.
         """
-        missing = self._refusals.num_missing(newcomer)
+        missing = self.refusals.num_missing(newcomer)
         if lacks_seat(scheduler):
             # Upstream has not asked for its blocks yet.
             free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -260,7 +259,7 @@ class Displacing:
             return True
         if missing > 0:
             missing += taken_blocks(scheduler, token_budget, num_steps_until_admitted(scheduler))
-        manager, prefix = scheduler.kv_cache_manager, self._refusals.prefix_of(newcomer)
+        manager, prefix = scheduler.kv_cache_manager, self.refusals.prefix_of(newcomer)
         chosen = self._sharing.choose(
             self._thinkers(scheduler, newcomer, now_s),
             missing,

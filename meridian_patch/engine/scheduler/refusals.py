@@ -24,16 +24,28 @@ class Refusals:
         self._counted = self._needed = 0
         self._asked: dict[str, Any] = {}
         self._manager: Any = None
+        self._is_listening = False
 
     def listen(self, manager: Any) -> None:
-        """Record what upstream's KV cache manager, or the phase-aware one, refuses from now on."""
-        if manager is self._manager:
+        """Record what a KV cache manager refuses, upstream's or ours, until ``stop``."""
+        if self._is_listening:
             return
-        self._manager = manager
+        self._manager, self._is_listening = manager, True
+        self._own_attribute = vars(manager).get("allocate_slots")
         self._allocate = manager.allocate_slots
         self._count = manager.coordinator.get_num_blocks_to_allocate
         # Load-bearing: the scheduler looks this attribute up in each call.
         manager.allocate_slots = self._ask
+
+    def stop(self) -> None:
+        """Leave the manager as it was."""
+        if not self._is_listening:
+            return
+        self._is_listening = False
+        if self._own_attribute is None:
+            del self._manager.allocate_slots
+        else:
+            self._manager.allocate_slots = self._own_attribute
 
     def num_missing(self, request: Any) -> int:
         """Blocks that the request refused last lacks now; 0 for others."""

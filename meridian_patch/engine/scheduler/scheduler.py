@@ -127,6 +127,8 @@ class PhaseScheduling(UpstreamScheduler):
                 output = super().schedule(*args, **kwargs)
         finally:
             self._plan = _NO_PLAN
+            if self.step_limiter.refusals:
+                self.step_limiter.refusals.stop()
         started = started_requests(output)
         self._cadence.after_step(output, started)
         self._parts.call("after_schedule", output, started)
@@ -151,6 +153,13 @@ class PhaseScheduling(UpstreamScheduler):
         is_paused = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         was_preempted = is_paused and request.num_preemptions > 0
         return was_preempted or bool(super()._holds_kv_blocks(request))
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        # Load-bearing: upstream asks this first of each request that it may admit, and of none that
+        # runs: their blocks are allocated before.
+        if self.step_limiter.refusals:
+            self.step_limiter.refusals.listen(self.kv_cache_manager)
+        return bool(super()._handle_blocked_waiting_request(request))
 
     def _handle_stopped_request(self, request: Any) -> bool:
         is_finished = bool(super()._handle_stopped_request(request))

@@ -27,6 +27,7 @@ from meridian_patch.telemetry.counters import PhaseCounters
 
 if TYPE_CHECKING:
     from meridian_patch.engine.early_exit.probes import Probes
+    from meridian_patch.engine.scheduler.refusals import Refusals
 
 # Step counts are reported in batches of so many, to keep the statistics of each step short.
 _TOLD_STEPS = 64
@@ -56,6 +57,7 @@ class StepLimiter:
         waiting_order: order of the scheduler's waiting queue.
         makes_room: requests were preempted to make room in the next step.
         is_answered_elsewhere: another rank answers, and computes each step together with this one.
+        refusals: what upstream refuses while it admits requests; None: nobody wants to know.
         left_out: whether the last step's lowered budget was used up while prefill was left.
         ran_steps: steps with tokens whose outputs arrived.
         learnt_steps: steps among them that the step-time model learnt from.
@@ -100,6 +102,7 @@ class StepLimiter:
         # Priorities that `meridian_priority` replaced, of live requests.
         self._own_priority: dict[str, int] = {}
         self._sharing = self._displacing = None
+        self.refusals: Refusals | None = None
         self._levels = Levels.of_config(config)
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
@@ -111,6 +114,7 @@ class StepLimiter:
                 self._levels,
                 offloaded_tokens=reloads,
             )
+            self.refusals = self._displacing.refusals
         self._shape = StepShape(0, 0, 0)
         # Requests whose known tokens are being computed, in the order in which they were admitted.
         self._prefilling: list[Any] = []
