@@ -159,13 +159,6 @@ MUTANTS = (
            "            if request in self._running:\n"
            "                self._running.remove(request)\n", "",
            fixed={**TIGHT, "fields": "varied", "pool": "tight"}, seeds=60),
-    Mutant("a block that EAGLE drops counts as found", "engine.kv_cache.shared_blocks",
-           "    if drops_last_block(scheduler.kv_cache_manager):\n", "    if False:\n",
-           fixed={**ENFORCE, "drafts": 3, "drafter": "eagle"}, seeds=40),
-    Mutant("a prompt in progress is owed nothing", "policy.prefill_budget",
-           "        prefill = max(fitting, settings.min_prefill_tokens, least, owed)\n",
-           "        prefill = min(fitting, 1)\n",
-           fixed={**TIGHT, "budget": 2048, "machine": "slow"}),
     Mutant("a step without prompts counts as one with", "engine.scheduler.scheduler",
            "plan.may_prefill = not is_throttled and not self._cadence.is_between_prefills()\n",
            "plan.may_prefill = True\n",
