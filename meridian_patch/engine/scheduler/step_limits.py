@@ -57,7 +57,7 @@ class StepLimiter:
         waiting_order: order of the scheduler's waiting queue.
         makes_room: requests were preempted to make room in the next step.
         is_answered_elsewhere: another rank answers, and computes each step together with this one.
-        refusals: what upstream refuses while it admits requests; None: nobody wants to know.
+        refusals: what upstream refuses while it admits requests; None without time-sharing.
         left_out: whether the last step's lowered budget was used up while prefill was left.
         ran_steps: steps with tokens whose outputs arrived.
         learnt_steps: steps among them that the step-time model learnt from.
