@@ -7,7 +7,6 @@ _LEVELS = "levels of think tokens decide who waits for whom; set policy.level_to
 _ADMISSION = "it changed no figure beside levels (docs/adr/0021); leave it out"
 _VICTIMS = "levels of think tokens choose now who is preempted; leave it out"
 _PACING = "it lengthened the gaps of answers (docs/adr/0021); leave it out"
-
 _GATE = "holding requests back for other ranks showed no gain (docs/adr/0019); leave it out"
 
 LEFT_KEYS: Final[Mapping[str, str]] = {

@@ -363,8 +363,7 @@ METRICS: Final = (
         label="limit",
         values=("tokens", "requests"),
         unit="steps",
-        help="Steps in which the policy's limit of tokens or of requests left work waiting; ranks: "
-        "in which it admitted no request for the sake of other ranks.",
+        help="Steps in which the policy's limit of tokens or of requests left work waiting.",
         operator=(
             "nothing; it shows how often the policy acts. Divided by "
             '`meridian_steps_total{kind="ran"}` it is the share of steps'

@@ -130,7 +130,8 @@ class PhaseScheduling(UpstreamScheduler):
             if self.step_limiter.refusals:
                 self.step_limiter.refusals.stop()
         started = started_requests(output)
-        self._cadence.after_step(output, started)
+        with self._guard.protect(counters.EARLY_EXIT):
+            self._cadence.after_step(output, started)
         self._parts.call("after_schedule", output, started)
         return output
 

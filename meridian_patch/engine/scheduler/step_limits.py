@@ -244,7 +244,6 @@ class StepLimiter:
         if self._may_strand_adapter(scheduler, budget):
             self._budget = budget
             return StepLimits(budget, max_active=0)
-        # While no request is admitted, none is preempted to make room for it.
         if self._displacing:
             rows = len(scheduler.running)
             self._displacing.make_room(scheduler, now_s, budget, self._shape)
