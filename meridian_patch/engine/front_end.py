@@ -15,8 +15,8 @@ RUST: Final = "rust"
 
 MISSING: Final = (
     "scheduling, KV tiers and early exit work; responses have no field meridian, usage has vLLM's "
-    "own count of reasoning tokens, and there are no spans of phases, no think_stream_interval, no "
-    "phase-weighted choice of ranks and no meridian_* metrics but those of EngineCore's own port"
+    "own count of reasoning tokens, and there are no spans of phases, no think_stream_interval "
+    "and no meridian_* metrics but those of EngineCore's own port"
 )
 """What does not work behind it, for status, log and doctor."""
 

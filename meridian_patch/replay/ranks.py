@@ -33,7 +33,7 @@ class Board:
         self.seen: dict[int, int] = {}
 
     def next_step(self) -> None:
-        self.seen = dict(self.told)
+        self.seen, self.told = self.told, {}
 
 
 class BoardExchange:

@@ -9,7 +9,7 @@ ANSWER_WEIGHT: Final = 2.0
 Engines of a hand-off have one role, so a request has one phase left on each: one that thinks leaves
 at the end of its thought. What is left to tell requests apart is whom a newcomer delays: engines
 step on their own, so its prefill delays the answers of its own engine alone, and they are read as
-they come. A rank is weighed otherwise: see ``policy/rank_balance.py``.
+they come.
 """
 
 _SAMPLE: Final = re.compile(

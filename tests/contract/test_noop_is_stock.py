@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
+from meridian_patch.engine.upstream import is_release
 
 ARRIVE, ABORT, RESET, STEP = "arrive", "abort", "reset", "step"
 # A pool of 24 blocks under prompts of up to 150 tokens and outputs of up to 400 preempts often.
@@ -120,3 +122,46 @@ def test_same_outputs_as_stock(noop, demo_model, is_async, queue_policy):
     compare()
     assert steps >= MIN_STEPS
     assert preemptions > 20, "the comparison must cover preemptions"
+
+
+@pytest.mark.skipif(not is_release("0.33"), reason="vLLM has this cadence from 0.33 on")
+def test_a_prompt_that_is_preempted_in_its_step_restarts_the_cadence_as_in_stock(
+    monkeypatch, demo_model
+):
+    """A decode of higher priority takes the blocks of a prompt that the step has already."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "off")
+    config = engine_config(
+        demo_model,
+        is_async=False,
+        blocks=BLOCKS,
+        scheduling_policy="priority",
+        prefill_schedule_interval=4,
+        long_prefill_token_threshold=64,
+    )
+    preempted = 0
+    for length in range(4, 24):
+        drivers = [
+            Driver.build(cls, config, is_async=False)
+            for cls in (Scheduler, build_phase_scheduler(Scheduler))
+        ]
+        for driver in drivers:
+            driver.add(whole_job("prompt", 640, priority=1))
+            driver.step()
+            for number in range(2):
+                driver.add(whole_job(f"decode{number}", length + 7 * number, priority=0))
+        for _ in range(60):
+            before = drivers[0].scheduler.last_prefill_step
+            outputs = [comparable(driver.step()) for driver in drivers]
+            lasts = [driver.scheduler.last_prefill_step for driver in drivers]
+            assert outputs[0] == outputs[1]
+            assert lasts[0] == lasts[1]
+            victim = drivers[1].scheduler.requests["prompt"]
+            is_victim = victim.status == RequestStatus.PREEMPTED
+            preempted += is_victim and lasts[0] != before
+    assert preempted
+
+
+def whole_job(name, length, *, priority):
+    prompt = make_prompt(random.Random(length), length, thinks=True, shared=length)
+    return Job(name, tuple(prompt), 300, 50, priority=priority, arrival_time=float(length % 7))

@@ -151,11 +151,17 @@ def test_a_probe_puts_no_prompt_off_under_a_prefill_cadence(monkeypatch, demo_mo
     scheduler = driver.scheduler
     driver.add(thinker("first"))
     driver.step()
-    began = scheduler.last_prefill_step
-    while scheduler.phase_counters.totals.get("probe:measured", 0) < 3:
-        driver.step()
-    assert scheduler.last_prefill_step == began
-    driver.add(thinker("second"))
-    while not driver.deliveries["second"]:
-        driver.step()
-    assert scheduler.last_prefill_step > began
+    began, restarts = scheduler.last_prefill_step, []
+    for step in range(200):
+        if step == 60:
+            assert scheduler.phase_counters.totals["probe:measured"] >= 3
+            assert scheduler.last_prefill_step == began
+            # Longer than a step's tokens: probes run beside its chunks.
+            driver.add(thinker("second", prompt_tokens=1500))
+        before = scheduler.last_prefill_step
+        scheduled = driver.step().num_scheduled_tokens
+        if scheduler.last_prefill_step != before:
+            restarts.append(scheduled.get("second", 0))
+    assert len(restarts) >= 2
+    assert all(restarts)
+    assert driver.deliveries["second"]

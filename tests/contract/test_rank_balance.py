@@ -296,3 +296,19 @@ def test_a_rank_that_fell_silent_counts_no_more(monkeypatch):
     assert other.hear() == 3
     monkeypatch.setattr(rank_exchange, "_STALE_S", -1.0)
     assert not other.hear()
+
+
+def test_a_rank_that_took_no_step_reads_the_last_number_alone():
+    """More than a queue of ZeroMQ holds: the last ones would be dropped, and old ones read."""
+    one, other = (ZmqExchange(rank, "127.0.0.1") for rank in range(2))
+    other.connect({0: one.endpoint})
+    end_s = time.monotonic() + 30
+    while not other.hear() and time.monotonic() < end_s:
+        one.tell(3)
+        time.sleep(0.01)
+    for _ in range(200_000):
+        one.tell(3)
+    time.sleep(0.5)
+    one.tell(0)
+    time.sleep(0.5)
+    assert other.hear() == 0

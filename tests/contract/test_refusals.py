@@ -30,8 +30,7 @@ def job(name, seed, *, prompt=60, think=50, answer=20, **more):
 def refused(driver, *, shared=0, tail=200, free=1):
     """A newcomer with so many tokens of a running request's prompt, after vLLM refused it."""
     scheduler = driver.scheduler
-    refusals = Refusals()
-    refusals.listen(scheduler.kv_cache_manager)
+    refusals = scheduler.step_limiter.refusals
     driver.add(job("runs", 1, prompt=330, think=400))
     driver.step()
     head = scheduler.requests["runs"].prompt_token_ids[:shared]
@@ -152,10 +151,16 @@ def test_running_requests_take_no_more_blocks_than_is_said(demo_model, is_async,
         assert free - pool.get_num_free_blocks() <= most
 
 
-def test_blocks_of_running_requests_are_allocated_by_upstream_alone(demo_model, monkeypatch):
-    """Hundreds of them are in a step; only who waits is looked at, and nothing is left behind."""
-    driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+@pytest.mark.parametrize("groups", [(), (full_attention(), sliding_window(96))])
+def test_blocks_of_running_requests_are_allocated_by_upstream_alone(
+    demo_model, monkeypatch, groups
+):
+    """Hundreds are in a step; waiting ones alone are looked at, and nothing is left behind."""
+    driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000, groups=groups)
     manager, asked = driver.scheduler.kv_cache_manager, []
+    # With a window the phase-aware manager has an attribute of its own there.
+    own = vars(manager).get("allocate_slots")
+    assert (own is not None) is bool(groups)
     ask = Refusals._ask
     monkeypatch.setattr(
         Refusals, "_ask", lambda self, *a, **k: asked.append(a[0].request_id) or ask(self, *a, **k)
@@ -164,5 +169,5 @@ def test_blocks_of_running_requests_are_allocated_by_upstream_alone(demo_model, 
         driver.add(job(name, len(name), think=30))
     for _ in range(20):
         driver.step()
-        assert "allocate_slots" not in vars(manager)
+        assert vars(manager).get("allocate_slots") == own
     assert asked == ["one", "other"]

@@ -90,12 +90,15 @@ class ExitWatch:
         row = 0
         for name in result.structured_output_request_ids if result is not None else ():
             allowed = np.unpackbits(result.grammar_bitmask[row].view(np.uint8)).sum()
-            row += self._rows_of(name, output.scheduled_spec_decode_tokens)
+            drafts = output.scheduled_spec_decode_tokens
+            row += self._rows_of(name, drafts)
             if allowed != 1:
                 continue
             request = self._scheduler.requests[name]
-            # Load-bearing: tokens on the way count from this step on, its own among them.
-            on_the_way = max(request.num_output_placeholders - 1, 0)
+            # Load-bearing: tokens on the way count from this step on, its own and its drafts among
+            # them.
+            in_step = 1 + len(drafts.get(name, ()))
+            on_the_way = max(request.num_output_placeholders - in_step, 0)
             index = request.num_output_tokens + on_the_way
             self._forced.setdefault(caller_id(name), []).append(index)
         return result

@@ -153,6 +153,7 @@ class PolicyPart(SchedulerPart):
         # Their ends are not reported to this part any more.
         for request in self._scheduler.requests.values():
             self.on_freed(request)
+        self.limiter.refusals = None
         if self._reloads:
             self._reloads.stop()
 

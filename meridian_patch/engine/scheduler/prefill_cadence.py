@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 
 
@@ -21,8 +23,9 @@ class PrefillCadence:
         self._scheduler = scheduler
         self._interval = int(getattr(scheduler, "local_prefill_interval", 1))
         self._last = 0
-        # Users' requests whose prompts were under way before the step.
-        self._chunks: tuple[str, ...] = ()
+        # Requests whose prompts were under way before the step: users' ones, and probes.
+        self._prompts: list[Any] = []
+        self._probes: list[Any] = []
 
     def is_between_prefills(self) -> bool:
         """Whether the next step may compute no prompt beside decodes."""
@@ -35,16 +38,15 @@ class PrefillCadence:
 
     def before_step(self) -> None:
         """Note which prompts are under way."""
-        if self._interval > 1:
-            self._last = self._scheduler.last_prefill_step
-            self._chunks = tuple(
-                request.request_id
-                for request in self._scheduler.running
-                if request.is_prefill_chunk and not isinstance(request, ProbeRequest)
-            )
+        if self._interval <= 1:
+            return
+        self._last = self._scheduler.last_prefill_step
+        chunks = [each for each in self._scheduler.running if each.is_prefill_chunk]
+        self._probes = [each for each in chunks if isinstance(each, ProbeRequest)]
+        self._prompts = [each for each in chunks if not isinstance(each, ProbeRequest)]
 
     def after_step(self, output: Any, started: Sequence[str]) -> None:
-        """Take the restart of the cadence back where only probes computed prompts.
+        """Take the restart of the cadence back where probes alone computed prompts.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
@@ -54,15 +56,21 @@ class PrefillCadence:
         if self._interval <= 1 or scheduler.last_prefill_step == self._last:
             return
         scheduled = output.num_scheduled_tokens
-        if any(name in scheduled for name in self._chunks):
-            return
-        if not any(self._computes_prompt(name, scheduled[name]) for name in started):
+        begun = [scheduler.requests[name] for name in started]
+        begun = [each for each in begun if _computes_prompt(each, scheduled[each.request_id])]
+        probes = [each for each in begun if isinstance(each, ProbeRequest)]
+        # Load-bearing: a prompt that was in the step and was preempted in it restarts the cadence.
+        is_users = len(begun) > len(probes) or any(
+            each.request_id in scheduled or each.status == RequestStatus.PREEMPTED
+            for each in self._prompts
+        )
+        is_probes = probes or any(each.request_id in scheduled for each in self._probes)
+        if is_probes and not is_users:
             scheduler.last_prefill_step = self._last
 
-    def _computes_prompt(self, name: str, num_scheduled: int) -> bool:
-        request = self._scheduler.requests[name]
-        if isinstance(request, ProbeRequest):
-            return False
-        # Load-bearing: upstream has counted the step's tokens as computed.
-        before = request.num_computed_tokens - num_scheduled
-        return bool(before < request.num_tokens - 1)
+
+def _computes_prompt(request: Any, num_scheduled: int) -> bool:
+    # Load-bearing: upstream has counted the step's tokens as computed, and restarts the cadence for
+    # a request that had more than its last known token left.
+    before = request.num_computed_tokens - num_scheduled
+    return bool(before < request.num_tokens - 1)

@@ -55,17 +55,24 @@ class ZmqExchange:
         host = f"[{endpoint_host}]" if ":" in endpoint_host else endpoint_host
         port = self._told.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
-        self._others = context.socket(zmq.SUB)
-        self._others.setsockopt(zmq.LINGER, 0)
-        self._others.setsockopt(zmq.IPV6, ":" in endpoint_host)
-        self._others.setsockopt(zmq.SUBSCRIBE, b"")
+        self._context = context
+        self._others: list[zmq.Socket[bytes]] = []
         self.close = weakref.finalize(self, context.destroy, 0)
 
     def connect(self, endpoints: Mapping[int, str]) -> None:
         """Listen to other ranks, by rank."""
         for rank, endpoint in endpoints.items():
-            if rank != self._rank:
-                self._others.connect(endpoint)
+            if rank == self._rank:
+                continue
+            other = self._context.socket(zmq.SUB)
+            other.setsockopt(zmq.LINGER, 0)
+            other.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
+            other.setsockopt(zmq.SUBSCRIBE, b"")
+            # Of what came while this rank took no step only the last message counts; without this
+            # the queue fills and drops that one.
+            other.setsockopt(zmq.CONFLATE, 1)
+            other.connect(endpoint)
+            self._others.append(other)
 
     def tell(self, answering: int) -> None:
         # A publisher never blocks: what a listener does not take up is dropped.
@@ -73,8 +80,8 @@ class ZmqExchange:
 
     def hear(self) -> int:
         now_s = time.monotonic()
-        while self._others.poll(0):
-            message = self._others.recv(zmq.NOBLOCK)
+        for other in self._others:
+            message = other.recv(zmq.NOBLOCK) if other.poll(0) else b""
             if len(message) == _MESSAGE.size:
                 rank, answering = _MESSAGE.unpack(message)
                 self._heard[rank] = now_s, answering

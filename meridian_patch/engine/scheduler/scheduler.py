@@ -159,7 +159,8 @@ class PhaseScheduling(UpstreamScheduler):
         # Load-bearing: upstream asks this first of each request that it may admit, and of none that
         # runs: their blocks are allocated before.
         if self.step_limiter.refusals:
-            self.step_limiter.refusals.listen(self.kv_cache_manager)
+            with self._guard.protect(counters.POLICY, request.request_id):
+                self.step_limiter.refusals.listen(self.kv_cache_manager)
         return bool(super()._handle_blocked_waiting_request(request))
 
     def _handle_stopped_request(self, request: Any) -> bool:

@@ -21,12 +21,16 @@ def watch_cores() -> None:
         build(self, *args, **kwargs)
         self._job_watch = SchedulerWatch(self.scheduler, THINK_START_ID, THINK_END_ID)
         self._job_ranks = {"idle_steps": 0, "steps": 0, "worst_queue": 0, "heard_steps": 0}
+        self._job_ranks["cut_steps"] = 0
         watch_advice(self.scheduler, self._job_ranks)
         schedule = self.scheduler.schedule
 
         def schedule_and_count(*args):
+            cut = totals(self.scheduler).get("limited_step:tokens", 0)
             output = schedule(*args)
             ranks, waiting = self._job_ranks, self.scheduler.get_request_counts()[1]
+            if is_for_others(self.scheduler):
+                ranks["cut_steps"] += totals(self.scheduler)["limited_step:tokens"] - cut
             ranks["steps"] += 1
             ranks["worst_queue"] = max(ranks["worst_queue"], waiting)
             return output
@@ -60,6 +64,15 @@ def watch_cores() -> None:
     EngineCore.__init__ = build_and_watch
     EngineCore.execute_dummy_batch = count_dummy
     EngineCore.job_report = job_report
+
+
+def is_for_others(scheduler) -> bool:
+    """Whether a cut of the step that was just scheduled is for answers of other ranks alone."""
+    limiter = getattr(scheduler, "step_limiter", None)
+    if limiter is None or not limiter.is_answered_elsewhere:
+        return False
+    [balance] = [each for each in scheduler._parts._parts if getattr(each, "exchange", None)]
+    return not balance.answering()
 
 
 def watch_advice(scheduler, ranks: dict[str, int]) -> None:
