@@ -77,14 +77,11 @@ def test_every_test_is_in_one_lane(run, options, kernels, marked, beside):
     assert "every gate passed" in said
 
 
-RUNNERS = " ".join(
-    f"tests/engine/test_identity.py::test_greedy_tokens_are_stock_{where}"
-    for where in ("in_an_ample_pool", "on_model_runner_v2")
-)
+RUNNERS = "tests/engine/matrix/test_runners.py"
 
 
 def test_another_release_is_tested_in_its_own_environment(run):
-    """With one engine test per model runner, and without what reads no other release."""
+    """With the engine tests of model runners, and without what reads no other release."""
     code, said, asked = run("--vllm", "0.33")
     others = f"-m not nightly tests/unit tests/property tests/simulation {RUNNERS}"
     assert code == 0
@@ -172,5 +169,5 @@ def test_failures_of_both_lanes_are_named(run):
     assert code == 1
     assert said.endswith("scripts/test: FAILED: ruff check, ruff format, pytest, mypy\n")
     code, said, _ = run(fails="m")
-    lanes = "pytest, all but tests/engine, vLLM can be imported, pytest tests/engine\n"
-    assert said.endswith(lanes)
+    lanes = "pytest, all but tests/engine, vLLM can be imported, pytest tests/engine, mypy"
+    assert said.endswith(f"{lanes}, pytest tests/kernels\n")
