@@ -80,10 +80,35 @@ def test_no_other_adapter_comes_in_while_a_cut_passes_one_over(cut):
 def test_vllm_counts_the_adapters_of_all_that_run_from_0_33_on(cut):
     """A request without an adapter need not wait for the one that a cut passes over."""
     read_beside_prompts(cut)
+    add(cut, "other", 2, 4, think=200)
     add(cut, "plain", 0, 4, think=200)
     cut.drain()
-    is_beside = cut.deliveries["plain"][0] < cut.deliveries["second"][0]
+    is_beside = cut.deliveries["plain"][0] < cut.deliveries["first"][0]
     assert is_beside is is_release("0.33")
+    assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
+
+
+def test_where_adapters_have_slots_others_come_in_beside_a_cut(cut):
+    """As many adapters as slots are never too many."""
+    read_beside_prompts(cut)
+    add(cut, "plain", 0, 4, think=200)
+    cut.drain()
+    assert cut.deliveries["plain"][0] < cut.deliveries["second"][0]
+    assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
+
+
+def test_others_come_in_beside_a_cut_that_leaves_no_prompt_out(cut):
+    """A step computes as many tokens of a prompt as it may, and the cut has room for more."""
+    add(cut, "reader", 0, 20, think=12, answer=1000)
+    cut.step()
+    add(cut, "long", 1, LONG)
+    step_until(cut, "reader", Phase.ANSWER)
+    add(cut, "other", 2, 4, think=200)
+    add(cut, "plain", 0, 4, think=200)
+    budget = cut.scheduler.step_limiter._cut
+    budget.token_budget = lambda *_, **__: 4 * BLOCK_SIZE
+    cut.drain()
+    assert cut.deliveries["plain"][0] < cut.deliveries["long"][0]
     assert not cut.scheduler.phase_counters.totals.get("fallback:exception")
 
 

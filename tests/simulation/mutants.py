@@ -43,6 +43,9 @@ ENFORCE = {"exit": "enforce", "gap": 1, "strategy": "eat", "boundary": "token", 
            "cache": "dense", "connector": "none", "traffic": "thinkers"}  # fmt: skip
 TIGHT = {"pool": "starving", "profile": "latency", "rule": "profile", "traffic": "thinkers",
          "boundary": "token", "queue": "fcfs", "connector": "none"}  # fmt: skip
+# Faults of which each arm has its own number, so that times do not compare.
+BUSY = {**TIGHT, **{f"fault_{name}": False for name in (
+    "abort", "reset", "pause", "sleep", "late", "load_failure")}}  # fmt: skip
 SHARED = {**TIGHT, "haste": "eager"}
 TIERED = {**TIGHT, "tiers": True, "prefix": True, "cache": "dense"}
 
@@ -155,6 +158,9 @@ MUTANTS = (
            "        return (running if running == self._order else self._order.copy()), True\n",
            "        return (running if running == self._order else self._order[:-1]), True\n",
            fixed=TIGHT),
+    Mutant("prompts crawl beside answers", "policy.prefill_budget",
+           "        prefill = max(fitting, settings.min_prefill_tokens, least, owed)\n",
+           "        prefill = least\n", fixed={**BUSY, "pool": "ample"}, seeds=40),
     Mutant("a request that is computed whole is kept twice", "engine.scheduler.indivisible_chunks",
            "            if request in self._running:\n"
            "                self._running.remove(request)\n", "",

@@ -1,5 +1,6 @@
-"""Seats and KV blocks that running requests hold, take and give back."""
+"""Seats, KV blocks and adapters that running requests hold, take and give back."""
 
+import math
 from collections.abc import Sequence
 from itertools import takewhile, zip_longest
 from typing import Any
@@ -84,7 +85,37 @@ def miscounts_adapters(scheduler: Any) -> bool:
     another one beside a running request that is left out of the step, the running requests could
     have more adapters than slots, and an assertion would fail.
     """
-    return bool(scheduler.lora_config) and not is_release("0.33")
+    if not scheduler.lora_config or is_release("0.33"):
+        return False
+    adapters = {0}
+    for request in scheduler.requests.values():
+        adapters.add(_adapter(request))
+        if len(adapters) - 1 > scheduler.lora_config.max_loras:
+            return True
+    return False
+
+
+def may_skip_adapter(
+    scheduler: Any, prefilling: Sequence[Any], decode_tokens: int, budget: int
+) -> bool:
+    """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
+
+    No request must be admitted then (see ``miscounts_adapters``).
+
+    Args:
+        scheduler: upstream's scheduler.
+        prefilling: running requests with known tokens that are not computed.
+        decode_tokens: tokens of the running requests that decode.
+        budget: tokens of the step.
+    """
+    if not any(_adapter(request) for request in prefilling):
+        return False
+    most = scheduler.scheduler_config.long_prefill_token_threshold or math.inf
+    left = (request.num_tokens - request.num_computed_tokens for request in prefilling)
+    # With drafts, whose number is known to the step alone, a prompt's last chunk has more.
+    drafts = scheduler.num_lookahead_tokens * len(prefilling)
+    wanted = decode_tokens + drafts + sum(min(tokens, most) for tokens in left)
+    return wanted > budget and miscounts_adapters(scheduler)
 
 
 def num_steps_until_admitted(scheduler: Any) -> int:

@@ -10,7 +10,11 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.scheduler.admission_checks import miscounts_adapters, taken_blocks
+from meridian_patch.engine.scheduler.admission_checks import (
+    may_skip_adapter,
+    miscounts_adapters,
+    taken_blocks,
+)
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
@@ -234,7 +238,7 @@ class StepLimiter:
         budget = self._cut_budget(scheduler, now_s, len(answers))
         max_active = None
         if budget is not None and (
-            self._may_skip_adapter(scheduler)
+            self._may_skip_adapter(scheduler, budget)
             or self._chunks.keeps_others_out(scheduler, self._prefilling)
         ):
             if not answers:
@@ -303,15 +307,9 @@ class StepLimiter:
                 owed = self._owed_tokens(now_s)
         return self._cut.token_budget(self._shape, before, target_s, now_s, least, owed)
 
-    def _may_skip_adapter(self, scheduler: Any) -> bool:
-        """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
-
-        No request must be admitted then (see ``miscounts_adapters``).
-        """
-        return (
-            miscounts_adapters(scheduler)
-            and self._chunks.may_skip_running
-            and any(request.lora_request for request in self._prefilling)
+    def _may_skip_adapter(self, scheduler: Any, budget: int) -> bool:
+        return self._chunks.may_skip_running and may_skip_adapter(
+            scheduler, self._prefilling, self._shape.decode_tokens, budget
         )
 
     def _may_strand_adapter(self, scheduler: Any, budget: int | None) -> bool:
@@ -321,7 +319,7 @@ class StepLimiter:
         victim may still be written, or a connector is about to free some, upstream stops at a
         request that gets no block, preempts none, and goes on to the waiting ones.
         """
-        if not miscounts_adapters(scheduler) or scheduler.connector is None:
+        if scheduler.connector is None or not miscounts_adapters(scheduler):
             return False
         if not any(request.lora_request for request in scheduler.running):
             return False

@@ -46,6 +46,8 @@ from simulator.grammar import SimGrammarBackend, reasoner_for
 from simulator.oracle import WRAP_UP, boundaries_of
 
 MODEL = Path(meridian_patch.demo.__file__).parent / "tiny-reasoner"
+# Seconds after which who was preempted stands first, by axis `haste`.
+AGING_S = {"default": 30.0, "eager": 2.0}
 WINDOW = 96
 MAX_LORAS = 2
 _OFFLOAD_GB_PER_S = 0.02
@@ -261,6 +263,7 @@ def _settings(case: Case) -> dict[str, str]:
     settings = {
         "POLICY__NAME": case.profile,
         "POLICY__TIME_BUDGET_US": "1000000000",
+        "POLICY__AGING_S": str(AGING_S[case.haste]),
         "KV__TIERS": str(case.tiers).lower(),
         "KV__HISTORY": "auto",
         "KV__RETAIN_S": "3.0" if case.haste == "eager" else "300.0",
@@ -271,7 +274,6 @@ def _settings(case: Case) -> dict[str, str]:
     if case.haste == "eager":
         settings |= {
             "POLICY__LEVEL_TOKENS": "40",
-            "POLICY__AGING_S": "2.0",
             "POLICY__DRAIN_S": "0.05",
             "POLICY__PROTECTED_ANSWER_TOKENS": "4",
             "POLICY__SHARING_OVERHEAD": "0.5",

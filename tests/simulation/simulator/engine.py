@@ -47,6 +47,7 @@ class Arm:
 
     Attributes:
         tick: iterations of the core's loop so far.
+        tick_s: seconds of a step of mean length, which requests come in by.
         num_steps: calls of ``schedule``.
         watch: is told of every step; see ``Watch``.
     """
@@ -69,6 +70,8 @@ class Arm:
         )
         self.tick = 0
         self.num_steps = 0
+        self.tick_s = self.workload.mean_tick(self.seconds)
+        self._begin_s = clock.now
         self.in_flight: deque[Step] = deque()
         self.watch = Watch()
         # Time at which each step under way is done, in order; and of the last.
@@ -85,7 +88,7 @@ class Arm:
     def is_drained(self) -> bool:
         """No request is left, and no other will arrive."""
         return (
-            self.tick > self.workload.last_tick
+            self.workload.next_tick is None
             and not self.scheduler.has_requests()
             and not self.in_flight
         )
@@ -116,11 +119,16 @@ class Arm:
         """Requests come in."""
         self.tick += 1
         self.clock.now += TICK_S
+        next_tick = self.workload.next_tick
+        if next_tick is not None and not (self.scheduler.has_requests() or self.in_flight):
+            self.clock.now = max(self.clock.now, self._begin_s + next_tick * self.tick_s)
         for due in [each for each in self._compiling if each[0] <= self.tick]:
             self._compiling.remove(due)
             due[1].set_result(due[2])
-        for ask in self.workload.arrivals.pop(self.tick, ()):
-            self.add(ask)
+        now = self._load_tick()
+        for tick in sorted(each for each in self.workload.arrivals if each <= now):
+            for ask in self.workload.arrivals.pop(tick):
+                self.add(ask)
 
     def step(self) -> None:
         """One iteration of the core's loop."""
@@ -187,6 +195,10 @@ class Arm:
         """Requests that have not ended."""
         return [record for record in self.ledger.records.values() if not record.is_over]
 
+    def _load_tick(self) -> int:
+        """Up to which tick of the load requests have come in by now."""
+        return round((self.clock.now - self._begin_s) / self.tick_s)
+
     def _begin(self) -> tuple[Step, bool]:
         output: SchedulerOutput = self.watch.schedule(self)
         self.num_steps += 1
@@ -222,9 +234,9 @@ class Arm:
             # its queue again, also where the next chunk was there: it never goes on, in stock too.
             if session.status == RequestStatus.WAITING and session not in waiting:
                 waiting.add_request(session)
-        self.ledger.take(outputs)
+        self.ledger.take(outputs, self.clock.now)
         for record in self.ledger.take_ended():
-            self.workload.next_turn(record.ask, record.speaker.said, self.tick)
+            self.workload.next_turn(record.ask, record.speaker.said, self._load_tick())
         if self.case.drafts and not self.case.is_async and step.result.req_ids:
             drafts = self._drafts_of_running(step)
             if drafts is not None:

@@ -17,9 +17,18 @@ from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.telemetry import counters
+from simulator.build import AGING_S
 from simulator.engine import Arm
 from simulator.failure import Failure
 
+# Of stock's mean time to the first answer token on the same seed, and so many steps of mean length
+# more: where few requests come, one that makes room is all of the mean.
+MOST_OF_STOCK, MORE_STEPS = 1.5, 40
+# Of a single request: it may have made room for others, and aged in the queue.
+MOST_OF_ITS_OWN, PATIENCE_AGINGS = 4, 20
+# Faults that come so many times per iteration, of which each arm has its own number, or that no
+# hook of stock's has.
+_UNEQUAL = ("abort", "reset", "pause", "sleep", "late", "raises", "load_failure")
 # The blocks are all looked at in one step of so many, where there are more than so many.
 _LARGE_POOL, _EVERY = 64, 8
 
@@ -182,6 +191,35 @@ def check_events(arm: Arm) -> None:
             f"{len(told - held)} cached blocks are told and not there, {len(held - told)} are "
             "there and not told",
         )
+
+
+def check_times(stock: Arm, ours: Arm) -> None:
+    """Invariant 4: no answer begins much later than in stock, on average and of each request."""
+    case = ours.case
+    if any(case.has_fault(name) for name in _UNEQUAL):
+        return
+    times = {}
+    for name, theirs in stock.ledger.records.items():
+        own = ours.ledger.records.get(name)
+        if own and own.answered_s and theirs.answered_s and theirs.ask.session is None:
+            since = (record.request.arrival_time for record in (theirs, own))
+            times[name] = theirs.answered_s - next(since), own.answered_s - next(since)
+    if not times:
+        return
+    stock_s, ours_s = (sum(each) / len(times) for each in zip(*times.values(), strict=True))
+    if ours_s > MOST_OF_STOCK * stock_s + MORE_STEPS * ours.tick_s:
+        raise Failure(
+            "times",
+            f"answers of {len(times)} requests begin after {ours_s:.2f} s on average, in stock "
+            f"after {stock_s:.2f} s",
+        )
+    patience_s = PATIENCE_AGINGS * AGING_S[case.haste]
+    for name, (stock_s, ours_s) in times.items():
+        if ours_s > MOST_OF_ITS_OWN * stock_s + patience_s:
+            raise Failure(
+                "times",
+                f"the answer of {name} begins after {ours_s:.2f} s, in stock after {stock_s:.2f} s",
+            )
 
 
 def check_drained(arm: Arm, *, knows_all: bool = True) -> None:

@@ -29,6 +29,7 @@ class Record:
         finish: how it ended; None while it has not.
         most_tokens: upper bound of all thoughts; None: there is none.
         closes: output indices at which a close of ours began, of the present chunk.
+        answered_s: when its first token behind a thought was delivered; None: none was.
     """
 
     ask: Ask
@@ -40,6 +41,7 @@ class Record:
     most_tokens: int | None
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
+    answered_s: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -102,7 +104,7 @@ class Ledger:
             most_tokens=most,
         )
 
-    def take(self, outputs: dict[int, Any]) -> None:
+    def take(self, outputs: dict[int, Any], now_s: float) -> None:
         """What a step's ``update_from_output`` returned."""
         for client in outputs.values():
             for item in client.outputs:
@@ -110,6 +112,8 @@ class Ledger:
                 if record is None:
                     raise Failure("tokens", f"output of {item.request_id}, which no user sent")
                 self._take_one(record, item)
+                if record.answered_s is None and not record.speaker.is_thinking:
+                    record.answered_s = now_s
 
     def take_ended(self) -> list[Record]:
         ended, self._ended = self._ended, []

@@ -11,7 +11,7 @@ from simulator.build import surroundings
 from simulator.engine import Arm, Clock
 from simulator.failure import Failure
 from simulator.faults import Faults
-from simulator.invariants import check_drained
+from simulator.invariants import check_drained, check_times
 from simulator.watching import Checker, Recorder
 
 # Iterations that ours may take: so many times stock's, and so many more.
@@ -81,7 +81,7 @@ def _run_stock(case: Case, clock: Clock, recorder: Recorder) -> Arm:
 def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: Result) -> None:
     ours = Arm(case, clock, is_stock=False)
     faults = Faults(case, ours)
-    checker = Checker(ours, faults)
+    checker = Checker(ours, faults, recorder)
     ours.watch = checker
 
     def limit() -> int:
@@ -107,6 +107,7 @@ def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: 
             **{f"fault_{name}": number for name, number in faults.met.items()},
         }
     checker.at_end()
+    check_times(stock, ours)
     check_drained(ours, knows_all=not faults.num_raised)
     extras = [each.ask.extra for each in ours.ledger.records.values()]
     is_noop = case.profile == "noop" and case.rule == "profile" and case.exit == "off"

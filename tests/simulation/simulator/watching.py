@@ -14,6 +14,7 @@ from meridian_patch.phase.tracker import Phase
 from simulator.engine import Arm, Watch
 from simulator.failure import Failure
 from simulator.faults import Faults
+from simulator.idle import IdleRequests
 from simulator.invariants import (
     check_blocks,
     check_counts,
@@ -55,14 +56,16 @@ def digest_of(output: Any) -> bytes:
 
 
 class Recorder(Watch):
-    """Keeps a digest of each step; what an arm decided, in one line."""
+    """Keeps a digest of each step, which is what an arm decided, and who waits with room."""
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
+        self.idle = IdleRequests()
 
     def schedule(self, arm: Arm) -> Any:
         output = super().schedule(arm)
         self.digests.append(digest_of(output))
+        self.idle.look(arm.scheduler, output)
         return output
 
 
@@ -72,10 +75,12 @@ class Checker(Recorder):
     Args:
         arm: ours.
         faults: of this arm.
+        stock: what was kept of vLLM's own scheduler on the same seed.
     """
 
-    def __init__(self, arm: Arm, faults: Faults) -> None:
+    def __init__(self, arm: Arm, faults: Faults, stock: Recorder) -> None:
         super().__init__()
+        self._stock = stock
         self._arm = arm
         self._faults = faults
         self._is_scheduling = False
@@ -92,7 +97,6 @@ class Checker(Recorder):
         self.num_learnt = 0
         # Steps' first chunks of requests that no user sent.
         self.num_probes = 0
-        self._idle_heads: dict[str, int] = {}
         # Displaced by us since the step began, with who stood first then.
         self._preempted_for_room: list[Any] = []
         self.num_preempted_for_room = 0
@@ -138,7 +142,7 @@ class Checker(Recorder):
         if self._is_answers_first and is_steered:
             self._soft(self._check_waiting_answers, output, answers, holding)
         self._soft(self._check_displacing, output)
-        self._soft(self._check_idle, output)
+        self._soft(self._check_idle)
         self._soft(self._check_probes, output)
         self._soft(self._check_throttle, output)
         self.num_probes += sum(
@@ -243,19 +247,6 @@ class Checker(Recorder):
             and not request.lora_request
             and not request.has_encoder_inputs
         ]
-
-    def _has_adapter(self, request: Any, output: Any) -> bool:
-        """Whether the step has a place for the LoRA adapter; upstream skips a request without."""
-        scheduler = self._arm.scheduler
-        if not scheduler.lora_config or not request.lora_request:
-            return True
-        used = {
-            running.lora_request.lora_int_id
-            for running in scheduler.running
-            if running.lora_request and running.request_id in output.num_scheduled_tokens
-        }
-        is_used = request.lora_request.lora_int_id in used
-        return is_used or len(used) < scheduler.lora_config.max_loras
 
     def _check_waiting_answers(self, output: Any, answers: list[Any], holding: set[str]) -> None:
         """Invariant 5: no request is admitted before an answer that waits.
@@ -407,45 +398,13 @@ class Checker(Recorder):
             truth = self._arm.seconds(output.total_num_scheduled_tokens)
             self._predictions.append((guess, truth))
 
-    def _check_idle(self, output: Any) -> None:
+    def _check_idle(self) -> None:
         """Invariant 4: with tokens, seats and blocks to spare no request waits for long.
 
-        The next in line is the first whose LoRA adapter has a place in the step: upstream skips the
-        others, which may wait for as long as running requests use all places.
+        But where it does in stock on the same seed, as one whose prefix another one computes.
         """
-        scheduler = self._arm.scheduler
-        if scheduler._pause_state != PauseState.UNPAUSED:
-            self._idle_heads.clear()
-            return
-        still = {}
-        budget = scheduler.max_num_scheduled_tokens
-        spare_tokens = budget - output.total_num_scheduled_tokens
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
-        seats = scheduler.max_num_running_reqs - scheduler.num_waiting_for_streaming_input
-        for request in scheduler.running:
-            name = request.request_id
-            if name not in output.num_scheduled_tokens and request.is_prefill_chunk:
-                still[name] = self._idle_heads.get(name, 0) + 1
-        head = next((r for r in scheduler.waiting if self._has_adapter(r, output)), None)
-        if head is not None and len(scheduler.running) < seats - 1:
-            needed = num_groups * (-(-head.num_tokens // scheduler.block_size) + 2)
-            slack = len(scheduler.running) * num_groups + needed
-            is_blocked = head.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-            if (
-                not is_blocked
-                and spare_tokens > min(head.num_tokens, budget // 2)
-                and free > 2 * slack
-                and not head.num_stale_output_tokens
-            ):
-                still[head.request_id] = self._idle_heads.get(head.request_id, 0) + 1
-        self._idle_heads = still
         # With pipeline parallelism a request gets a token in one of so many steps.
         patience = PATIENCE_STEPS * self._arm.case.stages
-        for name, steps in still.items():
-            if steps > patience:
-                raise Failure(
-                    "progress",
-                    f"{name} waits for {steps} steps with {spare_tokens} tokens and {free} blocks "
-                    "to spare",
-                )
+        for name, steps in self.idle.steps.items():
+            if steps > max(patience, 2 * self._stock.idle.most_steps.get(name, 0)):
+                raise Failure("progress", f"{name} waits for {steps} steps with room for it")

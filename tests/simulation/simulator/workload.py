@@ -1,6 +1,7 @@
 """The requests of a seed: who comes when, and what each will say."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,16 +68,29 @@ class Workload:
         self._length = case.length
         self._number = 0
         self._num_sessions = 0
-        # What comes, by tick.
+        # What comes, by tick: a step of mean length, see ``mean_tick``.
         self.arrivals: dict[int, list[Ask]] = {}
         # Further turns of conversations, by the request that they follow.
         self._turns_left: dict[str, int] = {}
         self._draw_all()
 
     @property
-    def last_tick(self) -> int:
-        """The tick of the last arrival known so far."""
-        return max(self.arrivals, default=0)
+    def next_tick(self) -> int | None:
+        """The tick of the next arrival known so far."""
+        return min(self.arrivals, default=None)
+
+    def mean_tick(self, seconds: Callable[[int], float]) -> float:
+        """Seconds of a step of mean length, with what has been drawn so far.
+
+        Args:
+            seconds: what a step of so many tokens takes.
+        """
+        asks = [ask for each in self.arrivals.values() for ask in each]
+        seats, budget = min(self._case.seats, 8), self._case.budget
+        prompts = sum(len(ask.prompt) for ask in asks) / budget
+        decodes = sum(_length_of(ask) for ask in asks) / seats
+        total_s = prompts * seconds(budget) + decodes * seconds(seats)
+        return total_s / (prompts + decodes)
 
     def next_turn(self, ask: Ask, output: list[int], tick: int) -> None:
         """A request ended by itself; what its client says to that."""
