@@ -50,7 +50,10 @@ def _run(options: argparse.Namespace) -> None:
     workloads = options.workloads.split(",")
     for name in workloads:
         find_workload(name)
-    rhos = [float(text) for text in options.rho.split(",")]
+    try:
+        rhos = [float(text) for text in options.rho.split(",")]
+    except ValueError:
+        raise BenchError(f"--rho: {options.rho!r}, expected numbers such as 0.9,1.1") from None
     pool = campaign.REAL_POOL if options.real_pool else options.pool
     logging.disable(logging.WARNING)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+import vllm
 from simulator.axes import AXES
 
 from meridian_patch.config.policy import RULES
@@ -147,12 +148,13 @@ def test_a_mutant_is_noticed(name, invariant):
 def test_a_quarter_of_a_million_steps_hold_every_invariant(tmp_path):
     page = tmp_path / "page.md"
     child = subprocess.run(
-        [str(ROOT / "scripts" / "simulate"), "--seeds", "2000", "--most-steps", "240000",
-         "--page", str(page)],
+        [sys.executable, "-P", str(ROOT / "scripts" / "simulate"), "--seeds", "2000",
+         "--most-steps", "240000", "--page", str(page)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
     text = page.read_text()
+    assert f"| vLLM | {vllm.__version__} |" in text
     assert "| failures | 0 |" in text
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
     figures = {name.strip(): value.strip() for name, value in rows}

@@ -12,6 +12,10 @@ from meridian_patch.bench.statistics import bootstrap_quotient
 
 Interval = tuple[float, float] | None
 
+HARM, MISSES = "harm", "avoidable_misses"
+"""Figures of pairs: the p99 over requests of a slowdown over the same request's in stock; and the
+share of stock's prefix misses that more room would avoid, and that are left."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -35,7 +39,9 @@ class Column:
 
 COLUMNS = (
     Column("TTFAT mean ÷ stock", "ttfat_mean_s", is_ratio=True),
+    Column("TTFAT p50 ÷ stock", "ttfat_p50_s", is_ratio=True),
     Column("slowdown p99", "slowdown_p99", digits=1),
+    Column("harm: p99 of a request's slowdown ÷ its own in stock", HARM),
     Column("ok share", "ok_share"),
     Column("worst answer gap, ms", "answer_gap_max_s", is_worst=True, scale=1000, digits=0),
     Column("answer ITL p99, ms", "answer_itl_p99_s", scale=1000, digits=1),
@@ -75,11 +81,22 @@ class Summary:
         ]
 
     def of(self, point: Point, arm: str, figure: str) -> np.ndarray:
-        """A figure of each seed."""
-        values = [
-            self._lines[self._key(point, arm, seed)].figures[figure] for seed in self.seeds(point)
-        ]
+        """A figure of each seed; 0 where it has none."""
+        values = [self._figure(point, arm, seed, figure) for seed in self.seeds(point)]
         return np.array([0.0 if value is None else value for value in values])
+
+    def _figure(self, point: Point, arm: str, seed: int, figure: str) -> float | None:
+        line = self._lines[self._key(point, arm, seed)]
+        if figure not in (HARM, MISSES):
+            return line.figures[figure]
+        stock = self._lines[self._key(point, STOCK, seed)]
+        if figure == HARM:
+            return float(np.percentile(np.divide(line.slowdown, stock.slowdown), 99))
+        bound, hits = stock.figures["hit_bound_share"], stock.figures["hit_share"]
+        own = line.figures["hit_share"]
+        if bound is None or hits is None or own is None or bound <= hits:
+            return None
+        return (bound - own) / (bound - hits)
 
     def value(self, point: Point, arm: str, column: Column) -> Value:
         """A column's figure."""

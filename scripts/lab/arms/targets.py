@@ -8,7 +8,7 @@ import numpy as np
 from arms.campaign import OURS, Point
 from arms.goodput import Goodput
 from arms.registry import ARMS
-from arms.summary import Summary, Value, quotient
+from arms.summary import MISSES, Summary, Value, quotient
 from meridian_patch.bench.arms import STOCK
 
 _ORACLE = "srpt"
@@ -26,6 +26,7 @@ class Target:
         bound: at ρ up to 1, and above.
         is_least: the bound is a lower one.
         is_busy_only: only above ρ 1.
+        has_turns: only of workloads whose prompts share prefixes.
     """
 
     title: str
@@ -35,10 +36,12 @@ class Target:
     is_worst: bool = False
     is_least: bool = False
     is_busy_only: bool = False
+    has_turns: bool = False
 
 
 TARGETS = (
     Target("TTFAT mean ÷ oracle SRPT", "ttfat_mean_s", (1.05, 1.05), _ORACLE),
+    Target("TTFAT p50 ÷ stock", "ttfat_p50_s", (1.05, 1.05), STOCK),
     Target("TTFAT slowdown p99", "slowdown_p99", (3.0, 4.0)),
     Target("worst answer gap, decode steps", "answer_gap_max_over_decode_only", (2, 2), None, True),
     Target("answer ITL p99, decode steps", "answer_itl_p99_over_decode_only", (1.15, 1.15)),
@@ -53,6 +56,7 @@ TARGETS = (
         "slowdown of the longest 1 % ÷ stock", "longest_slowdown", (1.2, 1.2), STOCK,
         is_busy_only=True,
     ),
+    Target("avoidable prefix misses that are left", MISSES, (0.4, 0.4), has_turns=True),
 )  # fmt: skip
 
 
@@ -80,6 +84,8 @@ def _cell(summary: Summary, point: Point, target: Target) -> str:
     if target.is_busy_only and not is_busy:
         return "–"
     ours = summary.of(point, OURS, target.figure)
+    if target.has_turns and not ours.any():
+        return "–"
     if target.is_worst:
         value = Value(float(ours.max()))
     else:

@@ -31,7 +31,7 @@ TRAFFIC = (
     "pool_prompts", "hostile", "siblings",
 )  # fmt: skip
 # Of most cases, and of those that axis `scale` makes large.
-MOST_SEATS, WIDE_SEATS = 64, 256
+MOST_SEATS, WIDE_SEATS, WIDEST_SEATS = 64, 256, 1024
 LONGEST, LONG = 1536, 131_072
 FAULTS = (
     "abort", "reset", "pause", "sleep", "lost_probe", "raises", "nan", "late", "empty",
@@ -50,7 +50,7 @@ AXES: dict[str, Axis] = {
     "prefix": Axis(True, (True, False), (8, 1)),
     "drafts": Axis(0, (0, 1, 2, 3, 4, 5), (5, 1, 1, 1, 1, 1)),
     "queue": Axis("fcfs", ("fcfs", "priority"), (4, 1)),
-    "seats": Axis(16, (2, 4, 8, 16, MOST_SEATS, WIDE_SEATS), (1, 2, 2, 3, 1, 0)),
+    "seats": Axis(16, (2, 4, 8, 16, MOST_SEATS, WIDE_SEATS, WIDEST_SEATS), (1, 2, 2, 3, 1, 0, 0)),
     "budget": Axis(512, (64, 128, 512, 2048)),
     "pool": Axis("ample", ("starving", "tight", "ample")),
     "length": Axis(512, (192, 512, LONGEST, LONG), (2, 3, 2, 0)),
@@ -150,7 +150,9 @@ def repair(values: dict[str, Any]) -> dict[str, Any]:
 
 def _repair_scale(new: dict[str, Any]) -> None:
     if new["scale"] == "wide":
-        new.update(seats=WIDE_SEATS, budget=2048, pool="ample")
+        # What was drawn is a small number: 2 and 4 become the most.
+        seats = WIDEST_SEATS if new["seats"] <= 4 or new["seats"] == WIDEST_SEATS else WIDE_SEATS
+        new.update(seats=seats, budget=2048, pool="ample")
     elif new["scale"] == "long":
         new.update(length=LONG, budget=2048, seats=min(new["seats"], 8))
         new.update(block=64, pool="tight")
@@ -162,6 +164,9 @@ def _repair_scale(new: dict[str, Any]) -> None:
 def _repair_drafter(new: dict[str, Any]) -> None:
     if not new["drafts"]:
         new["drafter"] = "ngram"
+    elif new["drafter"] == "ngram" and new["flow"].endswith("async"):
+        # Load-bearing: vLLM schedules asynchronously with drafters on the GPU alone.
+        new["drafter"] = "eagle"
     if new["drafter"] != "ngram":
         # What a drafter of hidden states reads of states at block borders, the CPU build cannot.
         new["cache"] = "dense" if new["cache"] == "hybrid" else new["cache"]
@@ -181,6 +186,8 @@ def _repair_cache(new: dict[str, Any]) -> None:
         # States at block borders need prefix caching and chunks.
         new.update(prefix=True, chunked=True, connector="none")
         new["block"] = min(new["block"], new["budget"], 32)
+        # Load-bearing: vLLM aligns chunks to such blocks, and refuses to keep images whole as well.
+        new["images"] = "chunked" if new["images"] == "whole" else new["images"]
     if new["cache"] != "dense" or new["connector"] != "none":
         # Load-bearing: vLLM splits the context of full attention alone.
         new["dcp"] = 1

@@ -37,6 +37,7 @@ from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 from meridian_patch.engine.scheduler import assembly
 from meridian_patch.engine.scheduler import scheduler as ours
+from meridian_patch.engine.upstream import is_release
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.replay.offload import OffloadTier, transfer_config
@@ -183,6 +184,8 @@ def _config(case: Case) -> Any:
     config.cache_config.mamba_cache_mode = "align" if case.cache == "hybrid" else "none"
     config.kv_transfer_config = _transfer(case)
     scheduling.scheduler_reserve_full_isl = case.reserve
+    if paces_itself(case):
+        scheduling.prefill_schedule_interval = case.cadence
     config.parallel_config.decode_context_parallel_size = case.dcp
     if case.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -192,6 +195,11 @@ def _config(case: Case) -> Any:
         modules = SimpleNamespace(num_nextn_predict_layers=case.drafts)
         config.speculative_config.draft_model_config = SimpleNamespace(hf_config=modules)
     return config
+
+
+def paces_itself(case: Case) -> bool:
+    """Whether the scheduler, not the engine core, keeps prompts out of steps: vLLM 0.33 may."""
+    return case.cadence > 1 and case.seed % 2 == 1 and is_release("0.33")
 
 
 def _engine_config(case: Case, settings: dict[str, Any]) -> Any:

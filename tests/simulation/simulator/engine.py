@@ -20,8 +20,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from meridian_patch.engine.upstream import is_release
 from simulator.axes import Case
-from simulator.build import build, pool_blocks
+from simulator.build import build, paces_itself, pool_blocks
 from simulator.entropies import Entropies
 from simulator.ledger import Ledger, Record
 from simulator.worker import Step, Workers
@@ -82,7 +83,10 @@ class Arm:
         self._hasher = None
         if case.prefix or case.connector != "none":
             per_hash = self.scheduler.hash_block_size
-            self._hasher = get_request_block_hasher(per_hash, sha256)
+            # From vLLM 0.33 on a block's hash covers the tokens behind it that a drafter reads.
+            config = self.scheduler.vllm_config
+            behind = [config.num_hash_lookahead_tokens] if is_release("0.33") else []
+            self._hasher = get_request_block_hasher(per_hash, sha256, *behind)
 
     @property
     def is_drained(self) -> bool:
@@ -113,7 +117,7 @@ class Arm:
     @property
     def may_prefill(self) -> bool:
         """Whether the engine core lets the next step compute prompts."""
-        return self.num_steps % self.case.cadence == 0
+        return paces_itself(self.case) or self.num_steps % self.case.cadence == 0
 
     def begin_tick(self) -> None:
         """Requests come in."""

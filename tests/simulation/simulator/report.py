@@ -1,5 +1,7 @@
 """The page about a campaign, in Markdown."""
 
+import vllm
+
 from simulator.axes import AXES
 from simulator.campaign import Campaign, line_of, possible_pairs
 
@@ -15,6 +17,7 @@ def page(campaign: Campaign, seconds: float, command: str) -> str:
         "",
         "| | |",
         "|---|---|",
+        f"| vLLM | {vllm.__version__} |",
         f"| seeds | {campaign.cases:,} |",
         f"| seeds that stock vLLM does not serve to the end | {len(campaign.void):,} |",
         f"| steps of ours, each with every check | {campaign.steps:,} |",

@@ -17,8 +17,8 @@ MIN64, MAX64 = -(2**63), 2**63 - 1
 # Of fields of ours, what is taken.
 MOST = 2**53
 ADAPTERS = 4
-# Requests that come at once where there are many.
-CROWD = 300
+# Requests that come at once where there are many: so many, and where all may run, so many more.
+CROWD, MORE = 300, 50
 
 
 @dataclass
@@ -113,7 +113,8 @@ class Workload:
         # Some tokens per tick keep an engine of this size busy, or leave it idle at times.
         load = rng.choice((0.3, 0.7, 1.5))
         if self._case.scale in {"wide", "deep"}:
-            self.arrivals[tick] = [self._brief(rng) for _ in range(CROWD)]
+            number = max(CROWD, self._case.seats + MORE)
+            self.arrivals[tick] = [self._brief(rng) for _ in range(number)]
         while tick < steps:
             kind = self._case.traffic
             if kind == "mixed" or rng.random() < 0.4:
