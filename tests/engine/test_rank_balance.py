@@ -4,9 +4,12 @@ Prints, with ``-s``, what both ranks did in each round of the crowd.
 """
 
 import pytest
+from matrix_checks import STARTS_RANKS
 from rank_runs import HEADER, ROUNDS, figures, of_ranks, whole_tokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(560)]
+pytestmark = [
+    pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(560), STARTS_RANKS,
+]  # fmt: skip
 
 NAMES = ("off", "on")
 

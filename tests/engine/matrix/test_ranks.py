@@ -1,7 +1,7 @@
 """Several workers and several engines: what rank 0 decides reaches all of them."""
 
 import pytest
-from matrix_checks import assert_cores_work, assert_works, measured, probed
+from matrix_checks import STARTS_RANKS, assert_cores_work, assert_works, measured, probed
 from matrix_plans import cell as stage
 from matrix_plans import streaming_crowd
 
@@ -33,6 +33,7 @@ def test_ray(both_jobs, tiny, cell):
     cell.works("Ray executor, two workers", assert_works(pair), probed(pair))
 
 
+@STARTS_RANKS
 def test_data_parallel(both_jobs, tiny, cell):
     """Two engine cores in lock step share each expert; waves end when both are done."""
     arguments = {"data_parallel_size": 2}

@@ -4,7 +4,6 @@ Called in the child process before anything of vLLM is imported. On a CUDA machi
 replaced: engines there run Triton, streams and events as they are.
 """
 
-import os
 from typing import Self
 
 import torch
@@ -77,11 +76,8 @@ def allow_async_scheduling() -> None:
 def add_gloo_gatherv() -> None:
     """Let ranks of data parallelism share their experts over gloo: vLLM's CPU build cannot.
 
-    Rows are padded to the longest rank's, as gloo gathers equal sizes alone. Ranks share a NUMA
-    node, which vLLM 0.33 gives each its own of.
+    Rows are padded to the longest rank's, as gloo gathers equal sizes alone.
     """
-    os.environ["VLLM_CPU_SIM_MULTI_NUMA"] = "1"  # noqa: TID251 - read by vLLM
-
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     def gather_one(self, rows, sizes):
