@@ -28,6 +28,7 @@ class Record:
         request: vLLM's.
         finish: how it ended; None while it has not.
         most_tokens: upper bound of all thoughts; None: there is none.
+        is_bounded: it has that or a reserve for its answer.
         closes: output indices at which a close of ours began, of the present chunk.
         answered_s: when its first token behind a thought was delivered; None: none was.
     """
@@ -39,6 +40,7 @@ class Record:
     may_close: bool
     floor_tokens: int
     most_tokens: int | None
+    is_bounded: bool
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
     answered_s: float | None = None
@@ -86,7 +88,8 @@ class Ledger:
         mode = ask.extra.get("meridian_exit", self._case.exit)
         floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
         has_reserve = "meridian_answer_reserve" in ask.extra
-        if has_reserve or self._case.strategy == AnswerReserve.reason:
+        has_reserve |= self._case.strategy == AnswerReserve.reason
+        if has_reserve:
             # What the answer needs takes precedence.
             floor = 0
         bounds = [
@@ -102,6 +105,7 @@ class Ledger:
             may_close=mode == "enforce" and not self._is_stock,
             floor_tokens=floor,
             most_tokens=most,
+            is_bounded=has_reserve or most is not None,
         )
 
     def take(self, outputs: dict[int, Any], now_s: float) -> None:
@@ -179,9 +183,13 @@ class Ledger:
         speaker.hear(token)
 
     def _is_barred(self, record: Record, wanted: int) -> bool:
-        """Whether a request would open another thought behind a close, which may be its last."""
+        """Whether a request would open another thought behind a close, which may be its last.
+
+        Where it ends its thought by itself on the token of a close at a bound, none shows.
+        """
         starts = self.boundaries.start if self.boundaries else ()
-        return bool(record.closes) and not record.speaker.is_thinking and (wanted,) in starts
+        is_closed = record.closes or record.is_bounded
+        return bool(is_closed) and not record.speaker.is_thinking and (wanted,) in starts
 
     def _begin_of_close(self, said: list[int], token: int) -> int | None:
         """How many tokens of a close stand before ``token``; None: it is none of a close's."""
