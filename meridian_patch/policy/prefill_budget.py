@@ -190,7 +190,8 @@ class PrefillBudget:
             self._model.prefill_seconds(tokens)
             for tokens in (prompt.tokens, prompt.begun, prompt.computed)
         )
-        if decode_s is None or whole_s is None or begun_s is None or computed_s is None:
+        if not decode_s or whole_s is None or begun_s is None or computed_s is None:
+            # Nor where a step that decodes nothing is thought to take no time.
             return 0
         full = self._settings.full_tokens
         left = prompt.tokens - prompt.computed

@@ -214,6 +214,13 @@ def test_nothing_is_owed_before_there_is_data():
     assert cut().owed_tokens(SHAPE, PromptRest(1000, 0, 0, 0.0), 1) == 0
 
 
+def test_nothing_is_owed_where_decoding_is_thought_to_take_no_time():
+    """As of a step of a pipeline in which no request is due."""
+    known = cut(trained())
+    known._model.decode_seconds = lambda _: 0.0
+    assert known.owed_tokens(SHAPE, PromptRest(1000, 0, 0, 0.0), 1) == 0
+
+
 def test_a_prompt_that_is_late_gets_half_of_the_time():
     """It would stall the answers with the whole budget: by 288 ms in a replay."""
     model = trained()

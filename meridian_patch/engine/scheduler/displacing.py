@@ -144,7 +144,7 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
         self._to_place.clear()
-        to_front = [*self._take_aged(now_s), *self._take_late(now_s)]
+        to_front = [*self._take_aged(now_s), *self._take_late(scheduler.waiting, now_s)]
         if to_front:
             self._waiting_order.bring_forward(to_front, scheduler.waiting)
 
@@ -160,12 +160,18 @@ class Displacing:
                 del self._away[request]
         return found
 
-    def _take_late(self, now_s: float) -> list[Any]:
-        """New requests that others have overtaken for too long."""
-        limit_s = now_s - _PATIENCE * self._aging_s
+    def _take_late(self, waiting: Any, now_s: float) -> list[Any]:
+        """New requests that others have overtaken for too long.
+
+        Not before those of lower levels that came earlier, and wait even longer.
+        """
+        if not self._overtaken:
+            return []
+        next_s = self._waiting_order.next_arrival_s(waiting)
+        limit_s = min(now_s - _PATIENCE * self._aging_s, next_s)
         late = takewhile(lambda one: self._overtaken[one] <= limit_s, self._overtaken)
-        waiting = (one for one in late if one.status == RequestStatus.WAITING)
-        return list(islice(waiting, _MOST_AGED))
+        ready = (one for one in late if one.status == RequestStatus.WAITING)
+        return list(islice(ready, _MOST_AGED))
 
     @property
     def has_overtaken(self) -> bool:

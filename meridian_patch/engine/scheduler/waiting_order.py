@@ -1,5 +1,6 @@
 """Orders vLLM's queue of waiting requests; no operation iterates over the whole queue."""
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection
@@ -85,6 +86,14 @@ class WaitingOrder:
             elif self._take(request, waiting):
                 waiting.appendleft(request)
                 self._places[request] = _FRONT
+
+    def next_arrival_s(self, waiting: Any) -> float:
+        """Arrival of the first request that was not put at the front; infinite if there is none."""
+        if isinstance(waiting, deque):
+            index = bisect_right(waiting, _FRONT, key=self._place)
+            if index < len(waiting):
+                return self._place(waiting[index])[1]
+        return math.inf
 
     def _take(self, request: Any, waiting: Any) -> bool:
         """Remove a request from the queue if it stands about where it should."""
