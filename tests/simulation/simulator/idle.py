@@ -6,6 +6,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 
+# A step that computes another prompt counts so much: a cut step computes one at a time.
+BUSY_SHARE = 1 / 8
+
+
 class IdleRequests:
     """Counts steps in a row, in one arm.
 
@@ -18,8 +22,8 @@ class IdleRequests:
     """
 
     def __init__(self) -> None:
-        self.steps: dict[str, int] = {}
-        self.most_steps: dict[str, int] = {}
+        self.steps: dict[str, float] = {}
+        self.most_steps: dict[str, float] = {}
 
     def look(self, scheduler: Any, output: Any) -> None:
         """Count a scheduled step."""
@@ -34,7 +38,12 @@ class IdleRequests:
             head = next((r for r in scheduler.waiting if _has_adapter(scheduler, r, output)), None)
             if head is not None and _has_room(scheduler, head, output):
                 idle.append(head.request_id)
-        self.steps = {name: self.steps.get(name, 0) + 1 for name in idle}
+        is_busy = any(
+            request.is_prefill_chunk and request.request_id in output.num_scheduled_tokens
+            for request in scheduler.running
+        )
+        share = BUSY_SHARE if is_busy else 1.0
+        self.steps = {name: self.steps.get(name, 0) + share for name in idle}
         for name, steps in self.steps.items():
             self.most_steps[name] = max(steps, self.most_steps.get(name, 0))
 

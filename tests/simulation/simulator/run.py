@@ -115,7 +115,7 @@ def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: 
     asks_exit = any(extra.get("meridian_exit", "off") != "off" for extra in extras)
     if asks_exit and (checker.num_probes or ours.ledger.num_closes):
         is_noop = False
-    wishes = any("meridian_priority" in extra for extra in extras)
+    wishes = any({"meridian_priority", "meridian_history"} & extra.keys() for extra in extras)
     # There the thought of an earlier turn, in the prompt, has a tier of its own.
     has_tiers = case.tiers and case.history == "keep_in_tool_loop"
     result.counts["compared"] = is_noop or not (checker.num_reasoning or wishes or has_tiers)

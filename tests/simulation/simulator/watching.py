@@ -407,4 +407,4 @@ class Checker(Recorder):
         patience = PATIENCE_STEPS * self._arm.case.stages
         for name, steps in self.idle.steps.items():
             if steps > max(patience, 2 * self._stock.idle.most_steps.get(name, 0)):
-                raise Failure("progress", f"{name} waits for {steps} steps with room for it")
+                raise Failure("progress", f"{name} waits for {steps:.0f} steps with room for it")
