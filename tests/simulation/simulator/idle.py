@@ -5,7 +5,6 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-
 # A step that computes another prompt counts so much: a cut step computes one at a time.
 BUSY_SHARE = 1 / 8
 
