@@ -81,7 +81,7 @@ def test_late_requests_go_in_the_order_in_which_they_came(demo_model, monkeypatc
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
     driver = driver_for(demo_model, max_num_seqs=1)
     scheduler = driver.scheduler
-    driver.add(job("thinks", 1, think=2000))
+    driver.add(job("thinks", 1, think=1000))
     driver.step()
     for number in range(4):
         driver.add(job(f"late{number}", 10 + number, prompt=400))
@@ -92,7 +92,8 @@ def test_late_requests_go_in_the_order_in_which_they_came(demo_model, monkeypatc
         driver.step()
     late = [name for name in names(scheduler.waiting) if name.startswith("late")]
     assert late == ["late0", "late1", "late2", "late3"]
-    assert names(scheduler.waiting)[:3] == ["late0", "late1", "late2"]
+    # One that came before the next late one, and waits even longer, stands before that.
+    assert names(scheduler.waiting)[:2] == ["late0", "short0"]
 
 
 def test_thinkers_of_another_priority_do_not_hide_a_long_one(demo_model):
@@ -156,3 +157,22 @@ def test_plain_traffic_is_as_in_stock_once_no_request_thinks(demo_model, monkeyp
             driver.step()
         driver.add(plain(f"long{number}", 2 + number, prompt=400, answer=100))
     assert driver.scheduler.step_limiter.is_stock
+
+
+def test_a_late_request_does_not_pass_one_that_waits_even_longer(demo_model, monkeypatch):
+    """A short prompt that came before it stands before it, however long both have waited."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
+    driver = driver_for(demo_model, max_num_seqs=1)
+    scheduler = driver.scheduler
+    driver.add(job("thinks", 1, think=300))
+    driver.step()
+    begin_s = scheduler.step_limiter.clock()
+    for number, (name, prompt) in enumerate((("first", 20), ("long", 400), ("later", 20))):
+        scheduler.step_limiter.clock = lambda number=number: begin_s + number
+        driver.add(plain(name, number + 2, prompt=prompt))
+    assert names(scheduler.waiting) == ["first", "later", "long"]
+    pass_time(driver, 10 * AGING_S + 1)
+    driver.step()
+    driver.drain()
+    starts = {name: driver.deliveries[name][0] for name in ("first", "long", "later")}
+    assert starts["first"] < starts["long"] < starts["later"]

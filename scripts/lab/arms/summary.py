@@ -92,8 +92,8 @@ class Summary:
         stock = self._lines[self._key(point, STOCK, seed)]
         if figure == HARM:
             return float(np.percentile(np.divide(line.slowdown, stock.slowdown), 99))
-        bound, hits = stock.figures["hit_bound_share"], stock.figures["hit_share"]
-        own = line.figures["hit_share"]
+        bound, hits = (stock.figures.get(name) for name in ("hit_bound_share", "hit_share"))
+        own = line.figures.get("hit_share")
         if bound is None or hits is None or own is None or bound <= hits:
             return None
         return (bound - own) / (bound - hits)
