@@ -10,8 +10,7 @@ from simulator.run import Result
 OPEN: dict[int, tuple[str, str]] = {
     4001471: (
         "times",
-        "where one step in eight may compute prompts, a cut that lasts leaves prompts half of one "
-        "step's time, not half of all eight: 1,074 requests at once begin after 1.5 s, stock 0.5 s",
+        "a cut that lasts does not know that one step in eight computes prompts",
     ),
     4001501: (
         "times",
@@ -20,8 +19,7 @@ OPEN: dict[int, tuple[str, str]] = {
     5000625: ("displacing", "vLLM 0.33, four stages, an offloading connector, hooks that fail"),
     5000657: (
         "answers",
-        "vLLM 0.33, two stages, one step in eight may compute prompts, a grammar within thoughts: "
-        "a prompt comes in while a preempted answer waits",
+        "vLLM 0.33, two stages, one step in eight computes prompts, grammars within thoughts",
     ),
 }
 
