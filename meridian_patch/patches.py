@@ -63,6 +63,7 @@ SCHEDULER_CONTRACT: Final = Contract(
     ),
     reads=(
         "_pause_state",
+        "adaptive_long_prefill_threshold",
         "aux_output_connector",
         "block_size",
         "cache_config",

@@ -159,20 +159,42 @@ def test_plain_traffic_is_as_in_stock_once_no_request_thinks(demo_model, monkeyp
     assert driver.scheduler.step_limiter.is_stock
 
 
-def test_a_late_request_does_not_pass_one_that_waits_even_longer(demo_model, monkeypatch):
-    """A short prompt that came before it stands before it, however long both have waited."""
+@pytest.fixture
+def queue(demo_model, monkeypatch):
+    """One seat, which a thinker has; the second of three that wait is long and overtaken."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
     driver = driver_for(demo_model, max_num_seqs=1)
-    scheduler = driver.scheduler
+    limiter = driver.scheduler.step_limiter
     driver.add(job("thinks", 1, think=300))
     driver.step()
-    begin_s = scheduler.step_limiter.clock()
+    begin_s = limiter.clock()
     for number, (name, prompt) in enumerate((("first", 20), ("long", 400), ("later", 20))):
-        scheduler.step_limiter.clock = lambda number=number: begin_s + number
+        limiter.clock = lambda number=number: begin_s + number
         driver.add(plain(name, number + 2, prompt=prompt))
-    assert names(scheduler.waiting) == ["first", "later", "long"]
+    assert names(driver.scheduler.waiting) == ["first", "later", "long"]
     pass_time(driver, 10 * AGING_S + 1)
-    driver.step()
-    driver.drain()
-    starts = {name: driver.deliveries[name][0] for name in ("first", "long", "later")}
+    return driver
+
+
+def test_a_late_request_does_not_pass_one_that_waits_even_longer(queue):
+    """A short prompt that came before it stands before it, however long both have waited."""
+    queue.drain()
+    starts = {name: queue.deliveries[name][0] for name in ("first", "long", "later")}
     assert starts["first"] < starts["long"] < starts["later"]
+
+
+def test_one_that_vllm_skips_keeps_no_late_request_back(queue):
+    """As one whose LoRA adapter has no slot for long."""
+    scheduler = queue.scheduler
+    scheduler.deferred_waiting.add(scheduler.requests["first"])
+    queue.step()
+    assert names(scheduler.waiting)[0] == "long"
+
+
+def test_a_late_request_with_a_grammar_goes_first(queue):
+    """vLLM looks at its grammar when its turn comes, and not before."""
+    scheduler = queue.scheduler
+    scheduler.requests["long"].status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    scheduler.deferred_waiting.update(scheduler.requests[name] for name in ("first", "long"))
+    queue.step()
+    assert names(scheduler.waiting)[0] == "long"

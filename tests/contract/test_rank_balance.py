@@ -285,30 +285,32 @@ def test_ranks_that_do_not_step_together_do_not_meet(changed, is_moe, reason):
     assert joined is None if reason is None else reason in joined
 
 
-def test_a_rank_that_fell_silent_counts_no_more(monkeypatch):
+@pytest.fixture
+def met():
+    """Two exchanges, of which the second one has a number from the first one."""
     one, other = (ZmqExchange(rank, "127.0.0.1") for rank in range(2))
     other.connect({0: one.endpoint})
     end_s = time.monotonic() + 30
     while not other.hear() and time.monotonic() < end_s:
         one.tell(3)
         time.sleep(0.01)
+    return one, other
+
+
+def test_a_rank_that_fell_silent_counts_no_more(met, monkeypatch):
+    one, other = met
     one.tell(3)
     assert other.hear() == 3
     monkeypatch.setattr(rank_exchange, "_STALE_S", -1.0)
     assert not other.hear()
 
 
-def test_a_rank_that_took_no_step_reads_the_last_number_alone():
+def test_a_rank_that_took_no_step_reads_the_last_number_alone(met):
     """More than a queue of ZeroMQ holds: the last ones would be dropped, and old ones read."""
-    one, other = (ZmqExchange(rank, "127.0.0.1") for rank in range(2))
-    other.connect({0: one.endpoint})
-    end_s = time.monotonic() + 30
-    while not other.hear() and time.monotonic() < end_s:
-        one.tell(3)
-        time.sleep(0.01)
+    one, other = met
     for _ in range(200_000):
         one.tell(3)
     time.sleep(0.5)
-    one.tell(0)
+    one.tell(7)
     time.sleep(0.5)
-    assert other.hear() == 0
+    assert other.hear() == 7

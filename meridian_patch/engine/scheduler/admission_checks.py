@@ -96,7 +96,7 @@ def miscounts_adapters(scheduler: Any) -> bool:
 
 
 def may_skip_adapter(
-    scheduler: Any, prefilling: Sequence[Any], decode_tokens: int, budget: int
+    scheduler: Any, chunks: Sequence[Any], decode_tokens: int, budget: int
 ) -> bool:
     """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
 
@@ -104,17 +104,18 @@ def may_skip_adapter(
 
     Args:
         scheduler: upstream's scheduler.
-        prefilling: running requests with known tokens that are not computed.
+        chunks: prompts in progress, and probes.
         decode_tokens: tokens of the running requests that decode.
         budget: tokens of the step.
     """
-    if not any(_adapter(request) for request in prefilling):
+    if not any(_adapter(request) for request in chunks):
         return False
-    most = scheduler.scheduler_config.long_prefill_token_threshold or math.inf
-    left = (request.num_tokens - request.num_computed_tokens for request in prefilling)
-    # With drafts, whose number is known to the step alone, a prompt's last chunk has more.
-    drafts = scheduler.num_lookahead_tokens * len(prefilling)
-    wanted = decode_tokens + drafts + sum(min(tokens, most) for tokens in left)
+    most = scheduler.scheduler_config.long_prefill_token_threshold
+    if not most or scheduler.adaptive_long_prefill_threshold:
+        # Load-bearing: the second one raises the threshold where few requests run.
+        most = math.inf
+    left = (request.num_tokens - request.num_computed_tokens for request in chunks)
+    wanted = decode_tokens + sum(min(tokens, most) for tokens in left)
     return wanted > budget and miscounts_adapters(scheduler)
 
 

@@ -33,6 +33,8 @@ _MOST_PASSED = 8
 # A new request that others overtake waits for so many times `aging_s` before it goes first: where
 # long prompts went first sooner, every request waited longer.
 _PATIENCE = 10
+# Load-bearing: one with a grammar has the second status until upstream looks at it.
+_NEW = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 # So often at most others make room for a request that waits: running ones may take the room first.
 _MOST_TIMES = 3
 
@@ -46,7 +48,7 @@ class Displacing:
         tracker: phases of all requests.
         aging_s: a preempted request that has waited this long goes before all others (the longest
             waiting first), and thinkers of any level are preempted for it. A new one with a long
-            prompt goes before others after ``_PATIENCE`` times as long.
+            prompt goes before those that came later after ``_PATIENCE`` times as long.
         levels: the levels of requests.
         offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
 
@@ -144,7 +146,7 @@ class Displacing:
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
         self._to_place.clear()
-        to_front = [*self._take_aged(now_s), *self._take_late(scheduler.waiting, now_s)]
+        to_front = [*self._take_aged(now_s), *self._take_late(scheduler, now_s)]
         if to_front:
             self._waiting_order.bring_forward(to_front, scheduler.waiting)
 
@@ -160,17 +162,19 @@ class Displacing:
                 del self._away[request]
         return found
 
-    def _take_late(self, waiting: Any, now_s: float) -> list[Any]:
+    def _take_late(self, scheduler: Any, now_s: float) -> list[Any]:
         """New requests that others have overtaken for too long.
 
         Not before those of lower levels that came earlier, and wait even longer.
         """
         if not self._overtaken:
             return []
-        next_s = self._waiting_order.next_arrival_s(waiting)
+        # Load-bearing: the requests that upstream has skipped, and not admitted since.
+        passed_over = scheduler.deferred_waiting
+        next_s = self._waiting_order.next_arrival_s(scheduler.waiting, passed_over)
         limit_s = min(now_s - _PATIENCE * self._aging_s, next_s)
         late = takewhile(lambda one: self._overtaken[one] <= limit_s, self._overtaken)
-        ready = (one for one in late if one.status == RequestStatus.WAITING)
+        ready = (one for one in late if one.status in _NEW)
         return list(islice(ready, _MOST_AGED))
 
     @property

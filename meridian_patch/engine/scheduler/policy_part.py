@@ -150,12 +150,12 @@ class PolicyPart(SchedulerPart):
                 self._spent_s[stage] = 0.0
 
     def on_switched_off(self) -> None:
-        # Their ends are not reported to this part any more.
-        for request in self._scheduler.requests.values():
-            self.on_freed(request)
         self.limiter.refusals = None
         if self._reloads:
             self._reloads.stop()
+        # Their ends are not reported to this part any more.
+        for request in self._scheduler.requests.values():
+            self.on_freed(request)
 
     def is_uncontended(self) -> bool:
         """True if the next step only decodes, with room for all: order is then irrelevant."""

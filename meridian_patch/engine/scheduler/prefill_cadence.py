@@ -64,7 +64,7 @@ class PrefillCadence:
             each.request_id in scheduled or each.status == RequestStatus.PREEMPTED
             for each in self._prompts
         )
-        is_probes = probes or any(each.request_id in scheduled for each in self._probes)
+        is_probes = any(each.request_id in scheduled for each in [*probes, *self._probes])
         if is_probes and not is_users:
             scheduler.last_prefill_step = self._last
 

@@ -30,12 +30,12 @@ class Refusals:
         """Record what a KV cache manager refuses, upstream's or ours, until ``stop``."""
         if self._is_listening:
             return
-        self._manager, self._is_listening = manager, True
+        self._manager = manager
         self._own_attribute = vars(manager).get("allocate_slots")
         self._allocate = manager.allocate_slots
         self._count = manager.coordinator.get_num_blocks_to_allocate
         # Load-bearing: the scheduler looks this attribute up in each call.
-        manager.allocate_slots = self._ask
+        manager.allocate_slots, self._is_listening = self._ask, True
 
     def stop(self) -> None:
         """Leave the manager as it was."""

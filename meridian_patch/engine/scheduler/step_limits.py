@@ -238,7 +238,7 @@ class StepLimiter:
         budget = self._cut_budget(scheduler, now_s, len(answers))
         max_active = None
         if budget is not None and (
-            self._may_skip_adapter(scheduler, budget)
+            self._may_leave_out_adapter(scheduler, budget)
             or self._chunks.keeps_others_out(scheduler, self._prefilling)
         ):
             if not answers:
@@ -305,12 +305,16 @@ class StepLimiter:
             if self._prefilling and target_s <= default_s:
                 # Where no longer latency was asked for, a prompt is not held up without bound.
                 owed = self._owed_tokens(now_s)
-        return self._cut.token_budget(self._shape, before, target_s, now_s, least, owed)
-
-    def _may_skip_adapter(self, scheduler: Any, budget: int) -> bool:
-        return self._chunks.may_skip_running and may_skip_adapter(
-            scheduler, self._prefilling, self._shape.decode_tokens, budget
+        return self._cut.token_budget(
+            self._shape, before, target_s, now_s, least, owed, self._cadence
         )
+
+    def _may_leave_out_adapter(self, scheduler: Any, budget: int) -> bool:
+        if not self._chunks.may_skip_running:
+            return False
+        probes = filter(None, map(scheduler.requests.get, self._live_probes()))
+        chunks = [*self._prefilling, *probes]
+        return may_skip_adapter(scheduler, chunks, self._shape.decode_tokens, budget)
 
     def _may_strand_adapter(self, scheduler: Any, budget: int | None) -> bool:
         """Whether a running request with a LoRA adapter may get no KV block in the next step.
@@ -319,9 +323,8 @@ class StepLimiter:
         victim may still be written, or a connector is about to free some, upstream stops at a
         request that gets no block, preempts none, and goes on to the waiting ones.
         """
-        if scheduler.connector is None or not miscounts_adapters(scheduler):
-            return False
-        if not any(request.lora_request for request in scheduler.running):
+        has_adapter = any(request.lora_request for request in scheduler.running)
+        if scheduler.connector is None or not has_adapter or not miscounts_adapters(scheduler):
             return False
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return taken_blocks(scheduler, budget) > int(free)

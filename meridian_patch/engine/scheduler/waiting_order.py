@@ -87,13 +87,22 @@ class WaitingOrder:
                 waiting.appendleft(request)
                 self._places[request] = _FRONT
 
-    def next_arrival_s(self, waiting: Any) -> float:
-        """Arrival of the first request that was not put at the front; infinite if there is none."""
-        if isinstance(waiting, deque):
-            index = bisect_right(waiting, _FRONT, key=self._place)
-            if index < len(waiting):
-                return self._place(waiting[index])[1]
-        return math.inf
+    def next_arrival_s(self, waiting: Any, passed_over: Any) -> float:
+        """Arrival, moved by its priority, of the first request that was not put at the front.
+
+        Args:
+            waiting: the scheduler's queue.
+            passed_over: requests that upstream may pass over for long; they do not count.
+
+        Returns:
+            Infinity if there is none among the first ``REACH``.
+        """
+        if not isinstance(waiting, deque):
+            return math.inf
+        begin = bisect_right(waiting, _FRONT, key=self._place)
+        following = islice(waiting, begin, begin + REACH)
+        ready = (one for one in following if one not in passed_over)
+        return next((self._place(one)[1] for one in ready), math.inf)
 
     def _take(self, request: Any, waiting: Any) -> bool:
         """Remove a request from the queue if it stands about where it should."""

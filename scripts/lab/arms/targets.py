@@ -84,7 +84,7 @@ def _cell(summary: Summary, point: Point, target: Target) -> str:
     if target.is_busy_only and not is_busy:
         return "–"
     ours = summary.of(point, OURS, target.figure)
-    if target.has_turns and not ours.any():
+    if target.has_turns and not summary.of(point, STOCK, target.figure).any():
         return "–"
     if target.is_worst:
         value = Value(float(ours.max()))

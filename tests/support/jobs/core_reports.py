@@ -30,7 +30,7 @@ def watch_cores() -> None:
             output = schedule(*args)
             ranks, waiting = self._job_ranks, self.scheduler.get_request_counts()[1]
             if is_for_others(self.scheduler):
-                ranks["cut_steps"] += totals(self.scheduler)["limited_step:tokens"] - cut
+                ranks["cut_steps"] += totals(self.scheduler).get("limited_step:tokens", 0) - cut
             ranks["steps"] += 1
             ranks["worst_queue"] = max(ranks["worst_queue"], waiting)
             return output
