@@ -15,7 +15,7 @@ from meridian_patch.config.schema import (
     Reserve,
 )
 from meridian_patch.config.strict_model import StrictModel
-from meridian_patch.config.validate import shown
+from meridian_patch.config.validate import cut, shown
 from meridian_patch.errors import ConfigError
 
 PREFIX = "meridian_"
@@ -253,7 +253,8 @@ def _describe(error: ValidationError) -> str:
         return f"vllm_xargs {expected}"
     if first["type"] == "extra_forbidden":
         expected = "a field that exists"
+    field, value = cut(str(first["loc"][0])), shown(first["input"])
     return (
-        f"vllm_xargs field {first['loc'][0]} is {shown(first['input'])}, expected {expected}; "
+        f"vllm_xargs field {field} is {value}, expected {expected}; "
         f"known fields: {', '.join(RequestOptions.model_fields)}"
     )

@@ -7,9 +7,8 @@ from typing import NamedTuple, Self
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
-# The saturation guard lengthens a step up to this multiple of its time without prefill; where of
-# several steps one may compute prompts, by the time of all of them. Prefill has half of the
-# machine's time then. Longer steps would increase the latency of every answer, and
+# The saturation guard lengthens a step up to this multiple of its time without prefill. Prefill has
+# half of the machine's time then. Longer steps would increase the latency of every answer, and
 # hardly drain the backlog faster where prefill overlaps with reading KV.
 _MOST_STRETCH = 2.0
 # The default target is at least this multiple of the decode time, and otherwise at most 6 times a
@@ -120,7 +119,6 @@ class PrefillBudget:
         now_s: float,
         least: int = 1,
         owed: int = 0,
-        cadence: int = 1,
     ) -> int:
         """Return the token budget of the next step, decode and prefill, while a request answers.
 
@@ -135,7 +133,6 @@ class PrefillBudget:
             now_s: monotonic seconds; after ``drain_s`` of used-up steps the target is widened.
             least: tokens of prefill below which no prompt could be scheduled.
             owed: tokens of prefill that each step has on average (``owed_tokens``).
-            cadence: of so many steps one may compute prompts.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):
@@ -143,7 +140,7 @@ class PrefillBudget:
         most = int(settings.full_tokens / settings.think_batch_multiplier)
         room = None
         if target_s is not None:
-            target_s = self._widened_s(target_s, shape, now_s, cadence)
+            target_s = self._widened_s(target_s, shape, now_s)
             room = self._model.prefill_room(shape, target_s, before)
         if room is None:
             in_time, fitting = 0, min(self._model.untested_tokens, most)
@@ -230,11 +227,10 @@ class PrefillBudget:
             return 0.0
         return (now_s - self._used_up_since_s) / self._settings.drain_s
 
-    def _widened_s(self, target_s: float, shape: StepShape, now_s: float, cadence: int) -> float:
+    def _widened_s(self, target_s: float, shape: StepShape, now_s: float) -> float:
         drains = self._drains(now_s)
         if drains <= 1:
             return target_s
         bare_s = self._model.bare_seconds(shape) or 0.0
         widened_s = target_s * 2 ** min(drains - 1, 20)
-        most_s = (1 + cadence * (_MOST_STRETCH - 1)) * bare_s
-        return max(target_s, min(widened_s, most_s))
+        return max(target_s, min(widened_s, _MOST_STRETCH * bare_s))

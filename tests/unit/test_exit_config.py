@@ -219,6 +219,16 @@ def test_a_message_is_no_longer_than_a_page(name, value):
     assert len(str(error.value)) < 2000
 
 
+@pytest.mark.parametrize(
+    "name", ["meridian_" + "x" * 1_000_000, "meridian_\n2026 ERROR all is lost"]
+)
+def test_a_clients_name_of_a_field_makes_no_line_and_no_page_in_a_log(name):
+    with pytest.raises(ConfigError, match="expected a field that exists") as error:
+        parse_options({name: 1})
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
 @pytest.mark.parametrize("reserve", [300, 0.25])
 def test_a_reserve_is_tokens_or_a_share(reserve):
     """The request's stands in for the server's."""

@@ -162,16 +162,14 @@ def test_a_cut_that_does_not_drain_is_widened_and_comes_back():
         model.observe(shape, 6e-3 + 1e-5 * shape.prefill_tokens)
     one = cut(model, drain_s=5.0)
 
-    def prefill(now_s: float, cadence: int = 1) -> int:
-        return one.token_budget(SHAPE, 0, 0.007, now_s, cadence=cadence) - 30
+    def prefill(now_s: float) -> int:
+        return one.token_budget(SHAPE, 0, 0.007, now_s) - 30
 
     before = prefill(0.0)
     one.ran(is_used_up=True, now_s=0.0)
     assert prefill(4.9) == before
     assert before < prefill(6.0) < prefill(7.0)
     assert 6e-3 + 1e-5 * prefill(1000.0) == pytest.approx(2 * 6e-3, rel=0.1)
-    # Where one of four steps may compute prompts, it takes the time of all four.
-    assert 6e-3 + 1e-5 * prefill(1000.0, 4) == pytest.approx((1 + 4) * 6e-3, rel=0.1)
     assert one.token_budget(SHAPE, 0, 0.05, 1000.0) == one.token_budget(SHAPE, 0, 0.05, 0.0)
     one.ran(is_used_up=False, now_s=1000.0)
     assert prefill(1000.0) == before

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meridian_patch.config.request_options import PREFIX
+from meridian_patch.config.validate import cut
 from meridian_patch.engine.api.exit_summary import RequestRefused
 
 
@@ -46,8 +47,8 @@ def move_fields(request: Any) -> None:
     twice = sorted(outer.keys() & inner.keys())
     if twice:
         raise RequestRefused(
-            f"field {twice[0]} is at the top level of the body and in vllm_xargs, expected in one "
-            "of them"
+            f"field {cut(twice[0])} is at the top level of the body and in vllm_xargs, expected in "
+            "one of them"
         )
     for name in outer:
         del request.model_extra[name]

@@ -305,9 +305,7 @@ class StepLimiter:
             if self._prefilling and target_s <= default_s:
                 # Where no longer latency was asked for, a prompt is not held up without bound.
                 owed = self._owed_tokens(now_s)
-        return self._cut.token_budget(
-            self._shape, before, target_s, now_s, least, owed, self._cadence
-        )
+        return self._cut.token_budget(self._shape, before, target_s, now_s, least, owed)
 
     def _may_leave_out_adapter(self, scheduler: Any, budget: int) -> bool:
         if not self._chunks.may_skip_running:

@@ -10,7 +10,7 @@ from simulator.run import Result
 OPEN: dict[int, tuple[str, str]] = {
     4001471: (
         "times",
-        "a cut that lasts does not know that one step in eight computes prompts",
+        "where one step in eight computes prompts, step times are known after 150 steps only",
     ),
     4001501: (
         "times",
