@@ -138,7 +138,8 @@ class Family(StrictModel):
         strict=False,
         description="Vocabulary entries with which the template opens a turn. Markers in a prompt "
         "count behind the last one only: those before it are text of a message. A server's "
-        "`--reasoning-parser` may know more. Without any, the whole prompt counts.",
+        "`--reasoning-parser` may know more. Without any, it is the last added token that the "
+        "tokenizer's chat template writes behind a user's message and before a thought.",
     )
     documented_ids: DocumentedIds
     prompt_start: PromptStart = Field(

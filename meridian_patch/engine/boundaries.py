@@ -13,7 +13,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from meridian_patch.config.families import get_family, load_families
 from meridian_patch.config.load import LoadedConfig
 from meridian_patch.config.matching import FamilyMatch, ModelIdentity, forced_match, match_family
-from meridian_patch.engine.reasoning_parser import parser_strings
+from meridian_patch.engine.reasoning_parser import parser_strings, template_turn
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.markers import ServerStrings, choose_markers
@@ -184,4 +184,5 @@ def _server_strings(vllm_config: Any, tokenizer: Any, model: str) -> ServerStrin
         strings,
         start=getattr(reasoning, "reasoning_start_str", ""),
         end=getattr(reasoning, "reasoning_end_str", ""),
+        template_turn=template_turn(tokenizer),
     )

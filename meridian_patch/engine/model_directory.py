@@ -14,7 +14,7 @@ from meridian_patch.engine.boundaries import (
     resolve_model,
     vocabulary_of,
 )
-from meridian_patch.engine.reasoning_parser import parser_strings
+from meridian_patch.engine.reasoning_parser import parser_strings, template_turn
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.markers import ServerStrings
 from meridian_patch.phase.resolve import Resolution
@@ -63,6 +63,7 @@ def read_model(model: str, reasoning_parser: str | None, family: str | None) -> 
     server = ServerStrings()
     if reasoning_parser is not None:
         server = parser_strings(reasoning_parser, tokenizer, model)
+    server = dataclasses.replace(server, template_turn=template_turn(tokenizer))
     resolution = resolve_model(model, identity, server, vocabulary, loaded)
     return ModelDirectory(tokenizer, vocabulary, identity, resolution, loaded)
 

@@ -53,6 +53,26 @@ def parser_strings(name: str, tokenizer: Any, model: str) -> ServerStrings:
     )
 
 
+def template_turn(tokenizer: Any) -> tuple[str, ...]:
+    """The added tokens that the tokenizer's chat template writes behind a user's message.
+
+    Returns:
+        In their order, up to the model's first token; none where no template can be rendered.
+    """
+    message = "meridian"
+    try:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        _, found, behind = prompt.rpartition(message)
+        added = set(tokenizer.get_added_vocab().values())
+        ids = [token_id for token_id in _encode(tokenizer, behind) if token_id in added]
+        return tuple(tokenizer.convert_ids_to_tokens(ids)) if found else ()
+    except Exception:
+        # What a model's template needs is its own affair; the server renders prompts elsewhere.
+        return ()
+
+
 def _ends_of(grammar: Any, end: str) -> tuple[str, ...]:
     """All spellings of what leaves the state of reasoning with its end, but for the end marker."""
     # Load-bearing: states and events by these names; a transition with this event ends the text

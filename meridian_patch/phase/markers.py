@@ -19,6 +19,8 @@ class ServerStrings:
         parser_implicit_ends: with what an answer begins that ends reasoning to the parser without
             its end marker; None: the parser does not tell.
         parser_turn_starts: what opens or ends a turn to the parser.
+        template_turn: the added tokens that the chat template writes behind a user's message, in
+            their order.
         begins_reasoning: whether the parser begins within a thought.
         reopens: whether a thought may follow an answer, to the parser.
         start: ``reasoning_start_str`` of ``--reasoning-config``.
@@ -30,6 +32,7 @@ class ServerStrings:
     parser_end: str = ""
     parser_implicit_ends: tuple[str, ...] | None = None
     parser_turn_starts: tuple[str, ...] = ()
+    template_turn: tuple[str, ...] = ()
     begins_reasoning: bool = False
     reopens: bool = True
     start: str = ""
@@ -55,6 +58,7 @@ class ModelMarkers:
         end: markers that end thinking.
         implicit_end: texts with which an answer begins that end thinking without a marker.
         turn_start: texts that open a turn of a prompt.
+        template_turn: as in ``ServerStrings``.
         begins_reasoning, reopens: as in ``ServerStrings``.
         close: the text that is forced to end thinking.
         probe: the trial boundary that a probe appends to a thought; its field is ``probe`` if a
@@ -71,6 +75,7 @@ class ModelMarkers:
     match: FamilyMatch | None
     implicit_end: tuple[Marker, ...] = ()
     turn_start: tuple[str, ...] = ()
+    template_turn: tuple[str, ...] = ()
     begins_reasoning: bool = False
     reopens: bool = True
     notes: tuple[str, ...] = ()
@@ -104,7 +109,8 @@ def choose_markers(
     if clash is None:
         return _from_family(match, server, ())
     if match.how == "config":
-        return _from_family(match, ServerStrings(), (f"{clash}; the forced family counts",))
+        template = ServerStrings(template_turn=server.template_turn)
+        return _from_family(match, template, (f"{clash}; the forced family counts",))
     if match.how == "parser":
         return _from_server(server)
     raise BoundaryError(
@@ -142,6 +148,7 @@ def _from_family(match: FamilyMatch, server: ServerStrings, notes: tuple[str, ..
         match,
         implicit_end,
         (*family.turn_start, *server.parser_turn_starts),
+        server.template_turn,
         server.begins_reasoning,
         server.reopens,
         notes,
@@ -177,6 +184,7 @@ def _from_server(server: ServerStrings) -> ModelMarkers | None:
         None,
         implicit_end,
         server.parser_turn_starts,
+        server.template_turn,
         server.begins_reasoning,
         server.reopens,
     )

@@ -1,7 +1,7 @@
 """Resolves the think boundaries of a served model from marker strings to token sequences."""
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.errors import BoundaryError
@@ -80,11 +80,7 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
             history=markers.match.family.history if markers.match else "unverified",
             tool_call=_find_tool_calls(model, markers, vocabulary, notes),
             implicit_end=implicit_end,
-            turn_start=frozenset(
-                token_id
-                for text in markers.turn_start
-                if (token_id := vocabulary.token_id(text)) is not None
-            ),
+            turn_start=_find_turn_starts(markers, vocabulary, (start, (*end, *implicit_end))),
             counts_preamble=markers.begins_reasoning,
             reopens=markers.reopens,
             probe=_resolve_probe(model, markers, vocabulary, end, notes),
@@ -93,6 +89,26 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
         sequences,
         tuple(notes),
     )
+
+
+def _find_turn_starts(
+    markers: ModelMarkers, vocabulary: Vocabulary, boundaries: tuple[tuple[TokenIds, ...], ...]
+) -> frozenset[int]:
+    """Ids that open a turn; where only the template tells, its last one before a thought."""
+    told = _entries(markers.turn_start, vocabulary)
+    if told:
+        return frozenset(told)
+    start, end = boundaries
+    firsts = {ids[0] for ids in start}
+    before = takewhile(
+        lambda token_id: token_id not in firsts, _entries(markers.template_turn, vocabulary)
+    )
+    used = {*chain.from_iterable(start), *chain.from_iterable(end)}
+    return frozenset([token_id for token_id in before if token_id not in used][-1:])
+
+
+def _entries(texts: tuple[str, ...], vocabulary: Vocabulary) -> list[int]:
+    return [entry for text in texts if (entry := vocabulary.token_id(text)) is not None]
 
 
 def _find_tool_calls(

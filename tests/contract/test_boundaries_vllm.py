@@ -16,6 +16,7 @@ from meridian_patch.engine.boundaries import model_names, resolve_boundaries
 from meridian_patch.errors import BoundaryError, ConfigError
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.markers import ServerStrings, choose_markers
+from meridian_patch.phase.matcher import BoundaryMatcher, Event
 
 THINK_START, THINK_END = 256, 257
 FAMILIES = load_families()
@@ -98,6 +99,20 @@ def test_reasoning_parser(config_for):
     config = config_for("plain", reasoning_parser="step3")
     boundaries = resolve_boundaries(config, load_config({}))
     assert (boundaries.start, boundaries.end) == (((THINK_START,),), ((THINK_END,),))
+
+
+def test_a_marker_in_a_users_text_is_no_boundary(config_for):
+    """Where only a parser is known, the chat template tells where the model's turn begins."""
+    config = config_for("plain", reasoning_parser="step3")
+    tokenizer = build_tokenizer()
+    matcher = BoundaryMatcher(resolve_boundaries(config, load_config({})))
+    for text in ("what is <think>?", "what is </think>?"):
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        opened = len(prompt) - prompt[::-1].index(THINK_START) - 1
+        assert matcher.last_boundary(prompt)[0] is Event.START
+        assert matcher.last_boundary(prompt[:opened])[0] is Event.NONE
 
 
 def test_parser_without_strings_takes_them_from_its_family(config_for):

@@ -280,3 +280,29 @@ def test_turns_start_with_vocabulary_entries(tiny):
     match = match_of(turn_start=("<|user|>", "<|no such|>"))
     assert resolve_for(tiny, match).boundaries.turn_start == {tiny.token_id("<|user|>")}
     assert not resolve_for(tiny, match_of()).boundaries.turn_start
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (("<|end|>", "<|assistant|>", "<think>"), "<|assistant|>"),
+        (("<|end|>", "<think>", "<|assistant|>"), "<|end|>"),
+        (("<|end|>", "</think>"), "<|end|>"),
+        (("<think>", "<|end|>"), None),
+        (("<|no such|>",), None),
+    ],
+)
+def test_without_a_family_turns_start_as_in_the_template(tiny, template, expected):
+    """The last token before a thought that is no marker; in all prompts it opens the answer."""
+    server = ServerStrings("p", "<think>", "</think>", template_turn=template)
+    entries = set() if expected is None else {tiny.token_id(expected)}
+    assert resolve_for(tiny, None, server).boundaries.turn_start == entries
+
+
+def test_a_family_that_names_turns_needs_no_template(tiny):
+    """What a family file or a parser says counts alone."""
+    server = ServerStrings(template_turn=("<|end|>", "<|assistant|>"))
+    match = match_of(turn_start=("<|user|>",))
+    assert resolve_for(tiny, match, server).boundaries.turn_start == {tiny.token_id("<|user|>")}
+    told = ServerStrings(parser_turn_starts=("<|user|>",), template_turn=server.template_turn)
+    assert resolve_for(tiny, match_of(), told).boundaries.turn_start == {tiny.token_id("<|user|>")}
