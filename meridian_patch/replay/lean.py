@@ -7,6 +7,7 @@ it of requests that run already. No decision depends on either; a contract test 
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as UpstreamScheduler
 else:
     UpstreamManager = UpstreamScheduler = object
+
+_GROUP_0 = make_block_hash_with_group_id(BlockHash(b""), 0)
 
 
 class LeanKVCaching(UpstreamManager):
@@ -30,6 +33,8 @@ class LeanKVCaching(UpstreamManager):
         self._size: int = managers[0].block_size
         self._blocks: dict[str, list[Any]] = managers[0].req_to_blocks
         self._cached: dict[str, int] = managers[0].num_cached_block
+        # Long prompts at the head of a queue are looked up block by block, in each step.
+        self.block_pool.get_cached_block = _lookup(self.block_pool)
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         # Load-bearing: upstream gives a running request's look-ahead and no more; what it gives for
@@ -59,6 +64,19 @@ class LeanScheduling(UpstreamScheduler):
         data = CachedRequestData.make_empty()
         data.resumed_req_ids = {request.request_id for request in resumed_reqs}
         return data
+
+
+def _lookup(pool: Any) -> Any:
+    """``BlockPool.get_cached_block`` for one group, with one call in place of five."""
+    def get_cached_block(block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Any] | None:
+        # Load-bearing: the key is the hash with the group's number, 0; several blocks of one
+        # content are a dictionary.
+        blocks = pool.cached_block_hash_to_block._cache.get(block_hash + _GROUP_0)
+        if type(blocks) is dict:
+            return [next(iter(blocks.values()))]
+        return None if blocks is None else [blocks]
+
+    return get_cached_block
 
 
 def lean_manager(original: type) -> type:

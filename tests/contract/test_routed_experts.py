@@ -28,9 +28,9 @@ def rows_of(request):
     """Runs the worker side behind a driver; rows by request."""
 
     def run(driver):
-        connector, sent = run_worker(driver)
-        request.addfinalizer(connector.close)
-        return sent
+        experts = run_worker(driver)
+        request.addfinalizer(experts.close)
+        return experts.sent
 
     return run
 

@@ -78,6 +78,7 @@ AXES: dict[str, Axis] = {
     "fields": Axis("plain", ("plain", "varied"), (3, 1)),
     "stuffed": Axis(False, (False, True), (6, 1)),
     "scale": Axis("small", ("small", "wide", "deep", "long"), (45, 1, 1, 1)),
+    "experts": Axis(False, (False, True), (8, 1)),
 }
 """Every axis by name."""
 
@@ -141,8 +142,8 @@ def repair(values: dict[str, Any]) -> dict[str, Any]:
     """Values that vLLM takes together; what cannot be is made plain or moved to the next value."""
     new = dict(values)
     for part in (
-        _repair_scale, _repair_pipeline, _repair_drafter, _repair_cache, _repair_budget,
-        _repair_traffic, _repair_exit,
+        _repair_scale, _repair_experts, _repair_pipeline, _repair_drafter, _repair_cache,
+        _repair_budget, _repair_traffic, _repair_exit,
     ):  # fmt: skip
         part(new)
     return new
@@ -159,6 +160,20 @@ def _repair_scale(new: dict[str, Any]) -> None:
     else:
         new["seats"] = min(new["seats"], MOST_SEATS)
         new["length"] = min(new["length"], LONGEST)
+
+
+def _repair_experts(new: dict[str, Any]) -> None:
+    """What vLLM refuses beside ``--enable-return-routed-experts``."""
+    if new["experts"]:
+        new.update(runner="v2", prefix=True, dcp=1, connector="none")
+        # Load-bearing: its store keeps the rows of all requests that have not ended, in as much
+        # room as the pool has: where many are preempted it ends the engine, in stock too. So it
+        # does, asynchronously, where the prefix cache is reset, the engine pauses or a session's
+        # next turn begins while a step is in flight.
+        new.update(pool="ample", fault_reset=False, fault_pause=False)
+        new["traffic"] = "mixed" if new["traffic"] == "sessions" else new["traffic"]
+        if new["flow"].startswith("pp"):
+            new["flow"] = "async" if new["flow"].endswith("async") else "sync"
 
 
 def _repair_drafter(new: dict[str, Any]) -> None:

@@ -187,6 +187,7 @@ def _config(case: Case) -> Any:
     if paces_itself(case):
         scheduling.prefill_schedule_interval = case.cadence
     config.parallel_config.decode_context_parallel_size = case.dcp
+    config.aux_output_config.enable_return_routed_experts = case.experts
     if case.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if case.drafter != "ngram":

@@ -10,6 +10,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from routed_experts import ExpertsWorker
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -69,6 +70,7 @@ class Arm:
         self.workers = Workers(
             case.length, self.ledger.speaker_for, self.entropies, case.drafts, case.seed
         )
+        self._experts = ExpertsWorker(self.scheduler) if case.experts else None
         self.tick = 0
         self.num_steps = 0
         self.tick_s = self.workload.mean_tick(self.seconds)
@@ -96,6 +98,11 @@ class Arm:
             and not self.scheduler.has_requests()
             and not self.in_flight
         )
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        if self._experts is not None:
+            self._experts.close()
 
     def seconds(self, tokens: int) -> float:
         """What a step of so many tokens takes."""
@@ -207,6 +214,8 @@ class Arm:
         output: SchedulerOutput = self.watch.schedule(self)
         self.num_steps += 1
         step = self.workers.execute(output)
+        if self._experts is not None:
+            self._experts.begin(output)
         requests = self.scheduler.requests
         step.preemptions = {name: requests[name].num_preemptions for name in step.starts}
         begin_s = max(self.clock.now, self._last_done_s)
@@ -217,6 +226,8 @@ class Arm:
     def _sample(self, step: Step, masks: Any) -> None:
         self.workers.sample(step, masks)
         assert step.result is not None
+        if self._experts is not None:
+            step.experts = self._experts.sampled(step.output, step.starts, step.result)
         if self._tier is not None:
             if step.result is EMPTY_MODEL_RUNNER_OUTPUT:
                 step.result = copy(EMPTY_MODEL_RUNNER_OUTPUT)
@@ -230,6 +241,8 @@ class Arm:
 
     def _deliver(self, step: Step) -> None:
         self.clock.now = max(self.clock.now, self._done_s.pop(id(step.output)))
+        if self._experts is not None and step.experts is not None:
+            self._experts.deliver(step.experts, step.result)
         waiting = self.scheduler.waiting
         away = [r for r in waiting if r.resumable and r.status == RequestStatus.PREEMPTED]
         outputs = self.watch.update(self, step)

@@ -1,5 +1,6 @@
 """Runs one case: ours with every check, and vLLM's own scheduler on the same seed."""
 
+import contextlib
 import hashlib
 import time
 import traceback
@@ -73,7 +74,8 @@ def run_case(case: Case) -> Result:
 def _run_stock(case: Case, clock: Clock, recorder: Recorder) -> Arm:
     stock = Arm(case, clock, is_stock=True)
     stock.watch = recorder
-    _loop(stock, Faults(case, stock), lambda: _MOST_TICKS, lambda: None)
+    with contextlib.closing(stock):
+        _loop(stock, Faults(case, stock), lambda: _MOST_TICKS, lambda: None)
     check_drained(stock)
     return stock
 
@@ -90,7 +92,8 @@ def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: 
         return int(STRETCH * stock.tick * more_work) + MORE_TICKS
 
     try:
-        _loop(ours, faults, limit, checker.after_tick)
+        with contextlib.closing(ours):
+            _loop(ours, faults, limit, checker.after_tick)
     finally:
         result.steps = ours.num_steps
         result.failures = checker.failures

@@ -33,6 +33,7 @@ class Step:
         starts: computed tokens of each request when it began, as the scheduler said.
         is_deferred: its masks were made once the step before it had come back.
         preemptions: of each request when it began.
+        experts: vLLM's worker side of routed experts has it; None: there is none.
     """
 
     output: Any
@@ -40,6 +41,7 @@ class Step:
     result: ModelRunnerOutput | None = None
     is_deferred: bool = False
     preemptions: dict[str, int] = field(default_factory=dict)
+    experts: Any = None
 
 
 class Workers:

@@ -45,45 +45,86 @@ def return_routed_experts(monkeypatch):
         monkeypatch.setattr(module, "engine_config", config_with_routed_experts)
 
 
+class ExpertsWorker:
+    """vLLM's worker side of routed experts behind a scheduler.
+
+    Attributes:
+        sent: number of rows that each request was sent.
+    """
+
+    def __init__(self, scheduler):
+        with (
+            patch.object(worker, "RoutedExpertsCapturer", Capturer),
+            patch.object(worker, "bind_routed_experts_capturer"),
+            patch.object(worker, "get_tp_group", Mock(is_first_rank=True)),
+        ):
+            self._connector = worker.AuxOutputWorkerConnector(
+                vllm_config=scheduler.vllm_config,
+                model=None,
+                kv_cache_config=scheduler.kv_cache_config,
+            )
+        self.sent = Counter()
+
+    def begin(self, output):
+        """A step begins."""
+        self._connector.begin_step(output.aux_output_connector_metadata)
+
+    def sampled(self, output, starts, result):
+        """A step has its tokens.
+
+        Args:
+            starts: computed tokens of each request when it began.
+
+        Returns:
+            To be passed to ``deliver`` when the step is back; None: it computed nothing.
+        """
+        names = list(output.num_scheduled_tokens)
+        if not names:
+            return None
+        tokens = [output.num_scheduled_tokens[name] for name in names]
+        pending = self._connector.prepare_output(
+            SimpleNamespace(
+                req_ids=names,
+                query_start_loc_np=np.concatenate(([0], np.cumsum(tokens))),
+                num_computed_tokens_np=np.array([starts[name] for name in names]),
+            )
+        )
+        drafts = output.scheduled_spec_decode_tokens
+        said = np.array([len(row) for row in result.sampled_token_ids])
+        given = np.array([len(drafts.get(name, ())) for name in names])
+        pending.enqueue_cpu_copy(said, np.where(said > 0, given + 1 - said, 0))
+        return pending
+
+    def deliver(self, pending, result):
+        """The scheduler gets a step's result."""
+        result.aux_output_connector_output = pending.process_output()
+        for name, part in result.aux_output_connector_output.items():
+            self.sent[name] += len(part.rows)
+
+    def close(self):
+        self._connector.close()
+
+
 def run_worker(driver):
     """Run vLLM's worker side behind a new driver.
 
     Returns:
-        The worker side, to be closed, and the number of rows that each request was sent.
+        The worker side, to be closed.
     """
     scheduler, run = driver.scheduler, driver._run
-    with (
-        patch.object(worker, "RoutedExpertsCapturer", Capturer),
-        patch.object(worker, "bind_routed_experts_capturer"),
-        patch.object(worker, "get_tp_group", Mock(is_first_rank=True)),
-    ):
-        connector = worker.AuxOutputWorkerConnector(
-            vllm_config=scheduler.vllm_config,
-            model=None,
-            kv_cache_config=scheduler.kv_cache_config,
-        )
-    sent = Counter()
+    experts = ExpertsWorker(scheduler)
 
     def run_and_send(output):
         result = run(output)
-        connector.begin_step(output.aux_output_connector_metadata)
-        names = list(output.num_scheduled_tokens)
-        if names:
-            tokens = np.array([output.num_scheduled_tokens[name] for name in names])
-            known = np.array([scheduler.requests[name].num_computed_tokens for name in names])
-            pending = connector.prepare_output(
-                SimpleNamespace(
-                    req_ids=names,
-                    query_start_loc_np=np.concatenate(([0], np.cumsum(tokens))),
-                    num_computed_tokens_np=known - tokens,
-                )
-            )
-            num_sampled = np.array([len(row) for row in result.sampled_token_ids])
-            pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
-            result.aux_output_connector_output = pending.process_output()
-            for name, part in result.aux_output_connector_output.items():
-                sent[name] += len(part.rows)
+        experts.begin(output)
+        known = {
+            name: scheduler.requests[name].num_computed_tokens - tokens
+            for name, tokens in output.num_scheduled_tokens.items()
+        }
+        pending = experts.sampled(output, known, result)
+        if pending is not None:
+            experts.deliver(pending, result)
         return result
 
     driver._run = run_and_send
-    return connector, sent
+    return experts
