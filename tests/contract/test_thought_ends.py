@@ -54,6 +54,7 @@ DO_NOT_TELL = {"granite", "hunyuan_a13b", "olmo3", "openai_gptoss"}
 NOT_ASKED = WITHOUT_MARKERS | {"cohere_command3", "cohere_command4", "k2_horizon"}
 # Tokens beside the markers without which a parser cannot be built.
 NEEDED = {
+    "olmo3": ["Ġ</", "</", "think", ">", "<", "Ġ<"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
     "poolside_v1": ["<assistant>"],
 }
@@ -197,6 +198,25 @@ def test_a_thought_ends_where_the_servers_parser_ends_it(name, parser):
     # A parser that does not tell leaves it to the family, which knows the markers of all efforts.
     if server.parser_implicit_ends is not None:
         assert here_only <= {end for _, end in FAMILIES[name].pairs[1:]}
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"),
+    # Harmony's own parser divides the text of gpt-oss.
+    [pair for pair in BY_FAMILY if pair[1] in DO_NOT_TELL - {"openai_gptoss"}],
+)
+def test_parsers_that_cannot_be_asked_agree_on_the_markers(name, parser):
+    """A whole text with a family's own markers is divided where we divide it."""
+    needed = tokenizer_for(parser, name)
+    divider = ReasoningParserManager.get_reasoning_parser(parser)(needed)
+    # Parts of markers that a parser needs as tokens would divide our markers here.
+    tokenizer = tokenizer_for("none", name)
+    boundaries = boundaries_for("none", name, ServerStrings())
+    for start, end in FAMILIES[name].pairs:
+        divided = divider.extract_reasoning(f"{start}{THOUGHT}{end}{REST}", REQUEST)
+        assert divided == (THOUGHT, REST)
+        assert not ends_here(boundaries, tokenizer, start, THOUGHT)
+        assert ends_here(boundaries, tokenizer, start, THOUGHT + end)
 
 
 @pytest.mark.parametrize(("parser",), told((parser,) for parser in PARSERS))
