@@ -169,6 +169,21 @@ MUTANTS = (
            "plan.may_prefill = not is_throttled and not self._cadence.is_between_prefills()\n",
            "plan.may_prefill = True\n",
            fixed={**TIGHT, "cadence": 8, "machine": "slow", "pool": "ample"}, seeds=40),
+    Mutant("tiers where rows of experts go with stock's order", "engine.kv_cache.tiers",
+           "    if scheduler.aux_output_connector and not hasattr(\n",
+           "    if False and not hasattr(\n",
+           fixed={**TIERED, "experts": True, "traffic": "conversations", "seats": 4}, seeds=40),
+    Mutant("of several tokens the last one alone is looked at", "phase.tracker",
+           "        for index in range(seen, len(state.known)):\n",
+           "        for index in range(len(state.known) - 1, len(state.known)):\n",
+           fixed={**TIGHT, "drafts": 3, "drafter": "eagle", "seats": 4}),
+    Mutant("the first boundary of a prompt decides", "phase.matcher",
+           "                for index in range(stop - 1, start - 1, -1):\n",
+           "                for index in range(start, stop):\n",
+           fixed={**TIGHT, "stuffed": True}),
+    Mutant("a hit keeps the block that a drafter reads again", "engine.kv_cache.shared_blocks",
+           "    if drops_last_block(scheduler.kv_cache_manager):\n", "    if False:\n",
+           fixed={**ENFORCE, "exit": "observe", "drafts": 2, "drafter": "eagle"}, seeds=40),
 )  # fmt: skip
 
 
