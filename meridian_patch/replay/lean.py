@@ -68,7 +68,8 @@ class LeanScheduling(UpstreamScheduler):
 
 def _lookup(pool: Any) -> Any:
     """``BlockPool.get_cached_block`` for one group, with one call in place of five."""
-    def get_cached_block(block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Any] | None:
+
+    def get_cached_block(block_hash: bytes, _group_ids: list[int]) -> list[Any] | None:
         # Load-bearing: the key is the hash with the group's number, 0; several blocks of one
         # content are a dictionary.
         blocks = pool.cached_block_hash_to_block._cache.get(block_hash + _GROUP_0)

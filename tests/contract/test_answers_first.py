@@ -6,6 +6,7 @@ import random
 
 import pytest
 from scheduler_driver import Driver, Job, engine_config, make_prompt
+from tier_driver import ASYNC_AND_NIGHTLY_SYNC
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -63,7 +64,7 @@ def longest_answer_gap(driver):
 
 
 @pytest.mark.parametrize("queue_policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@ASYNC_AND_NIGHTLY_SYNC
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_thinkers_make_room_and_answers_stay(demo_model, is_async, queue_policy, seed):
     """Under pressure only thinkers and prefill are preempted, and answers never pause."""
@@ -101,7 +102,7 @@ def test_no_reasoning_traffic_means_stock_decisions(monkeypatch, demo_model):
     assert patched.deliveries == stock.deliveries
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@ASYNC_AND_NIGHTLY_SYNC
 def test_an_answer_is_preempted_only_when_no_other_is_left(demo_model, is_async):
     """Long answers outgrow the pool: each preempted answer was among answers only."""
     driver = driver_for(demo_model, is_async=is_async)
@@ -121,7 +122,7 @@ def test_an_answer_is_preempted_only_when_no_other_is_left(demo_model, is_async)
     assert set().union(*company) <= {Phase.ANSWER}
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@ASYNC_AND_NIGHTLY_SYNC
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_async, seed):
     """With every step planned and ordered, each token comes in the same step."""
@@ -147,7 +148,7 @@ def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_as
     assert max(quiet) > 3
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@ASYNC_AND_NIGHTLY_SYNC
 def test_probes_make_room_before_all_requests(demo_model, monkeypatch, is_async):
     """A probe under way is preempted before a thinker, and long before an answer.
 

@@ -33,6 +33,7 @@ README = [
 # No patched process of this user runs beside the tests.
 EXIT_CODES = {"meridian status": 1}
 MODEL = "/models/Qwen3-8B"
+SLOW = {"meridian doctor /models/Qwen3-8B", "meridian doctor --url http://localhost:8000"}
 SERVER = re.compile(r"http://localhost:8000")
 
 
@@ -70,7 +71,14 @@ def run(command, folder, url, demo_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted({*RUN, *README}))
+@pytest.mark.parametrize(
+    "command",
+    [
+        # They begin as `meridian doctor` does, which takes half a minute.
+        pytest.param(command, marks=[pytest.mark.nightly] * (command in SLOW))
+        for command in sorted({*RUN, *README})
+    ],
+)
 def test_a_command_of_the_pages_runs(command, folder, server, demo_model):
     """It ends with 0, or as it does where no server runs."""
     if words(command)[0] == "sed" and not (folder / "drawn.jsonl").exists():

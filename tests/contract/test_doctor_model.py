@@ -152,6 +152,7 @@ def test_a_locked_parameter_that_differs():
     assert "expected (self, other)" in finding.found
 
 
+@pytest.mark.nightly
 def test_patches_bind_in_a_process_of_their_own(tmp_path):
     """As in vLLM's processes, with a wrong variable of ours left to its own finding."""
     env = envs.given_environment() | {"MERIDIAN_PATCH_MOD": "x"}

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from leaks import find_leaks
 from scheduler_driver import Driver, Job, engine_config, make_prompt
+from tier_driver import ASYNC_AND_NIGHTLY_SYNC
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -128,7 +129,7 @@ class Traffic:
         self.abort_some()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@ASYNC_AND_NIGHTLY_SYNC
 def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
     """No probe, slot, watch, close, outcome, phase or block, after 5 000 requests."""
     for name, value in SETTINGS.items():

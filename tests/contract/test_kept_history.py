@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from scheduler_driver import BLOCK_SIZE, Job
-from tier_driver import SYNC_AND_ASYNC, THINKER, driver_for, prompt, tiers_of, turn
+from tier_driver import ASYNC_AND_NIGHTLY_SYNC, THINKER, driver_for, prompt, tiers_of, turn
 
 from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.policy.retention import Tier
@@ -61,7 +61,7 @@ def hits(monkeypatch, demo_model, *, is_async, keeps=True, fields=None, tiers=Tr
     return play(driver, keeps=keeps, fields=fields)
 
 
-@SYNC_AND_ASYNC
+@ASYNC_AND_NIGHTLY_SYNC
 def test_a_client_that_says_so_hits_as_in_stock(monkeypatch, demo_model, is_async):
     """The same requests without the tiers, to the token."""
     arm = {"is_async": is_async}
@@ -69,7 +69,7 @@ def test_a_client_that_says_so_hits_as_in_stock(monkeypatch, demo_model, is_asyn
     assert told == hits(monkeypatch, demo_model, **arm, tiers=False) > 0
 
 
-@SYNC_AND_ASYNC
+@ASYNC_AND_NIGHTLY_SYNC
 def test_what_prompts_keep_is_learnt(monkeypatch, demo_model, is_async):
     """From the second turn of the first session on: as in stock, where it was an eighth less."""
     learnt = hits(monkeypatch, demo_model, is_async=is_async)
@@ -77,7 +77,7 @@ def test_what_prompts_keep_is_learnt(monkeypatch, demo_model, is_async):
     assert learnt == stock > 0
 
 
-@SYNC_AND_ASYNC
+@ASYNC_AND_NIGHTLY_SYNC
 def test_clients_that_drop_thoughts_are_still_known(monkeypatch, demo_model, is_async):
     """Their thoughts make room as by the family's rule."""
     drop = {"is_async": is_async, "keeps": False}

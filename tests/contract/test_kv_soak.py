@@ -98,7 +98,9 @@ class Traffic:
             self.driver.drain()
 
 
-@pytest.mark.parametrize("queue_policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    "queue_policy", ["fcfs", pytest.param("priority", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("mode", ["sync", "async", "deferred"])
 def test_nothing_leaks_and_nothing_is_miscounted(

@@ -18,7 +18,7 @@ def job(arm: str, workload: str) -> ReplayJob:
     return ReplayJob(Offer(workload, 20), 2, named_arm(arm), 20.0, pool, "h100-8b-dense")
 
 
-@pytest.mark.parametrize("arm", ["stock", "latency"])
+@pytest.mark.parametrize("arm", [pytest.param("stock", marks=pytest.mark.nightly), "latency"])
 @pytest.mark.parametrize("workload", ["s-turns", pytest.param("s-chat", marks=pytest.mark.nightly)])
 def test_the_figures_are_those_of_all_of_vllm(
     arm: str, workload: str, monkeypatch: pytest.MonkeyPatch
@@ -34,6 +34,7 @@ def test_the_figures_are_those_of_all_of_vllm(
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.nightly
 def test_with_a_connector_it_is_told_of_running_requests() -> None:
     """An offload tier reads what a step's output says of requests that run."""
     figures = run_job(replace(job("stock", "s-chat"), offload_gb_per_s=20.0)).figures

@@ -18,6 +18,11 @@ from meridian_patch.policy.retention import Tier
 # One block is vLLM's null block.
 BLOCKS = 24
 SYNC_AND_ASYNC = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+# For slow tests: asynchronous scheduling is what vLLM does unless told otherwise.
+ASYNC_AND_NIGHTLY_SYNC = pytest.mark.parametrize(
+    "is_async",
+    [pytest.param(False, id="sync", marks=pytest.mark.nightly), pytest.param(True, id="async")],
+)
 
 
 def scheduler_class(*, is_async):
