@@ -149,6 +149,7 @@ def vocabulary_of(tokenizer: Any, model: str) -> Vocabulary:
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         token_id=tokenizer.get_vocab().get,
         special_ids=frozenset(getattr(tokenizer, "all_special_ids", ())),
+        added_ids=frozenset(getattr(tokenizer, "get_added_vocab", dict)().values()),
     )
 
 

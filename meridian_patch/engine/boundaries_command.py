@@ -67,7 +67,7 @@ def _report(model: str, resolution: Resolution, tokenizer: Any) -> dict[str, Any
         "source": documented.source if documented else None,
         "history": match.family.history if match else "unverified",
         "prompt_start": match.family.prompt_start if match else "unverified",
-        "turn_start": list(dict.fromkeys(markers.turn_start)),
+        "turn_start": [tokenizer.decode([token]) for token in sorted(boundaries.turn_start)],
         "notes": match.family.notes if match else "",
         "warnings": list(resolution.notes),
         "markers": rows,

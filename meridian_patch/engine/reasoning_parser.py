@@ -53,11 +53,11 @@ def parser_strings(name: str, tokenizer: Any, model: str) -> ServerStrings:
     )
 
 
-def template_turn(tokenizer: Any) -> tuple[str, ...]:
-    """The added tokens that the tokenizer's chat template writes behind a user's message.
+def template_turn(tokenizer: Any) -> tuple[int, ...]:
+    """Ids of what the tokenizer's chat template writes behind a user's message.
 
     Returns:
-        In their order, up to the model's first token; none where no template can be rendered.
+        Up to the model's first token; none where no template can be rendered.
     """
     message = "meridian"
     try:
@@ -65,9 +65,7 @@ def template_turn(tokenizer: Any) -> tuple[str, ...]:
             [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
         )
         _, found, behind = prompt.rpartition(message)
-        added = set(tokenizer.get_added_vocab().values())
-        ids = [token_id for token_id in _encode(tokenizer, behind) if token_id in added]
-        return tuple(tokenizer.convert_ids_to_tokens(ids)) if found else ()
+        return tuple(_encode(tokenizer, behind)) if found else ()
     except Exception:
         # What a model's template needs is its own affair; the server renders prompts elsewhere.
         return ()

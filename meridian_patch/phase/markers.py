@@ -19,8 +19,7 @@ class ServerStrings:
         parser_implicit_ends: with what an answer begins that ends reasoning to the parser without
             its end marker; None: the parser does not tell.
         parser_turn_starts: what opens or ends a turn to the parser.
-        template_turn: the added tokens that the chat template writes behind a user's message, in
-            their order.
+        template_turn: ids of what the chat template writes behind a user's message.
         begins_reasoning: whether the parser begins within a thought.
         reopens: whether a thought may follow an answer, to the parser.
         start: ``reasoning_start_str`` of ``--reasoning-config``.
@@ -32,7 +31,7 @@ class ServerStrings:
     parser_end: str = ""
     parser_implicit_ends: tuple[str, ...] | None = None
     parser_turn_starts: tuple[str, ...] = ()
-    template_turn: tuple[str, ...] = ()
+    template_turn: tuple[int, ...] = ()
     begins_reasoning: bool = False
     reopens: bool = True
     start: str = ""
@@ -75,7 +74,7 @@ class ModelMarkers:
     match: FamilyMatch | None
     implicit_end: tuple[Marker, ...] = ()
     turn_start: tuple[str, ...] = ()
-    template_turn: tuple[str, ...] = ()
+    template_turn: tuple[int, ...] = ()
     begins_reasoning: bool = False
     reopens: bool = True
     notes: tuple[str, ...] = ()

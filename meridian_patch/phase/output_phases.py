@@ -34,9 +34,11 @@ class OutputPhases:
         self._matcher = matcher
         self._match_state = matcher.state_after(prompt)
         event, _ = matcher.last_boundary(prompt)
+        # Whether a turn began; one behind the last boundary hides it.
+        self._has_turn = not matcher.turn_start.isdisjoint(prompt)
         self._begin(event)
-        # Last boundary and state before the last output token.
-        self._before_last = event, self._match_state
+        # Last boundary, state and whether a turn began, before the last output token.
+        self._before_last = event, self._match_state, self._has_turn
 
     def split(self, token_ids: Sequence[int]) -> list[Piece]:
         """Pieces of the next output tokens, in order; as many as phases are touched."""
@@ -53,11 +55,11 @@ class OutputPhases:
 
         Load-bearing: the model does not see the last output token of the turn before.
         """
-        event, state = self._before_last
+        event, state, self._has_turn = self._before_last
         for token_id in prompt:
             if token_id in self._matcher.turn_start:
                 # Markers before the turn that the model goes on with are text of messages.
-                event, state = Event.NONE, ROOT
+                event, state, self._has_turn = Event.NONE, ROOT, True
             else:
                 state, found = self._matcher.step(state, token_id)
                 event = found or event
@@ -72,13 +74,16 @@ class OutputPhases:
         self._is_calling = False
         # Whether no start marker opens another thought. Without turns, the prompt's last end may be
         # that of an earlier one.
-        can_end = self._matcher.ends_all and bool(self._matcher.turn_start)
+        can_end = self._matcher.ends_all and self._has_turn
         self._is_final = event is Event.END and can_end
 
     def _take(self, token_id: int) -> bool:
         """Advance by a token; returns whether it belongs to the answer."""
         was_thinking = self._is_thinking
-        self._before_last = self._last_event, self._match_state
+        self._before_last = self._last_event, self._match_state, self._has_turn
+        if token_id in self._matcher.turn_start:
+            # To the session's next turn, which has this output in its prompt.
+            self._last_event, self._has_turn = Event.NONE, True
         if self._match_state == ROOT and token_id not in self._matcher.first_ids:
             return not was_thinking
         self._match_state, event = self._matcher.step(self._match_state, token_id)

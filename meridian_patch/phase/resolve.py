@@ -1,7 +1,7 @@
 """Resolves the think boundaries of a served model from marker strings to token sequences."""
 
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.errors import BoundaryError
@@ -94,21 +94,26 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
 def _find_turn_starts(
     markers: ModelMarkers, vocabulary: Vocabulary, boundaries: tuple[tuple[TokenIds, ...], ...]
 ) -> frozenset[int]:
-    """Ids that open a turn; where only the template tells, its last one before a thought."""
-    told = _entries(markers.turn_start, vocabulary)
-    if told:
-        return frozenset(told)
+    """Ids that open a turn: those that are told, if the chat template writes any, or its own."""
+    told = {vocabulary.token_id(text) for text in markers.turn_start} - {None}
+    tail = markers.template_turn
+    known = frozenset(token_id for token_id in told if token_id is not None)
+    if not known.isdisjoint(tail):
+        return known
     start, end = boundaries
-    firsts = {ids[0] for ids in start}
-    before = takewhile(
-        lambda token_id: token_id not in firsts, _entries(markers.template_turn, vocabulary)
-    )
-    used = {*chain.from_iterable(start), *chain.from_iterable(end)}
-    return frozenset([token_id for token_id in before if token_id not in used][-1:])
+    thought = min((found for ids in start if (found := _index(tail, ids)) >= 0), default=len(tail))
+    used = {*chain.from_iterable(start), *chain.from_iterable(end), *tail[thought:]}
+    usable = vocabulary.added_ids - used
+    # Some vocabularies have line breaks and runs of spaces as added tokens.
+    own = [each for each in tail[:thought] if each in usable and vocabulary.decode([each]).strip()]
+    return known.union(own[-1:])
 
 
-def _entries(texts: tuple[str, ...], vocabulary: Vocabulary) -> list[int]:
-    return [entry for text in texts if (entry := vocabulary.token_id(text)) is not None]
+def _index(ids: TokenIds, sequence: TokenIds) -> int:
+    """Where a sequence begins for the first time; -1: nowhere."""
+    width = len(sequence)
+    places = (at for at in range(len(ids) - width + 1) if ids[at : at + width] == sequence)
+    return next(places, -1)
 
 
 def _find_tool_calls(
@@ -183,8 +188,7 @@ def _resolve_probe(
 
 
 def _holds(ids: TokenIds, sequence: TokenIds) -> bool:
-    width = len(sequence)
-    return any(ids[i : i + width] == sequence for i in range(len(ids) - width + 1))
+    return _index(ids, sequence) >= 0
 
 
 def _unresolvable(model: str, marker: Marker, found: MarkerSequences) -> BoundaryError:

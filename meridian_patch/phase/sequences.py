@@ -25,12 +25,14 @@ class Vocabulary:
         decode: ids to text, with special tokens written out.
         token_id: id of a vocabulary entry, or None.
         special_ids: ids of special tokens, such as the end of a turn.
+        added_ids: ids of tokens that were added to the vocabulary as a whole.
     """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     token_id: Callable[[str], int | None]
     special_ids: frozenset[int] = frozenset()
+    added_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

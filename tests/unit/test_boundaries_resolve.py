@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers_for_tests import merging_bpe, prefixing_words, vocabulary_of
 
 from meridian_patch.config.family import DocumentedIds, Family
@@ -285,24 +286,41 @@ def test_turns_start_with_vocabulary_entries(tiny):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (("<|end|>", "<|assistant|>", "<think>"), "<|assistant|>"),
-        (("<|end|>", "<think>", "<|assistant|>"), "<|end|>"),
-        (("<|end|>", "</think>"), "<|end|>"),
-        (("<think>", "<|end|>"), None),
-        (("<|no such|>",), None),
+        ("<|end|><|assistant|><think>\n", "<|assistant|>"),
+        ("<|end|>\n<|assistant|>\n", "<|assistant|>"),
+        ("<|end|><think><|assistant|>", "<|end|>"),
+        # What stands behind the start of the thought, too, would hide it.
+        ("<|end|><|assistant|><think><|assistant|>", "<|end|>"),
+        ("<|end|></think>", "<|end|>"),
+        ("<think><|end|>", None),
+        ("Assistant: ", None),
     ],
 )
 def test_without_a_family_turns_start_as_in_the_template(tiny, template, expected):
     """The last token before a thought that is no marker; in all prompts it opens the answer."""
-    server = ServerStrings("p", "<think>", "</think>", template_turn=template)
+    server = ServerStrings("p", "<think>", "</think>", template_turn=tuple(tiny.encode(template)))
     entries = set() if expected is None else {tiny.token_id(expected)}
     assert resolve_for(tiny, None, server).boundaries.turn_start == entries
 
 
-def test_a_family_that_names_turns_needs_no_template(tiny):
-    """What a family file or a parser says counts alone."""
-    server = ServerStrings(template_turn=("<|end|>", "<|assistant|>"))
-    match = match_of(turn_start=("<|user|>",))
-    assert resolve_for(tiny, match, server).boundaries.turn_start == {tiny.token_id("<|user|>")}
-    told = ServerStrings(parser_turn_starts=("<|user|>",), template_turn=server.template_turn)
-    assert resolve_for(tiny, match_of(), told).boundaries.turn_start == {tiny.token_id("<|user|>")}
+def test_white_space_starts_no_turn():
+    """Some vocabularies have line breaks as added tokens."""
+    tokenizer = build_tokenizer().backend_tokenizer
+    tokenizer.add_tokens([AddedToken("\n", normalized=False)])
+    vocabulary = vocabulary_of(tokenizer)
+    tail = tuple(vocabulary.encode("<|end|>\n<|assistant|>\n"))
+    server = ServerStrings("p", "<think>", "</think>", template_turn=tail)
+    found = resolve_for(vocabulary, None, server).boundaries.turn_start
+    assert found == {vocabulary.token_id("<|assistant|>")}
+
+
+def test_told_turns_count_where_the_template_has_them(tiny):
+    """A vocabulary may have tokens that the model's own template never writes."""
+    tail = tuple(tiny.encode("<|end|><|assistant|>"))
+    user, assistant = tiny.token_id("<|user|>"), tiny.token_id("<|assistant|>")
+    for texts, expected in ((["<|assistant|>"], {assistant}), (["<|user|>"], {user, assistant})):
+        match, server = match_of(turn_start=tuple(texts)), ServerStrings(template_turn=tail)
+        assert resolve_for(tiny, match, server).boundaries.turn_start == expected
+        told = ServerStrings(parser_turn_starts=tuple(texts), template_turn=tail)
+        assert resolve_for(tiny, match_of(), told).boundaries.turn_start == expected
+    assert resolve_for(tiny, match_of(turn_start=("<|user|>",))).boundaries.turn_start == {user}

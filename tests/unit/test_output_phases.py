@@ -129,3 +129,22 @@ def test_text_of_a_sessions_next_turn_opens_no_thought():
     session.split([WORD, WORD])
     session.continue_with([8, START, WORD, 8, WORD])
     assert session.split([WORD]) == [Piece(1, True)]
+
+
+def test_behind_a_prompt_without_turns_a_thought_may_begin():
+    """Examples in a raw prompt have closed thoughts, and end none of the model's own."""
+    boundaries = replace(ONCE, turn_start=TURN)
+    matcher, tracker = BoundaryMatcher(boundaries), PhaseTracker(boundaries)
+    start, end, turn = boundaries.start[0], boundaries.end[0], min(boundaries.turn_start)
+    for prompt, thinks in (
+        ([*start, 1, *end, 1], True),
+        ([turn, *start, 1, *end], False),
+    ):
+        phases = OutputPhases(matcher, prompt)
+        pieces = phases.split([*start, 1])
+        assert pieces[-1].is_answer != thinks
+        known = list(prompt)
+        tracker.add("r", known)
+        known.extend([*start, 1])
+        tracker.observe("r", len(prompt))
+        assert (tracker.get("r").phase is Phase.THINK) == thinks

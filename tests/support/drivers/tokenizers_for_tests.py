@@ -49,4 +49,5 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         token_id=tokenizer.token_to_id,
+        added_ids=frozenset(tokenizer.get_added_tokens_decoder()),
     )
