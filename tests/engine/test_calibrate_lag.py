@@ -18,7 +18,7 @@ from meridian_patch.engine.model_directory import read_model
 from meridian_patch.exit.lag import Lag
 from meridian_patch.exit.text_breaks import find_breaks
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 BLOCK_SIZE, THINK_END, DELTA = 32, 257, 0.05
 EXIT = {
@@ -88,7 +88,7 @@ def calibrated(demo_model, tmp_path_factory):
     return closes, [len(natural.thought) for natural in naturals], own
 
 
-@pytest.mark.parametrize("way", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
+@pytest.mark.parametrize("way", ["sync", "async"])
 def test_closes_come_where_calibration_says(calibrated, demo_model, tmp_path, way):
     """Synchronous and asynchronous: every thought has the length that was graded."""
     predicted, natural, _ = calibrated

@@ -169,9 +169,8 @@ def test_server_that_dies_mid_run_leaves_a_report(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_leaves_no_server(tmp_path, number):
     """Ctrl-C and a polite kill while the server starts end the demo and all of the server."""
     # With a rate the first server is the arm's: none measures what the machine can take.

@@ -136,6 +136,7 @@ def test_outputs_are_those_of_an_engine_without_a_device(v1_stock, demo_model, t
     assert data["sentence"].startswith("not certified: this machine is too slow")
 
 
+@pytest.mark.nightly
 def test_runner_v2_runs_on_the_devices_time(v2_stock, demo_model, tmp_path):
     """In Triton's interpreter, on a device that is slower still; the tokens are the same."""
     engine = engine_arguments(

@@ -82,6 +82,7 @@ def test_a_close_comes_through_or_is_given_up(demo_model, tmp_path, way):
     assert "fallback:exception" not in done["counted"]
 
 
+@pytest.mark.nightly
 def test_custom_logits_processors_may_undo_a_close(demo_model, tmp_path):
     """With one in the server no close is forced, and the thought goes on as it would."""
     processors = ["forbidding_processor:Forbidding"]
