@@ -40,7 +40,7 @@ result = run_case(draw(71219, 250))
 told["asks itself"] = [result.case.exit, result.counts, result.failures]
 """
 SCARCE_ADAPTERS = """
-result = run_case(draw(60230, 250))
+result = run_case(draw(60230, 250, experts=False))
 told["scarce adapters"] = [result.case.lora, result.case.connector, result.failures]
 """
 DRAWS = """

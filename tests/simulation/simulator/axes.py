@@ -129,13 +129,13 @@ class Case:
         return ", ".join(f"{name}={value}" for name, value in odd.items()) or "all plain"
 
 
-def draw(seed: int, steps: int) -> Case:
-    """The case of a seed."""
+def draw(seed: int, steps: int, **fixed: Any) -> Case:
+    """The case of a seed, with some values given instead of drawn."""
     rng = random.Random(f"axes {seed}")
     values = {
         name: rng.choices(axis.values, weights=axis.weights)[0] for name, axis in AXES.items()
     }
-    return Case(seed, steps, repair(values))
+    return Case(seed, steps, repair({**values, **fixed}))
 
 
 def repair(values: dict[str, Any]) -> dict[str, Any]:
