@@ -28,6 +28,7 @@ def run(tmp_path):
     pythons = [f"{venv}/bin/python" for venv in (".venv", ".venv-0.33.0")]
     for name in pythons:
         (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / ".venv" / "meridian-setup").touch()
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
     for folder, text in (("unit", 'pytest.importorskip("vllm")'), ("property", "")):
         (tmp_path / "tests" / folder).mkdir(parents=True)
