@@ -29,15 +29,25 @@ TOOL = {
 ASKS = "What does the <think> tag mean?"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("puppet")
-    model = make_puppet(folder, "qwen3-puppet-thinking-2507", SCRIPTS)
+def serving(folder, name: str, parser: str) -> Server:
+    model = make_puppet(folder, name, SCRIPTS)
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "m"]
-    command += ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder"]
+    command += ["--reasoning-parser", parser, "--tool-call-parser", "qwen3_coder"]
     command += ["--enable-auto-tool-choice"]
-    with Server(command, PATCHED, folder) as started:
+    return Server(command, PATCHED, folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("q"), "qwen3-puppet-thinking-2507", "qwen3") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server_of_unnamed_turns(tmp_path_factory):
+    """Neither family nor parser knows how a turn begins; one of the puppet's tokens is a line."""
+    with serving(tmp_path_factory.mktemp("s"), "step3-puppet", "step3") as started:
         yield started
 
 
@@ -80,8 +90,10 @@ def test_a_cap_closes_the_thought_before_a_tool_call(server):
     assert 20 <= reasoning(reply) < 30
 
 
-def test_a_marker_in_the_users_words_opens_no_thought(server):
+@pytest.mark.parametrize("name", ["server", "server_of_unnamed_turns"])
+def test_a_marker_in_the_users_words_opens_no_thought(name, request):
     """The assistant's turn begins plain: nothing is reasoning, and no cap closes the answer."""
+    server = request.getfixturevalue(name)
     prompt = f"<|im_start|>user\n{ASKS}{TURN_END}\n<|im_start|>assistant\n"
     body = {"prompt": prompt, "max_tokens": 200, "temperature": 0, "vllm_xargs": CAP}
     status, text = server.post("/v1/completions", body)
@@ -91,6 +103,10 @@ def test_a_marker_in_the_users_words_opens_no_thought(server):
     assert choice["text"] == "".join(words("a", 60))
     assert reasoning(reply) == 0
     assert "exit_reason" not in choice.get("meridian", {})
+    # A thought that the prompt opens is one all the same.
+    reply = chat(server, vllm_xargs=CAP | {"meridian_max_think_tokens": 20})
+    assert reply["choices"][0]["meridian"]["exit_reason"] == "hard_cap"
+    assert 20 <= reasoning(reply) < 30
 
 
 def test_the_end_of_sequence_is_no_part_of_a_thought(server):
