@@ -13,7 +13,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from meridian_patch.config.families import get_family, load_families
 from meridian_patch.config.load import LoadedConfig
 from meridian_patch.config.matching import FamilyMatch, ModelIdentity, forced_match, match_family
-from meridian_patch.engine.reasoning_parser import parser_strings, template_turn
+from meridian_patch.engine.reasoning_parser import server_strings
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.markers import ServerStrings, choose_markers
@@ -180,10 +180,8 @@ def _server_strings(vllm_config: Any, tokenizer: Any, model: str) -> ServerStrin
     parser = structured.reasoning_parser or getattr(reasoning, "reasoning_parser", "")
     # Load-bearing: StructuredOutputManager is built before the scheduler and imports the parser's
     # plug-in, so the parser's name is registered here.
-    strings = parser_strings(parser, tokenizer, model) if parser else ServerStrings()
     return replace(
-        strings,
+        server_strings(parser, tokenizer, model),
         start=getattr(reasoning, "reasoning_start_str", ""),
         end=getattr(reasoning, "reasoning_end_str", ""),
-        template_turn=template_turn(tokenizer),
     )

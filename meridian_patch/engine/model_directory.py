@@ -14,9 +14,8 @@ from meridian_patch.engine.boundaries import (
     resolve_model,
     vocabulary_of,
 )
-from meridian_patch.engine.reasoning_parser import parser_strings, template_turn
+from meridian_patch.engine.reasoning_parser import server_strings
 from meridian_patch.errors import BoundaryError
-from meridian_patch.phase.markers import ServerStrings
 from meridian_patch.phase.resolve import Resolution
 from meridian_patch.phase.sequences import Vocabulary
 
@@ -60,10 +59,7 @@ def read_model(model: str, reasoning_parser: str | None, family: str | None) -> 
     tokenizer = _load(AutoTokenizer.from_pretrained, model, "tokenizer")
     vocabulary = vocabulary_of(tokenizer, model)
     identity = _identify(model, reasoning_parser)
-    server = ServerStrings()
-    if reasoning_parser is not None:
-        server = parser_strings(reasoning_parser, tokenizer, model)
-    server = dataclasses.replace(server, template_turn=template_turn(tokenizer))
+    server = server_strings(reasoning_parser, tokenizer, model)
     resolution = resolve_model(model, identity, server, vocabulary, loaded)
     return ModelDirectory(tokenizer, vocabulary, identity, resolution, loaded)
 

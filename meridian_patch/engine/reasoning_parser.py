@@ -1,12 +1,19 @@
 """What the server's reasoning parser takes for a thought: clients get what it makes of the text."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.reasoning import ReasoningParserManager
 
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.markers import ServerStrings
+
+
+def server_strings(parser: str | None, tokenizer: Any, model: str) -> ServerStrings:
+    """What parser and chat template say; see ``parser_strings`` and ``template_turn``."""
+    strings = parser_strings(parser, tokenizer, model) if parser else ServerStrings()
+    return replace(strings, template_turn=template_turn(tokenizer))
 
 
 def parser_strings(name: str, tokenizer: Any, model: str) -> ServerStrings:

@@ -80,7 +80,7 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
             history=markers.match.family.history if markers.match else "unverified",
             tool_call=_find_tool_calls(model, markers, vocabulary, notes),
             implicit_end=implicit_end,
-            turn_start=_find_turn_starts(markers, vocabulary, (start, (*end, *implicit_end))),
+            turn_start=_find_turn_starts(markers, vocabulary, start, (*end, *implicit_end)),
             counts_preamble=markers.begins_reasoning,
             reopens=markers.reopens,
             probe=_resolve_probe(model, markers, vocabulary, end, notes),
@@ -92,21 +92,23 @@ def resolve(model: str, markers: ModelMarkers, vocabulary: Vocabulary) -> Resolu
 
 
 def _find_turn_starts(
-    markers: ModelMarkers, vocabulary: Vocabulary, boundaries: tuple[tuple[TokenIds, ...], ...]
+    markers: ModelMarkers,
+    vocabulary: Vocabulary,
+    start: tuple[TokenIds, ...],
+    end: tuple[TokenIds, ...],
 ) -> frozenset[int]:
     """Ids that open a turn: those that are told, if the chat template writes any, or its own."""
-    told = {vocabulary.token_id(text) for text in markers.turn_start} - {None}
+    entries = map(vocabulary.token_id, markers.turn_start)
+    told = frozenset(entry for entry in entries if entry is not None)
     tail = markers.template_turn
-    known = frozenset(token_id for token_id in told if token_id is not None)
-    if not known.isdisjoint(tail):
-        return known
-    start, end = boundaries
+    if not told.isdisjoint(tail):
+        return told
     thought = min((found for ids in start if (found := _index(tail, ids)) >= 0), default=len(tail))
     used = {*chain.from_iterable(start), *chain.from_iterable(end), *tail[thought:]}
     usable = vocabulary.added_ids - used
     # Some vocabularies have line breaks and runs of spaces as added tokens.
     own = [each for each in tail[:thought] if each in usable and vocabulary.decode([each]).strip()]
-    return known.union(own[-1:])
+    return told.union(own[-1:])
 
 
 def _index(ids: TokenIds, sequence: TokenIds) -> int:
