@@ -45,8 +45,8 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert "tokens per second, 4 rows, default over off" in figures["observing"]
     assert figures["sync-check"]["probes measured, a gap of 1"]["median"] > 0
     assert any(name.endswith("one request") for name in figures["close-lag"])
-    assert "tokens_per_s, stock-again over stock" in figures["served"]
-    assert "tokens_per_s, patched over stock" in figures["served"]
+    assert "tokens_per_s, busy, stock-again over stock" in figures["served"]
+    assert "tokens_per_s, busy, patched over stock" in figures["served"]
     assert figures["cost-model"]["token_s"]["median"] > 0
     page = (tmp_path / "index.html").read_text()
     assert "probes measured, a gap of 1" in page

@@ -19,7 +19,7 @@ from meridian_patch.bench.gpu.servers import (
     problems,
     serving,
 )
-from meridian_patch.bench.gpu.suite import Context, Record, Served
+from meridian_patch.bench.gpu.suite import HALF_OF_THE_GPU, Context, Record, Served
 from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.metrics import read_counters
@@ -41,10 +41,8 @@ _FEW_GAPS, _REHEARSED_GAPS = (4,), (1,)
 # Context of the servers whose requests run into its end.
 _CONTEXT, _REHEARSED_CONTEXT = 4096, 192
 _CAPS, _REHEARSED_CAPS = range(64, 128, 2), range(12, 28, 4)
-# For each of two servers that are up at once. With a given pool vLLM profiles no memory, so that
-# both may start at once.
+# With a given pool vLLM profiles no memory, so that several servers may start at once.
 _TINY_POOL = ("--gpu-memory-utilization", "0.08", "--kv-cache-memory-bytes", str(2**31))
-_HALF_OF_THE_GPU = ("--gpu-memory-utilization", "0.44")
 _REQUESTS, _REHEARSED_REQUESTS = 32, 4
 # Requests that are also sent alone, where no batch can change a text.
 _ALONE = 8
@@ -69,7 +67,7 @@ def run_defaults(context: Context, record: Record, remaining_s: Callable[[], flo
     """
     served = context.thinking
     if context.accelerator is not None:
-        served = served.with_options(*(_TINY_POOL if served.is_tiny else _HALF_OF_THE_GPU))
+        served = served.with_options(*(_TINY_POOL if served.is_tiny else HALF_OF_THE_GPU))
     number = _REHEARSED_REQUESTS if context.rehearse else _REQUESTS
     asked = problems(served, number, 128 if context.rehearse else 1024)
     texts: dict[str, dict[str, Texts]] = {}
@@ -239,7 +237,9 @@ def run_close_lag(context: Context, record: Record, remaining_s: Callable[[], fl
 
 def _short_of_context(context: Context) -> Served:
     tokens = _REHEARSED_CONTEXT if context.rehearse else _CONTEXT
-    return context.thinking.with_options("--max-model-len", str(tokens))
+    served = context.thinking.with_options("--max-model-len", str(tokens))
+    has_neighbours = served.is_tiny and context.accelerator is not None
+    return served.with_options(*_TINY_POOL) if has_neighbours else served
 
 
 def _extra(context: Context, cap: int) -> dict[str, Any]:

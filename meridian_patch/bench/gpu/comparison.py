@@ -1,9 +1,11 @@
-"""A patched server, then a stock one twice: each has the whole GPU."""
+"""A stock and a patched server on one GPU, one at a time under load, and stock once more."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,19 @@ from rich.console import Console
 
 from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.gpu.servers import SEED
-from meridian_patch.bench.gpu.suite import Context, Record
+from meridian_patch.bench.gpu.suite import HALF_OF_THE_GPU, Context, Record, Served
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED, STOCK_AGAIN
 from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
 from meridian_patch.bench.served.load import Load
 from meridian_patch.bench.served.report import DATA_NAME, Origin, report_data
-from meridian_patch.bench.served.run import describe_failures, play_seed, start_arm
+from meridian_patch.bench.served.run import (
+    RunningArm,
+    describe_failures,
+    launch_arm,
+    play_seed,
+    rotated,
+)
 from meridian_patch.bench.served.summary import ArmRun, summarise
 from meridian_patch.bench.served.workload import Mix, ServedRequest, make_trace
 from meridian_patch.bench.simulated.workloads import draw_trace
@@ -30,9 +38,13 @@ WORKLOAD = "s-prod"
 _MOST, _REHEARSED_MOST = (3000, 500, 200), (64, 24, 8)
 # Requests that run at a time if nothing waits.
 _ROWS = 96
-# What a server takes to start, and a trace to end behind its last arrival.
-_START_S, _TAIL_S = 70.0, 15.0
-_LEAST_TRACE_S, _MOST_TRACE_S, _MOST_SEEDS = 15.0, 60.0, 5
+# KV pools of the two servers of a shape, in tokens: with all rows of the greater rate it is short.
+_POOL = 60_000
+# Bytes that hold it. With a given pool vLLM profiles no memory, so that both start at once.
+_ROOM = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(12 * 2**30))
+# Of a trace, and what it takes to end behind its last arrival.
+_TRACE_S, _TAIL_S = 40.0, 15.0
+_WARM_UP_REQUESTS, _MOST_SEEDS = 40, 5
 _REHEARSED_REQUESTS, _REHEARSED_RATE = 6, 3.0
 _COST = "h100-8b-measured"
 _CHARACTERS = "0123456789 +-=?abcdefghijklmnopqrstuvwxyz"
@@ -46,8 +58,17 @@ _FIGURES = (
 )
 
 
+@dataclass(frozen=True)
+class _Load:
+    """Traces by seed; their figures are told apart by the name."""
+
+    name: str
+    words: str
+    traces: Mapping[int, Sequence[ServedRequest]]
+
+
 def run_comparison_part(context: Context, record: Record, remaining_s: Callable[[], float]) -> str:
-    """Play the same traces on a patched server, on a stock one, and on that once more.
+    """Play the same traces in turn on a patched server, on a stock one, and on that once more.
 
     What was played counts, also when the part ends early.
 
@@ -57,48 +78,106 @@ def run_comparison_part(context: Context, record: Record, remaining_s: Callable[
     folder = context.folder / "served"
     folder.mkdir(parents=True, exist_ok=True)
     load = Load(request_limit_s=max(30.0, remaining_s()))
-    traces, words = _traces(context, load, folder, remaining_s)
-    record.notes.append(words)
-    runs = {name: ArmRun(name) for name in (STOCK, STOCK_AGAIN, PATCHED)}
-    try:
-        for arm, names in ((PATCHED, (PATCHED,)), (STOCK, (STOCK, STOCK_AGAIN))):
-            log = folder / f"server-{arm}.log"
-            settings = context.sized.settings
-            with start_arm(
-                runs[arm], KNOWN_ARMS[arm], settings, context.base_env, load, log_path=log
-            ) as running:
-                for name in names:
-                    for seed, trace in traces.items():
+    served = shared_gpu(context)
+    played = 0
+    with ExitStack() as up:
+        servers = _start(context, served, load, folder, up)
+        for number, each in enumerate(_loads(context, load, folder, remaining_s)):
+            record.notes.append(each.words)
+            runs = {name: ArmRun(name) for name in (PATCHED, STOCK, STOCK_AGAIN)}
+            try:
+                for seed, trace in each.traces.items():
+                    for name in rotated([*runs], number + seed - SEED):
+                        needed_s = trace[-1].arrival_s + _TAIL_S
+                        if remaining_s() < needed_s and not context.rehearse:
+                            continue
+                        running = servers[PATCHED if name == PATCHED else STOCK]
                         playing = replace(running, run=runs[name])
                         play_seed(playing, seed, trace, load.processes, lambda: None)
-                    _check(runs[name], log)
-    finally:
-        _record(context, runs, words, load, record)
-    return f"{len(traces)} traces of {len(next(iter(traces.values())))} requests, played thrice"
+                        _check(runs[name], folder / f"server-{running.run.name}.log")
+                        played += 1
+            finally:
+                _record(context, served, runs, each, load, record)
+    record.notes.append("stock-again over stock is what two equal runs differ by.")
+    return f"{played} plays"
+
+
+def shared_gpu(context: Context) -> Served:
+    """The sized model as each of two servers runs it that share a GPU."""
+    served = context.sized
+    if context.accelerator is None or context.rehearse:
+        return served
+    if not served.is_dummy:
+        return served.with_options(*HALF_OF_THE_GPU)
+    served = served.with_options(*_ROOM)
+    blocks = served.settings.kv_blocks or _POOL // 16
+    return replace(served, settings=replace(served.settings, kv_blocks=blocks))
+
+
+def _start(
+    context: Context, served: Served, load: Load, folder: Path, up: ExitStack
+) -> dict[str, RunningArm]:
+    """Both servers, up and warm."""
+    waits: dict[str, Callable[[], RunningArm]] = {}
+    for arm in (PATCHED, STOCK):
+        # Of two that compile at once, neither may find a half of what the other has compiled.
+        base = context.base_env | {"VLLM_CACHE_ROOT": str(folder / f"cache-{arm}")}
+        waits[arm] = up.enter_context(
+            launch_arm(
+                ArmRun(arm),
+                KNOWN_ARMS[arm],
+                served.settings,
+                base,
+                load,
+                log_path=folder / f"server-{arm}.log",
+            )
+        )
+        if not served.is_dummy:
+            # vLLM's profile of the GPU's memory counts a neighbour's as its own.
+            running = waits[arm]()
+            waits[arm] = partial(_itself, running)
+    servers = {arm: ready() for arm, ready in waits.items()}
+    if served.is_dummy and not context.rehearse:
+        for running in servers.values():
+            trace = sized_trace(_WARM_UP_REQUESTS, bearable_by_cost(Path()), SEED - 1)
+            play_seed(running, SEED - 1, trace, load.processes, lambda: None)
+    return servers
+
+
+def _itself(running: RunningArm) -> RunningArm:
+    return running
 
 
 def _record(
-    context: Context, runs: Mapping[str, ArmRun], words: str, load: Load, record: Record
+    context: Context,
+    served: Served,
+    runs: Mapping[str, ArmRun],
+    each: _Load,
+    load: Load,
+    record: Record,
 ) -> None:
     """Figures of each arm that was played, and ratios to stock with their spread over traces."""
     machine = replace(describe_machine(), accelerator=context.accelerator)
     date = datetime.now().astimezone().isoformat(timespec="seconds")
-    origin = Origin(date, context.command, machine, context.sized.settings, words, load)
-    data = report_data([summarise(run) for run in runs.values() if run.seeds], origin)
-    (context.folder / "served" / DATA_NAME).write_text(json.dumps(data, indent=1) + "\n")
-    add_figures(data, record)
+    origin = Origin(date, context.command, machine, served.settings, each.words, load)
+    arms = [summarise(runs[name]) for name in (STOCK, PATCHED, STOCK_AGAIN) if runs[name].seeds]
+    if not arms:
+        return
+    data = report_data(arms, origin)
+    path = context.folder / "served" / f"{each.name}-{DATA_NAME}"
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    add_figures(data, record, each.name)
 
 
-def add_figures(data: Mapping[str, Any], record: Record) -> None:
-    """Add what a comparison's data say of each arm and of its ratio to stock."""
+def add_figures(data: Mapping[str, Any], record: Record, load: str) -> None:
+    """Add what a load's data say of each arm and of its ratio to stock."""
     for name in _FIGURES:
         for arm, found in data["arms"].items():
             values = [seed[name] for seed in found["by_seed"].values() if seed.get(name)]
-            record.add(f"{name}, {arm}", "1/s" if name == "tokens_per_s" else "s", values)
+            record.add(f"{name}, {load}, {arm}", "1/s" if name == "tokens_per_s" else "s", values)
         for arm, ratios in data["over_stock"].items():
             values = list(ratios.get(name, {}).get("by_seed", {}).values())
-            record.add(f"{name}, {arm} over stock", "", values)
-    record.notes.append("stock-again over stock is what two equal runs differ by.")
+            record.add(f"{name}, {load}, {arm} over stock", "", values)
 
 
 def _check(run: ArmRun, log: Path) -> None:
@@ -108,31 +187,44 @@ def _check(run: ArmRun, log: Path) -> None:
             raise BenchError(f"arm {run.name}: {failures}; see {log}")
 
 
-def _traces(
+def _loads(
     context: Context, load: Load, folder: Path, remaining_s: Callable[[], float]
-) -> tuple[dict[int, list[ServedRequest]], str]:
-    """Traces that the part has time for, and what they are in words."""
+) -> list[_Load]:
     if context.sized.is_dummy:
-        # Lengths are given: one trace as long as there is time for.
-        left_s = (remaining_s() - 2 * _START_S) / 3 - _TAIL_S
-        rate = bearable_by_cost(context.folder / "cost.yaml")
-        number = round(rate * max(_LEAST_TRACE_S, min(_MOST_TRACE_S, left_s)))
-        most = _MOST
+        # Lengths are given. What is worth most comes first, should the time be short.
         if context.rehearse:
-            rate, number, most = _REHEARSED_RATE, _REHEARSED_REQUESTS, _REHEARSED_MOST
-        return {SEED: sized_trace(number, rate, SEED, most)}, (
-            f"{number} requests of {WORKLOAD}, {rate:.1f} per second, prompts of at most "
-            f"{most[0]}, thoughts of at most {most[1]} and answers of at most {most[2]} tokens."
-        )
+            return [_sized_load("busy", _REHEARSED_RATE, (SEED,), 2.0, _REHEARSED_MOST)]
+        rate = bearable_by_cost(context.folder / "cost.yaml")
+        return [
+            _sized_load("busy", rate, (SEED,), _TRACE_S),
+            _sized_load("quiet", rate / 2, (SEED,), _TRACE_S * 3 / 4),
+            _sized_load("busy-again", rate, (SEED + 1,), _TRACE_S),
+        ]
     if context.rehearse:
         mix = Mix(requests=6, rate_per_s=3.0, max_tokens=128)
-        return {SEED: make_trace(mix, SEED)}, str(mix)
+        return [_Load("busy", str(mix), {SEED: make_trace(mix, SEED)})]
     console = Console(quiet=True)
     rate, _ = bearable_rate(context.sized.settings, load, CAPACITY_SHARE, folder, console)
     mix = Mix(requests=160, rate_per_s=rate)
     of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
-    number = int(max(1.0, min(float(_MOST_SEEDS), (remaining_s() - 2 * _START_S) / of_seed)))
-    return {seed: make_trace(mix, seed) for seed in range(SEED, SEED + number)}, str(mix)
+    number = int(max(1.0, min(float(_MOST_SEEDS), remaining_s() / of_seed)))
+    seeds = range(SEED, SEED + number)
+    return [_Load("busy", str(mix), {seed: make_trace(mix, seed) for seed in seeds})]
+
+
+def _sized_load(
+    name: str,
+    rate: float,
+    seeds: Sequence[int],
+    seconds: float,
+    most: tuple[int, int, int] = _MOST,
+) -> _Load:
+    number = round(rate * seconds)
+    words = (
+        f"{name}: {number} requests of {WORKLOAD}, {rate:.1f} per second, prompts of at most "
+        f"{most[0]}, thoughts of at most {most[1]} and answers of at most {most[2]} tokens."
+    )
+    return _Load(name, words, {seed: sized_trace(number, rate, seed, most) for seed in seeds})
 
 
 def sized_trace(

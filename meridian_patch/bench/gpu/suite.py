@@ -21,6 +21,8 @@ PASSED: Verdict = "passed"
 FAILED: Verdict = "failed"
 SKIPPED: Verdict = "skipped"
 NOT_RUN: Verdict = "not run"
+# vLLM's options for each of two servers that share a GPU.
+HALF_OF_THE_GPU = ("--gpu-memory-utilization", "0.44")
 _MINUTE_S = 60
 _RECORDING_S = 5.0
 

@@ -2,8 +2,8 @@
 
     scripts/gpu_kit page FOLDER... [--out FILE.md] [--cost FILE.yaml]
 
-A folder is what $OUT held: report.json, and of trip two cost.yaml. A trip that ended early is a
-page, too.
+A folder is what $OUT held: a report.json per part, and a cost.yaml where one was fitted. A trip
+that ended early is a page, too.
 """
 
 import argparse
@@ -72,13 +72,15 @@ def in_one_line(text: str) -> str:
     return first.replace("|", "\\|").replace("<", "&lt;")
 
 
-def read_report(folder: Path) -> dict[str, Any]:
-    path = folder / "report.json"
+def read_reports(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Each report below the folder, by where it lies."""
+    paths = sorted(folder.rglob("report.json"))
+    if not paths:
+        sys.exit(f"gpu_kit: no report.json in {folder}; give a folder that a trip has filled")
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        return {path.parent: json.loads(path.read_text()) for path in paths}
     except (OSError, ValueError) as error:
-        sys.exit(f"gpu_kit: cannot read {path}: {error}; give a folder that a trip has filled")
-    return found
+        sys.exit(f"gpu_kit: cannot read a report in {folder}: {error}")
 
 
 def main() -> None:
@@ -87,11 +89,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="(default: docs/benchmarks/DATE-gpu.md)")
     parser.add_argument("--cost", type=Path, help="(default: configs/cost/GPU-8b-measured.yaml)")
     args = parser.parse_args()
-    reports = [read_report(folder) for folder in args.folders]
-    out = args.out or BENCHMARKS / f"{reports[0]['date'][:10]}-gpu.md"
-    out.write_text("\n".join(lines_of(reports)) + "\n")
+    reports = {at: report for folder in args.folders for at, report in read_reports(folder).items()}
+    date = min(report["date"] for report in reports.values())[:10]
+    out = args.out or BENCHMARKS / f"{date}-gpu.md"
+    out.write_text("\n".join(lines_of(reports.values())) + "\n")
     print(f"gpu_kit: {out}")
-    for folder, report in zip(args.folders, reports, strict=True):
+    for folder, report in reports.items():
         fitted = folder / "cost.yaml"
         if not fitted.is_file():
             continue

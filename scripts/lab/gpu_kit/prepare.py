@@ -191,7 +191,7 @@ def report(out: Path, found: Findings) -> None:
     print("the two commands, from the checkout's root; call two right behind one, without a look:")
     for trip in TRIPS:
         print(f"  {command_of(trip, relative(out))}    (carry {relative(out) / trip})")
-    print("  --limit-s N, where less than 175 and 530 s are left")
+    print("  --limit-s N, where less than 100 and 570 s are left")
 
 
 def command_of(trip: str, folder: Path) -> str:

@@ -50,7 +50,7 @@ def rehearse(kit: Path, out: Path) -> int:
         origin = where_from(python, scratch, env)
     print(f"gpu_kit: the product that ran: {origin}")
     for trip in TRIPS:
-        print_verdicts(out / trip / "report.json")
+        print_verdicts(out / trip)
     return max(codes)
 
 
@@ -78,12 +78,14 @@ def where_from(python: Path, scratch: Path, env: dict[str, str]) -> str:
     return str(Path(run.stdout.strip()).relative_to(scratch))
 
 
-def print_verdicts(path: Path) -> None:
-    if not path.is_file():
-        print(f"gpu_kit: no {path}")
-        return
-    for part in json.loads(path.read_text())["parts"]:
-        print(f"  {part['name']}: {part['verdict']} in {part['seconds']:.0f} s: {part['reason']}")
+def print_verdicts(folder: Path) -> None:
+    paths = sorted(folder.rglob("report.json"))
+    if not paths:
+        print(f"gpu_kit: no report.json in {folder}")
+    for path in paths:
+        for part in json.loads(path.read_text())["parts"]:
+            words = f"{part['verdict']} in {part['seconds']:.0f} s: {part['reason']}"
+            print(f"  {part['name']}: {words}")
 
 
 def main() -> None:
