@@ -11,6 +11,9 @@ from meridian_patch.policy.step_time import StepShape, StepTimeModel
 # half of the machine's time then. Longer steps would increase the latency of every answer, and
 # hardly drain the backlog faster where prefill overlaps with reading KV.
 _MOST_STRETCH = 2.0
+# From a step that no captured graph runs to the next one, in times of its duration. Meanwhile
+# prompts arrive that are computed together.
+_LAUNCH_GAP = 1.5
 # The default target is at least this multiple of the decode time, and otherwise at most 6 times a
 # step's bare time: prefill then has 5/6 of the machine's time, and longer steps hardly compute
 # prompts faster.
@@ -72,8 +75,8 @@ class PrefillBudget:
     2. With an answer, a step decodes, and has as much prefill as ends in time according to
        ``model``. Before the model has data: twice the prefill that has not made a step longer, and
        at most the full budget divided by ``think_batch_multiplier``.
-    3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that the
-       fixed time is a small share.
+    3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that a
+       token takes little more than in the best of the sizes that were seen.
     4. If every step has prefill, a step from time to time has none, to measure decoding alone.
     5. Saturation guard: if the lowered budget was used up in every step for ``drain_s`` seconds,
        the backlog does not drain. From then on steps may take twice as long with each ``drain_s``,
@@ -81,9 +84,10 @@ class PrefillBudget:
     6. If only ``min_prefill_tokens`` fit even so, one chunk in ``drain_s`` seconds is twice as
        large: chunks of one size do not tell what a token takes and what is fixed.
     7. A step that a captured graph cannot run takes longer by a fixed time. So a step that is cut
-       stays within the graph, or is well above it: now and then while the backlog does not drain
-       or the graph has no room for ``min_prefill_tokens``, and where no piece of a prompt fits
-       otherwise.
+       stays within the graph, or is well above it: where rule 3 asks for it, where no piece of a
+       prompt fits otherwise, and now and then while the backlog does not drain or the graph has no
+       room for ``min_prefill_tokens``. Between two that rule 3 asks for, steps only decode for a
+       while, so that prompts that arrive meanwhile share one.
     8. A prompt has room for enough tokens to end in ``_MOST_SLOWDOWN`` times the time that it would
        take with the full budget (``owed_tokens``).
     """
@@ -152,10 +156,17 @@ class PrefillBudget:
             prefill *= 2
         graph_room = self._model.graph_room(shape)
         if graph_room is not None and in_time <= graph_room <= prefill:
+            # Only where no chunk in the graph is in time either.
+            worthwhile = min(room.worthwhile, most) if room and in_time < graph_room else 0
+            pays_above = worthwhile > graph_room
             # In a smaller room a prompt would crawl.
             is_tight = graph_room < min(settings.min_prefill_tokens, owed)
             is_pressing = is_tight or self._drains(now_s) > _DRAINS_AT_LEAST
-            if graph_room >= max(least, 1) and not (is_pressing and now_s >= self._next_launch_s):
+            fits = graph_room >= max(least, 1)
+            is_early = now_s < self._next_launch_s
+            if pays_above and is_early:
+                return shape.decode_tokens
+            if fits and not pays_above and (is_early or not is_pressing):
                 prefill = graph_room
             else:
                 prefill = self._above_graph(shape, prefill, before, now_s)
@@ -169,8 +180,7 @@ class PrefillBudget:
         many = min(self._model.launched_chunk(before) or 0, self._settings.full_tokens)
         prefill = max(prefill, many)
         seconds = self._model.seconds(shape._replace(prefill_tokens=prefill)) or 0.0
-        # Prefill has half of the machine's time at most, as everywhere.
-        self._next_launch_s = now_s + _MOST_STRETCH * seconds
+        self._next_launch_s = now_s + _LAUNCH_GAP * seconds
         return prefill
 
     def owed_tokens(self, shape: StepShape, prompt: PromptRest, cadence: int) -> int:

@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meridian_patch.policy.chunk_rates import ChunkRates
+
 _Array = NDArray[np.float64]
 
 _FORGETTING: Final = 0.995
@@ -43,7 +45,7 @@ _PREFILL_SHOWS: Final = 1.03
 _DECODE_EVERY: Final = 128
 # At most so many of these are requested in a row, because a step's time is known some steps later.
 _MOST_IN_A_ROW: Final = 8
-# Largest fixed share of prefill time.
+# Largest fixed share of prefill time that is expected of a chunk size which was not seen yet.
 _MOST_FIXED_SHARE: Final = 0.25
 # The time that a chunk of at most so many tokens adds is an upper bound of prefill's fixed time.
 _SMALL_CHUNK_TOKENS: Final = 256
@@ -85,9 +87,9 @@ class PrefillAllowance(NamedTuple):
 
     Attributes:
         in_time: the most with which the step ends in time.
-        worthwhile: the fewest for which the fixed time of prefill is at most
-            ``_MOST_FIXED_SHARE`` of the added time. Smaller chunks would pay the fixed time too
-            often. 0 if prefill has no fixed time.
+        worthwhile: the fewest of which one takes at most a third more than the least that
+            a token was seen to take. In smaller chunks a fixed time of each step with prefill,
+            of launching kernels for example, would be paid too often. 0 without a fixed time.
     """
 
     in_time: int
@@ -107,6 +109,7 @@ class StepTimeModel:
         self.graph_tokens: int | None = None
         self._decode = LinearFit(5, (1.0, _STIFF_ROWS, _STIFF_ROWS, 1.0, 1.0))
         self._prefill = LinearFit(5, (_STIFF, 1.0, _STIFF, 1.0, 1.0))
+        self._rates = ChunkRates()
         # Estimate of the least time that small chunks add to a step; None before the first one.
         self._least_added_s: float | None = None
         # The most prefill tokens that did not make a step longer.
@@ -139,6 +142,10 @@ class StepTimeModel:
             # It is unknown whether prefill made the step longer, and the first steps have a great
             # weight in a fit.
             return False
+        room = self.graph_room(shape)
+        is_launched = room is not None and shape.prefill_tokens > room
+        added_s = seconds - decode_s if seconds > _PREFILL_SHOWS * decode_s else 0.0
+        self._rates.add(shape.prefill_tokens, added_s, is_launched=is_launched)
         if shape.prefill_tokens <= _SMALL_CHUNK_TOKENS:
             self._added(max(seconds - decode_s, 0.0))
         predicted_s = self._prefill.predict(features)
@@ -216,10 +223,11 @@ class StepTimeModel:
         fixed_s = prefill[0] - decode[0] + (prefill[1] - decode[1]) * shape.decode_tokens
         # Limited by what small chunks have added, because a fit of long ones does not determine it.
         fixed_s = min(fixed_s, self._least_added_s or 0.0)
-        worthwhile = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
-        if in_time is None or worthwhile is None:
+        expected = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
+        if (in_time is None or expected is None) and not self._rates.largest:
             return None
-        return PrefillAllowance(in_time, worthwhile)
+        worthwhile = self._rates.worthwhile(self.graph_room(shape), expected or 0)
+        return PrefillAllowance(in_time or 0, worthwhile)
 
     def graph_room(self, shape: StepShape) -> int | None:
         """Prefill tokens with which a captured graph still runs the step; None: no such limit."""
@@ -278,8 +286,10 @@ class StepTimeModel:
             return None
         _, token_s, _, attended_s, _ = self._prefill.coefficients
         first_s = token_s + attended_s * before
-        if first_s <= 0:
+        if first_s <= 0 and attended_s <= 0:
             return None
+        if seconds <= 0:
+            return 0
         # Each token takes attended_s longer than the one before it: the positive root of
         # attended_s / 2 * n^2 + first_s * n = seconds, in a form in which attended_s may be 0.
         tokens = 2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * attended_s * seconds))

@@ -51,8 +51,9 @@ class CostModel(StrictModel):
     are added up.
 
     A step of more than ``graph_tokens`` tokens is not run by a captured graph: its kernels are
-    launched one by one, which takes ``launch_s`` at least. Within EngineCore's process the engine
-    does nothing else meanwhile.
+    launched one by one, which takes ``launch_s`` at least. Of a smaller one that computes prompts,
+    the graph is in pieces, between which attention is launched: ``pieces_s`` at least. Within
+    EngineCore's process the engine does nothing else meanwhile.
     """
 
     version: Literal[1]
@@ -82,6 +83,12 @@ class CostModel(StrictModel):
         allow_inf_nan=False,
         description="Seconds that a step takes at least without a captured graph.",
     )
+    pieces_s: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a step with prompts takes at least with a captured graph.",
+    )
 
     def step_seconds(self, work: StepWork) -> float:
         """Seconds of one step; 0 for a step without tokens."""
@@ -96,12 +103,18 @@ class CostModel(StrictModel):
         prefill = self.prefill_s if work.prefill_tokens else 0.0
         rows = self.row_s * (work.decode_seqs + work.prefill_seqs)
         seconds = self.fixed_s + prefill + rows + model
-        return max(seconds, self.launch_s) if self._is_launched(tokens) else seconds
+        return max(seconds, self._least_seconds(work))
 
     def launch_seconds(self, work: StepWork) -> float:
         """Seconds of a step in which the engine launches its kernels one by one; mostly 0."""
         tokens = work.prefill_tokens + work.decode_seqs + work.draft_tokens
-        return self.step_seconds(work) * _LAUNCHED_SHARE if self._is_launched(tokens) else 0.0
+        launched_s = self.step_seconds(work) if self._is_launched(tokens) else 0.0
+        return _LAUNCHED_SHARE * max(launched_s, self._least_seconds(work))
+
+    def _least_seconds(self, work: StepWork) -> float:
+        if self._is_launched(work.prefill_tokens + work.decode_seqs + work.draft_tokens):
+            return self.launch_s
+        return self.pieces_s if work.prefill_tokens else 0.0
 
     def _is_launched(self, tokens: int) -> bool:
         return self.graph_tokens is not None and tokens > self.graph_tokens

@@ -326,7 +326,8 @@ def test_ratios_of_a_comparison() -> None:
     seeds = {"31": {"tokens_per_s": 100.0}, "32": {"tokens_per_s": 120.0}}
     over = {"patched": {"tokens_per_s": {"by_seed": {"31": 1.1, "32": 0.9}}}}
     record = Record("served", "", 1.0)
-    comparison.add_figures({"arms": {"stock": {"by_seed": seeds}}, "over_stock": over}, record, "busy")
+    data = {"arms": {"stock": {"by_seed": seeds}}, "over_stock": over}
+    comparison.add_figures(data, record, "busy")
     found = {figure.name: figure.spread.median for figure in record.figures}
     assert found == {
         "tokens_per_s, busy, stock": 110.0,

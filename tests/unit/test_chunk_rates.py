@@ -1,0 +1,61 @@
+"""Which sizes of a step's prefill take little time per token."""
+
+import random
+
+from meridian_patch.policy.chunk_rates import ChunkRates
+
+
+def seen(*chunks: tuple[int, float, bool]) -> ChunkRates:
+    rates = ChunkRates()
+    for tokens, seconds, is_launched in chunks * 3:
+        rates.add(tokens, seconds, is_launched=is_launched)
+    return rates
+
+
+def test_the_smallest_chunk_with_a_good_rate() -> None:
+    """What an H200 took: 11 ms more for any chunk in the graph, 19 ms for 1,000 tokens above it."""
+    rates = seen((200, 0.011, False), (400, 0.0185, True), (1000, 0.019, True), (2000, 0.036, True))
+    assert rates.worthwhile(226, 0) == 1000
+    assert rates.worthwhile(226, 5000) == 1000
+
+
+def test_without_a_fixed_time_no_size_is_better() -> None:
+    rates = seen(*((size, 2e-5 * size, False) for size in (64, 128, 256, 1024)))
+    assert rates.worthwhile(None, 0) == 0
+
+
+def test_what_hides_behind_decoding_may_be_small() -> None:
+    assert seen((64, 0.0, False), (200, 0.0, False), (2000, 0.03, True)).worthwhile(226, 0) == 0
+
+
+def test_one_size_alone_tells_nothing() -> None:
+    assert ChunkRates().worthwhile(None, 0) == 0
+    assert seen((8192, 0.2, True)).worthwhile(226, 0) == 0
+
+
+def test_sizes_that_were_not_seen_are_tried_where_a_fit_expects_them() -> None:
+    """Else a step that was cut small would stay so: larger chunks would never be seen."""
+    small = seen((70, 0.011, False), (200, 0.011, False))
+    assert small.worthwhile(226, 1500) == 1500
+    assert small.worthwhile(226, 150) == 200
+    # Smaller ones, too.
+    assert seen((100, 3e-3, False), (200, 5e-3, False)).worthwhile(None, 80) == 80
+
+
+def test_a_chunk_in_the_graph_must_fit_into_it() -> None:
+    rates = seen((70, 0.011, False), (200, 0.003, False), (500, 0.0075, True))
+    assert rates.worthwhile(226, 0) == 200
+    assert rates.worthwhile(100, 0) == 500
+
+
+def test_steps_that_stalled_do_not_count() -> None:
+    """Each size is told by the median of its newest chunks."""
+    rates, rng = ChunkRates(), random.Random(1)
+    for number in range(60):
+        stall_s = 5.0 if number % 4 == 0 else 0.0
+        tokens = rng.choice((100, 1000))
+        rates.add(tokens, 0.01 + 1e-5 * tokens + stall_s, is_launched=tokens > 226)
+    assert rates.worthwhile(226, 0) == 1000
+    for _ in range(9):
+        rates.add(100, 1e-3, is_launched=False)
+    assert rates.worthwhile(226, 0) == 0
