@@ -139,7 +139,8 @@ class Family(StrictModel):
         description="Vocabulary entries with which the template opens a turn. Markers in a prompt "
         "count behind the last one only: those before it are text of a message. A server's "
         "`--reasoning-parser` may know more. Without any, it is the last added token that the "
-        "tokenizer's chat template writes behind a user's message and before a thought.",
+        "chat template of a Hugging Face tokenizer writes behind a user's message and before a "
+        "thought.",
     )
     documented_ids: DocumentedIds
     prompt_start: PromptStart = Field(

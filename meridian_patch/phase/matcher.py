@@ -108,6 +108,10 @@ class BoundaryMatcher:
             stop, size = start, _PART
         return Event.NONE, 0
 
+    def has_turn(self, token_ids: Sequence[int]) -> bool:
+        """Whether a turn begins in these tokens; a boundary before the last turn does not count."""
+        return bool(self.turn_start) and not self.turn_start.isdisjoint(token_ids)
+
     def find_all(self, token_ids: Sequence[int]) -> Iterator[tuple[Event, int, int]]:
         """Each boundary, its first index and the index behind it, in order of the latter.
 

@@ -34,8 +34,8 @@ class OutputPhases:
         self._matcher = matcher
         self._match_state = matcher.state_after(prompt)
         event, _ = matcher.last_boundary(prompt)
-        # Whether a turn began; one behind the last boundary hides it.
-        self._has_turn = not matcher.turn_start.isdisjoint(prompt)
+        # Whether a turn began; it matters to what ends a thought for good.
+        self._has_turn = matcher.ends_all and matcher.has_turn(prompt)
         self._begin(event)
         # Last boundary, state and whether a turn began, before the last output token.
         self._before_last = event, self._match_state, self._has_turn

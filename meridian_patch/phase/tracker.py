@@ -193,9 +193,8 @@ class PhaseTracker:
         if self._boundaries is not None and event is Event.NONE:
             state.counts_preamble = self._boundaries.counts_preamble
         if event is Event.END and self._matcher is not None:
-            # Without a turn, the end may be that of an earlier one; one behind it would hide it.
-            has_turn = not self._matcher.turn_start.isdisjoint(known)
-            state.is_final = self._matcher.ends_all and has_turn
+            # Without a turn, the end may be that of an earlier one.
+            state.is_final = self._matcher.ends_all and self._matcher.has_turn(known)
         self._states[request_id] = state
         self.counts[Phase.PREFILL] += 1
         if first_phase is Phase.THINK:

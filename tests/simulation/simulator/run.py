@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -74,7 +75,7 @@ def run_case(case: Case) -> Result:
 def _run_stock(case: Case, clock: Clock, recorder: Recorder) -> Arm:
     stock = Arm(case, clock, is_stock=True)
     stock.watch = recorder
-    with contextlib.closing(stock):
+    with _closing(stock):
         _loop(stock, Faults(case, stock), lambda: _MOST_TICKS, lambda: None)
     check_drained(stock)
     return stock
@@ -92,7 +93,7 @@ def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: 
         return int(STRETCH * stock.tick * more_work) + MORE_TICKS
 
     try:
-        with contextlib.closing(ours):
+        with _closing(ours):
             _loop(ours, faults, limit, checker.after_tick)
     finally:
         result.steps = ours.num_steps
@@ -124,6 +125,18 @@ def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: 
     result.counts["compared"] = is_noop or not (checker.num_reasoning or wishes or has_tiers)
     if result.counts["compared"]:
         _compare(recorder, checker)
+
+
+@contextlib.contextmanager
+def _closing(arm: Arm) -> Iterator[None]:
+    """Close an arm; what closing raises does not hide what failed before."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            arm.close()
+        raise
+    arm.close()
 
 
 def _compare(stock: Recorder, ours: Recorder) -> None:
