@@ -11,9 +11,11 @@ from meridian_patch.policy.step_time import StepShape, StepTimeModel
 # half of the machine's time then. Longer steps would increase the latency of every answer, and
 # hardly drain the backlog faster where prefill overlaps with reading KV.
 _MOST_STRETCH = 2.0
-# From a step that no captured graph runs to the next one, in times of its duration. Meanwhile
-# prompts arrive that are computed together.
+# From the beginning of a step above the captured graph to that of the next one, where such steps
+# are worth it, in times of its duration: prompts that arrive meanwhile are computed together. At
+# most so many times what a step without prefill takes: a step that stalled says nothing of others.
 _LAUNCH_GAP = 1.5
+_MOST_GAP = 20.0
 # The default target is at least this multiple of the decode time, and otherwise at most 6 times a
 # step's bare time: prefill then has 5/6 of the machine's time, and longer steps hardly compute
 # prompts faster.
@@ -87,7 +89,8 @@ class PrefillBudget:
        stays within the graph, or is well above it: where rule 3 asks for it, where no piece of a
        prompt fits otherwise, and now and then while the backlog does not drain or the graph has no
        room for ``min_prefill_tokens``. Between two that rule 3 asks for, steps only decode for a
-       while, so that prompts that arrive meanwhile share one.
+       while, so that prompts that arrive meanwhile share one; not while a prompt needs more than
+       the graph has room for.
     8. A prompt has room for enough tokens to end in ``_MOST_SLOWDOWN`` times the time that it would
        take with the full budget (``owed_tokens``).
     """
@@ -156,31 +159,37 @@ class PrefillBudget:
             prefill *= 2
         graph_room = self._model.graph_room(shape)
         if graph_room is not None and in_time <= graph_room <= prefill:
-            # Only where no chunk in the graph is in time either.
-            worthwhile = min(room.worthwhile, most) if room and in_time < graph_room else 0
-            pays_above = worthwhile > graph_room
+            # Only where no chunk of use in the graph is in time either.
+            is_late = in_time < max(least, settings.min_prefill_tokens)
+            pays_above = bool(room and is_late and min(room.worthwhile, most) > graph_room)
             # In a smaller room a prompt would crawl.
             is_tight = graph_room < min(settings.min_prefill_tokens, owed)
             is_pressing = is_tight or self._drains(now_s) > _DRAINS_AT_LEAST
             fits = graph_room >= max(least, 1)
             is_early = now_s < self._next_launch_s
-            if pays_above and is_early:
+            if pays_above and is_early and fits and shape.decode_tokens:
                 return shape.decode_tokens
             if fits and not pays_above and (is_early or not is_pressing):
                 prefill = graph_room
             else:
-                prefill = self._above_graph(shape, prefill, before, now_s)
+                gap = _LAUNCH_GAP if pays_above else _MOST_STRETCH
+                prefill = self._above_graph(shape, prefill, before, now_s, gap)
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
-    def _above_graph(self, shape: StepShape, prefill: int, before: int, now_s: float) -> int:
-        """Prefill of a step well above the captured graph.
+    def _above_graph(
+        self, shape: StepShape, prefill: int, before: int, now_s: float, gap: float
+    ) -> int:
+        """Prefill of a step well above the captured graph, and the time until the next one.
 
         A little above it the step takes as long as with many more tokens.
         """
         many = min(self._model.launched_chunk(before) or 0, self._settings.full_tokens)
         prefill = max(prefill, many)
-        seconds = self._model.seconds(shape._replace(prefill_tokens=prefill)) or 0.0
-        self._next_launch_s = now_s + _LAUNCH_GAP * seconds
+        attended = prefill * before + prefill * (prefill + 1) // 2
+        whole = shape._replace(prefill_tokens=prefill, attended_tokens=attended)
+        seconds = self._model.seconds(whole) or 0.0
+        decode_s = self._model.decode_seconds(shape) or 0.0
+        self._next_launch_s = now_s + min(gap * seconds, _MOST_GAP * decode_s)
         return prefill
 
     def owed_tokens(self, shape: StepShape, prompt: PromptRest, cadence: int) -> int:

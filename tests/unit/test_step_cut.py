@@ -284,7 +284,8 @@ def test_a_graph_without_room_for_a_chunk_does_not_hold_prompts_up():
     above = [budget for budget in budgets if budget > 39]
     assert min(above) - 30 >= 200
     assert 3 <= len(above) <= 20
-    assert {budget for budget in budgets if budget <= 39} == {39}
+    # In between, steps only decode: nine tokens are of no use.
+    assert {budget for budget in budgets if budget <= 39} == {30}
 
 
 def in_pieces() -> StepTimeModel:
@@ -305,6 +306,25 @@ def test_prompts_are_not_computed_in_pieces_that_each_take_long():
     assert min(set(budgets) - {0}) > 500
     # A step of 25 ms every 38 ms at most.
     assert len([budget for budget in budgets if budget]) < 20
+
+
+def test_a_pause_between_launches_holds_nobody_up():
+    """Not a piece that the graph has no room for, nor a step in which nothing decodes."""
+    one = cut(in_pieces(), min_prefill_tokens=64)
+    assert one.token_budget(SHAPE, 0, 0.0072, 0.0) > 500
+    assert one.token_budget(SHAPE, 0, 0.0072, 0.001) == 30
+    assert one.token_budget(SHAPE, 0, 0.0072, 0.001, least=4000) >= 4030
+    nobody = StepShape(0, 0, 20_000)
+    assert one.token_budget(nobody, 0, 0.0072, 0.001) > 0
+
+
+def test_a_launch_that_stalled_does_not_make_a_long_pause():
+    model = in_pieces()
+    for _ in range(3):
+        model.observe(prefilling(1000), 5.0)
+    one = cut(model, min_prefill_tokens=64)
+    one.token_budget(SHAPE, 0, 0.0072, 0.0)
+    assert one.token_budget(SHAPE, 0, 0.0072, 0.2) > 30
 
 
 def test_a_target_that_the_graph_meets_keeps_steps_within_it():
