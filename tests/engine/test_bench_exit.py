@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 from run_engine import clean_environment
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PROFILE = files("meridian_patch.configs").joinpath("profiles/tiny_reasoner_exit.yaml")
 

@@ -10,7 +10,7 @@ from run_engine import clean_environment
 from meridian_patch.config.load import load_config
 from meridian_patch.demo.problems import make_problems
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PROBLEMS = make_problems(60, seed=5, steps=6)
 GRADER = "meridian_patch.demo.problems:grade"

@@ -162,7 +162,15 @@ def runs(demo_model, tmp_path_factory):
     return Runs(demo_model, tmp_path_factory)
 
 
-@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.nightly), *list(V1)[1:], "v2"])
+NIGHTLY = ("sync", "ngram")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name
+        for name in (*V1, "v2")
+    ]
+)
 def run(request, runs):
     return runs[request.param]
 

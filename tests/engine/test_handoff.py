@@ -189,6 +189,7 @@ def test_clients_of_others(demo_model, engines, router, tmp_path):
     assert result["completed"] == 40
 
 
+@pytest.mark.nightly
 def test_blocks_for_a_lost_answer_engine_are_free_at_once(engines, tmp_path):
     """Thoughts that were offered to it end where they are, and keep no blocks for half a minute."""
     think, _ = engines
@@ -226,6 +227,7 @@ def wait_until_empty(think, limit_s) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_lost_answer_engine_loses_nothing(engines, router):
     """Killed between and within answers: the think engine goes on from the tokens sent."""
     check_a_lost_answer_engine(engines, router)

@@ -15,8 +15,12 @@ SHORT = {"length": 44, "every_steps": 2}
 
 @pytest.fixture(scope="module")
 def v1(both_jobs, tiny):
-    stages = [stage(m, tiny("dense"), async_scheduling=on) for m, on in MODES.items()]
-    return both_jobs("v1", stages)
+    return both_jobs("v1", [stage("asynchronous", tiny("dense"), async_scheduling=True)])
+
+
+@pytest.fixture(scope="module")
+def v1_sync(both_jobs, tiny):
+    return both_jobs("v1_sync", [stage("synchronous", tiny("dense"), async_scheduling=False)])
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +42,18 @@ def assert_runner(pair, module, mode):
     assert pair.patched["scheduler"][0].startswith("Async") == MODES[mode]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_runner_v1(v1, cell, mode):
+def test_runner_v1(v1, cell):
     """Outputs are stock's with probes, aborts and preemptions all at once."""
-    pair = v1[mode]
-    assert_runner(pair, V1, mode)
-    cell.works(f"model runner V1, {mode}", assert_works(pair), probed(pair))
+    pair = v1["asynchronous"]
+    assert_runner(pair, V1, "asynchronous")
+    cell.works("model runner V1, asynchronous", assert_works(pair), probed(pair))
+
+
+@pytest.mark.nightly
+def test_runner_v1_synchronous(v1_sync, cell):
+    pair = v1_sync["synchronous"]
+    assert_runner(pair, V1, "synchronous")
+    cell.works("model runner V1, synchronous", assert_works(pair), probed(pair))
 
 
 def test_runner_v2(v2, cell):
