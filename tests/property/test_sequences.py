@@ -54,7 +54,8 @@ def search_all(marker, vocabulary):
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES, ids=["bytes", "merging", "byte fallback"])
 @settings(max_examples=150, deadline=None)
-@given(TEXT.filter(str.strip))
+# Two of what decoders write for a part of a character: such a marker is met within any character.
+@given(TEXT.filter(lambda text: text.strip() and "\ufffd\ufffd" not in text))
 def test_a_short_search_finds_the_same(vocabulary, marker):
     """In every context, with characters of several bytes, repetitions and white space."""
     found = find_spellings(marker, vocabulary)
