@@ -39,6 +39,8 @@ OPEN: dict[int, tuple[str, str]] = {
     12000995: ("crash", "vLLM 0.33, routed experts, one step in two computes prompts, hybrid"),
     12001180: ("probes", "128k tokens, grammars, hooks that fail: a probe waits 121 steps"),
     12001197: ("crash", "vLLM 0.33, routed experts, one step in two computes prompts, 256 seats"),
+    13000222: ("times", "two drafts, images, a starving pool: 20.4 s, in stock 10.4 s"),
+    13000317: ("displacing", "adapters for few slots, a tight pool, thoughts observed"),
 }
 
 
