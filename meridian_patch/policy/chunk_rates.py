@@ -1,6 +1,7 @@
 """Measures which sizes of a step's prefill take little time per token."""
 
 from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
@@ -23,34 +24,27 @@ class ChunkRates:
     """Seconds per token of prefill, by the size of a step's chunk.
 
     Sizes are told apart by powers of two, and by whether a captured graph runs the step.
-
-    Attributes:
-        largest: the most tokens of a chunk of which the rate is known.
     """
 
     def __init__(self) -> None:
-        self.largest = 0.0
-        self._newest: dict[_Size, deque[tuple[int, float]]] = {}
-        # Median size and rate where they are known.
-        self._known: dict[_Size, tuple[float, float]] = {}
+        self._seen: dict[_Size, _Seen] = {}
         self._chunks = 0
-        # Number of the newest chunk of each size.
-        self._last: dict[_Size, int] = {}
+
+    @property
+    def largest(self) -> float:
+        """The most tokens of a chunk of which the rate is known; 0: of none."""
+        return max((tokens for tokens, _ in self._known().values()), default=0.0)
 
     def add(self, tokens: int, seconds: float, *, is_launched: bool) -> None:
         """Note how much longer than without them a step of so many prefill tokens took."""
         if tokens < _LEAST_TOKENS:
             return
-        size = is_launched, tokens.bit_length()
-        newest = self._newest.setdefault(size, deque(maxlen=_NEWEST_CHUNKS))
-        newest.append((tokens, seconds / tokens))
         self._chunks += 1
-        self._last[size] = self._chunks
-        if len(newest) >= _LEAST_CHUNKS:
-            lengths, rates = zip(*newest, strict=True)
-            self._known[size] = median(lengths), median(rates)
-        self._forget()
-        self.largest = max((tokens for tokens, _ in self._known.values()), default=0.0)
+        seen = self._seen.setdefault((is_launched, tokens.bit_length()), _Seen())
+        seen.add(tokens, seconds / tokens, self._chunks)
+        oldest = self._chunks - _FORGOTTEN_AFTER
+        # What is no longer seen may have changed, or was measured while the engine warmed up.
+        self._seen = {size: each for size, each in self._seen.items() if each.last >= oldest}
 
     def worthwhile(self, graph_room: int | None, expected: int) -> int:
         """Tokens of the smallest chunk of a good rate.
@@ -59,11 +53,13 @@ class ChunkRates:
             graph_room: of the step; a chunk of another size is above the graph.
             expected: what a fit says; it counts for sizes that were not seen.
         """
-        if self.largest < min(expected, _ENOUGH_TOKENS):
+        known = self._known()
+        expected = min(expected, _ENOUGH_TOKENS)
+        if max((tokens for tokens, _ in known.values()), default=0.0) < expected:
             return expected
         usable = [
             (tokens if is_launched or graph_room is None else min(tokens, graph_room), rate)
-            for (is_launched, bits), (tokens, rate) in self._known.items()
+            for (is_launched, bits), (tokens, rate) in known.items()
             if is_launched or graph_room is None or 2 ** (bits - 1) <= graph_room
         ]
         if not usable:
@@ -74,12 +70,32 @@ class ChunkRates:
         if not worse:
             return min(smallest, expected)
         half = smallest // 2
-        is_seen = any(bits == half.bit_length() for _, bits in self._known)
-        return smallest if is_seen or half <= worse else half
+        is_seen = any(bits == half.bit_length() for _, bits in known)
+        # Between two neighbours there is none to try.
+        return smallest if is_seen or half < 2 * worse else half
 
-    def _forget(self) -> None:
-        """What is no longer seen may have changed, or was measured while the engine warmed up."""
-        oldest = self._chunks - _FORGOTTEN_AFTER
-        for size in [size for size, last in self._last.items() if last < oldest]:
-            del self._newest[size], self._last[size]
-            self._known.pop(size, None)
+    def _known(self) -> dict[_Size, tuple[float, float]]:
+        """Median tokens and rate of each size of which the rate is known."""
+        return {size: each.medians for size, each in self._seen.items() if each.medians}
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Chunks of one size.
+
+    Attributes:
+        newest: tokens and rates.
+        medians: of both; None while there are few.
+        last: number of the newest one.
+    """
+
+    newest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_NEWEST_CHUNKS))
+    medians: tuple[float, float] | None = None
+    last: int = 0
+
+    def add(self, tokens: int, rate: float, number: int) -> None:
+        self.newest.append((tokens, rate))
+        self.last = number
+        if len(self.newest) >= _LEAST_CHUNKS:
+            lengths, rates = zip(*self.newest, strict=True)
+            self.medians = median(lengths), median(rates)

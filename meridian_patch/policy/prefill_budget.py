@@ -12,10 +12,10 @@ from meridian_patch.policy.step_time import StepShape, StepTimeModel
 # hardly drain the backlog faster where prefill overlaps with reading KV.
 _MOST_STRETCH = 2.0
 # From the beginning of a step above the captured graph to that of the next one, where such steps
-# are worth it, in times of its duration: prompts that arrive meanwhile are computed together. At
-# most so many times what a step without prefill takes: a step that stalled says nothing of others.
+# are worth it, in times of its duration: prompts that arrive meanwhile are computed together.
 _LAUNCH_GAP = 1.5
-_MOST_GAP = 20.0
+# A launched step that took more than so many times a decode stalled, and says nothing of others.
+_MOST_TIMES_DECODE = 12.0
 # The default target is at least this multiple of the decode time, and otherwise at most 6 times a
 # step's bare time: prefill then has 5/6 of the machine's time, and longer steps hardly compute
 # prompts faster.
@@ -103,6 +103,8 @@ class PrefillBudget:
         self._larger_tried_s = float("-inf")
         # When a step without a captured graph may be planned again.
         self._next_launch_s = float("-inf")
+        # Of the planned step: prefill tokens above which it is launched, and the pause after it.
+        self._pause: tuple[int, float] | None = None
 
     def default_itl_s(self, shape: StepShape) -> float | None:
         """The inter-token latency to keep if none is requested; None without data.
@@ -145,7 +147,7 @@ class PrefillBudget:
         if self._model.wants_decode_only(shape):
             return shape.decode_tokens
         most = int(settings.full_tokens / settings.think_batch_multiplier)
-        room = None
+        room, worthwhile = None, 0
         if target_s is not None:
             target_s = self._widened_s(target_s, shape, now_s)
             room = self._model.prefill_room(shape, target_s, before)
@@ -153,7 +155,9 @@ class PrefillBudget:
             in_time, fitting = 0, min(self._model.untested_tokens, most)
         else:
             in_time = room.in_time
-            fitting = max(in_time, min(room.worthwhile, most))
+            # In whole pieces: a rest that is smaller than one cannot be used.
+            worthwhile = min(math.ceil(room.worthwhile / least) * least, most)
+            fitting = max(in_time, worthwhile)
         prefill = max(fitting, settings.min_prefill_tokens, least, owed)
         if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):
             prefill *= 2
@@ -161,36 +165,32 @@ class PrefillBudget:
         if graph_room is not None and in_time <= graph_room <= prefill:
             # Only where no chunk of use in the graph is in time either.
             is_late = in_time < max(least, settings.min_prefill_tokens)
-            pays_above = bool(room and is_late and min(room.worthwhile, most) > graph_room)
+            pays_above = is_late and worthwhile > graph_room
             # In a smaller room a prompt would crawl.
             is_tight = graph_room < min(settings.min_prefill_tokens, owed)
             is_pressing = is_tight or self._drains(now_s) > _DRAINS_AT_LEAST
             fits = graph_room >= max(least, 1)
             is_early = now_s < self._next_launch_s
-            if pays_above and is_early and fits and shape.decode_tokens:
+            can_pause = shape.decode_tokens > 0 and least <= max(graph_room, 1)
+            if pays_above and is_early and can_pause:
                 return shape.decode_tokens
             if fits and not pays_above and (is_early or not is_pressing):
                 prefill = graph_room
             else:
+                if not pays_above:
+                    # A little above the graph a step takes as long as with many more tokens.
+                    many = self._model.launched_chunk(before) or 0
+                    prefill = max(prefill, min(many, settings.full_tokens))
                 gap = _LAUNCH_GAP if pays_above else _MOST_STRETCH
-                prefill = self._above_graph(shape, prefill, before, now_s, gap)
+                self._pause = graph_room, gap * self._launched_s(shape, prefill, before)
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
-    def _above_graph(
-        self, shape: StepShape, prefill: int, before: int, now_s: float, gap: float
-    ) -> int:
-        """Prefill of a step well above the captured graph, and the time until the next one.
-
-        A little above it the step takes as long as with many more tokens.
-        """
-        many = min(self._model.launched_chunk(before) or 0, self._settings.full_tokens)
-        prefill = max(prefill, many)
+    def _launched_s(self, shape: StepShape, prefill: int, before: int) -> float:
+        """Seconds of a step above the captured graph, a stall left out."""
         attended = prefill * before + prefill * (prefill + 1) // 2
         whole = shape._replace(prefill_tokens=prefill, attended_tokens=attended)
         seconds = self._model.seconds(whole) or 0.0
-        decode_s = self._model.decode_seconds(shape) or 0.0
-        self._next_launch_s = now_s + min(gap * seconds, _MOST_GAP * decode_s)
-        return prefill
+        return min(seconds, _MOST_TIMES_DECODE * (self._model.decode_seconds(shape) or 0.0))
 
     def owed_tokens(self, shape: StepShape, prompt: PromptRest, cadence: int) -> int:
         """Prefill tokens of a step with which a prompt in progress ends in bounded time.
@@ -226,8 +226,11 @@ class PrefillBudget:
         )
         return min(owed, room.in_time, full) if room else 0
 
-    def ran(self, *, is_used_up: bool, now_s: float) -> None:
+    def ran(self, prefill_tokens: int, *, is_used_up: bool, now_s: float) -> None:
         """Note a scheduled step; ``is_used_up``: a lowered budget was used up."""
+        pause, self._pause = self._pause, None
+        if pause is not None and prefill_tokens > pause[0]:
+            self._next_launch_s = now_s + pause[1]
         if not is_used_up:
             self._used_up_since_s = None
         elif self._used_up_since_s is None:

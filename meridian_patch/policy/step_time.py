@@ -142,14 +142,17 @@ class StepTimeModel:
             # It is unknown whether prefill made the step longer, and the first steps have a great
             # weight in a fit.
             return False
+        is_shown = seconds > _PREFILL_SHOWS * decode_s
         room = self.graph_room(shape)
-        is_launched = room is not None and shape.prefill_tokens > room
-        added_s = seconds - decode_s if seconds > _PREFILL_SHOWS * decode_s else 0.0
-        self._rates.add(shape.prefill_tokens, added_s, is_launched=is_launched)
+        # With more rows than the graph, launching is a part of the decode time.
+        if room is not None or self.graph_tokens is None:
+            is_launched = room is not None and shape.prefill_tokens > room
+            added_s = seconds - decode_s if is_shown else 0.0
+            self._rates.add(shape.prefill_tokens, added_s, is_launched=is_launched)
         if shape.prefill_tokens <= _SMALL_CHUNK_TOKENS:
             self._added(max(seconds - decode_s, 0.0))
         predicted_s = self._prefill.predict(features)
-        if seconds > _PREFILL_SHOWS * decode_s:
+        if is_shown:
             self._prefill.add(features, seconds)
             return True
         self._most_hidden_tokens = max(self._most_hidden_tokens, shape.prefill_tokens)
@@ -224,10 +227,14 @@ class StepTimeModel:
         # Limited by what small chunks have added, because a fit of long ones does not determine it.
         fixed_s = min(fixed_s, self._least_added_s or 0.0)
         expected = self._tokens_in(max(fixed_s, 0.0) * (1 / _MOST_FIXED_SHARE - 1), before)
-        if (in_time is None or expected is None) and not self._rates.largest:
-            return None
-        worthwhile = self._rates.worthwhile(self.graph_room(shape), expected or 0)
-        return PrefillAllowance(in_time or 0, worthwhile)
+        graph_room = self.graph_room(shape)
+        if in_time is None:
+            # By the fit a token takes no time.
+            if graph_room is None:
+                return None
+            in_time = graph_room if seconds > bare_s else 0
+        worthwhile = self._rates.worthwhile(graph_room, expected or 0)
+        return PrefillAllowance(in_time, worthwhile)
 
     def graph_room(self, shape: StepShape) -> int | None:
         """Prefill tokens with which a captured graph still runs the step; None: no such limit."""

@@ -167,20 +167,23 @@ def test_runner_v2_runs_on_the_devices_time(v2_stock, demo_model, tmp_path):
     assert data["overlapped_steps"] > 0.8 * decode["steps"]
 
 
+def a_server(device: str, mode: str, folder) -> Server:
+    """A patched or a stock server on a device of these sizes."""
+    (folder / "device.yaml").write_text(device)
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", "--emulate"]
+    command += [str(folder / "device.yaml")]
+    return Server(command, {"MERIDIAN_PATCH": "1" if mode == "patched" else "0"}, folder)
+
+
 @pytest.mark.parametrize("mode", ["patched", pytest.param("stock", marks=pytest.mark.nightly)])
 def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
     """A step above the captured size takes 0.5 s here, whatever is in it: prompts are cut below it.
 
     A stock server computes each prompt at once, and the answer beside them stands still.
     """
-    (tmp_path / "device.yaml").write_text(
-        FAST.format(fixed_s=0.04) + "graph_tokens: 40\nlaunch_s: 0.5\nkv_tokens: 20000\n"
-    )
-    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", "--emulate"]
-    command += [str(tmp_path / "device.yaml")]
-    env = {"MERIDIAN_PATCH": "1" if mode == "patched" else "0"}
+    device = FAST.format(fixed_s=0.04) + "graph_tokens: 40\nlaunch_s: 0.5\nkv_tokens: 20000\n"
     filler = {"prompt": "0123456789" * 16, "max_tokens": 1, "temperature": 0}
-    with Server(command, env, tmp_path) as server:
+    with a_server(device, mode, tmp_path) as server:
         token_times(server, AMPLE[0].question, 20)
         with ThreadPoolExecutor(2) as pool:
             # Where no request reasons, the patched server does as stock does.
@@ -206,14 +209,9 @@ def test_prompts_beside_an_answer_are_not_computed_in_dear_pieces(tmp_path):
 
     A prompt of 800 tokens in pieces of 98 within the graph would take a second.
     """
-    (tmp_path / "device.yaml").write_text(
-        FAST.format(fixed_s=0.02)
-        + "graph_tokens: 100\npieces_s: 0.12\nlaunch_s: 0.16\nkv_tokens: 20000\n"
-    )
-    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", "--emulate"]
-    command += [str(tmp_path / "device.yaml")]
+    device = FAST.format(fixed_s=0.02) + "graph_tokens: 100\npieces_s: 0.12\nlaunch_s: 0.16\n"
     times_s = []
-    with Server(command, {"MERIDIAN_PATCH": "1"}, tmp_path) as server:
+    with a_server(device + "kv_tokens: 20000\n", "patched", tmp_path) as server:
         token_times(server, AMPLE[0].question, 20)
         with ThreadPoolExecutor(2) as pool:
             thought = pool.submit(token_times, server, AMPLE[0].question, 600)

@@ -36,7 +36,7 @@ def test_one_size_alone_tells_nothing() -> None:
 def test_sizes_that_were_not_seen_are_tried_where_a_fit_expects_them() -> None:
     """Else a step that was cut small would stay so: larger chunks would never be seen."""
     small = seen((70, 0.011, False), (200, 0.011, False))
-    assert small.worthwhile(226, 1500) == 1500
+    assert small.worthwhile(226, 1500) == 1024
     assert small.worthwhile(226, 150) == 200
     # Smaller ones, too.
     assert seen((100, 3e-3, False), (200, 5e-3, False)).worthwhile(None, 80) == 80
@@ -57,6 +57,12 @@ def test_sizes_in_between_are_tried() -> None:
         rates.add(tried[-1], 1e-3 + 2e-5 * tried[-1], is_launched=tried[-1] > 226)
     assert tried[0] == 4096
     assert tried[-1] <= 256
+
+
+def test_no_size_between_two_neighbours_is_asked_for() -> None:
+    """Chunks in whole blocks of 400 tokens: 600 of them are 400, and stay unseen."""
+    rates = seen((400, 0.016, True), (1200, 0.032, True))
+    assert rates.worthwhile(0, 0) == 1200
 
 
 def test_a_size_that_is_not_seen_any_more_is_forgotten() -> None:

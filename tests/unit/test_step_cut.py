@@ -6,6 +6,7 @@ import pytest
 from rooflines import random_shape, roofline, trained
 
 from meridian_patch.config.policy import PolicyConfig
+from meridian_patch.policy.chunk_rates import ChunkRates
 from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
@@ -72,7 +73,7 @@ def test_a_backlog_in_chunks_of_one_size_is_tried_with_a_larger_one():
         chunks.append(tokens - shape.decode_tokens)
         step = shape._replace(prefill_tokens=chunks[-1], attended_tokens=64 * 64 * len(chunks))
         now_s += machine_s(step)
-        one.ran(is_used_up=True, now_s=now_s)
+        one.ran(0, is_used_up=True, now_s=now_s)
         model.observe(step, machine_s(step))
     assert chunks[:8] == [64] * 8
     assert max(chunks[:20]) >= 128
@@ -91,7 +92,7 @@ def test_a_large_piece_is_not_doubled():
         chunks.append(one.token_budget(SHAPE, 0, one.default_itl_s(SHAPE), now_s, 2096) - 30)
         step = SHAPE._replace(prefill_tokens=chunks[-1], attended_tokens=chunks[-1] ** 2 // 2)
         now_s += 0.01 + 40e-6 * chunks[-1]
-        one.ran(is_used_up=True, now_s=now_s)
+        one.ran(0, is_used_up=True, now_s=now_s)
         model.observe(step, 0.01 + 40e-6 * chunks[-1])
     assert max(chunks[-100:]) == 2096
 
@@ -166,12 +167,12 @@ def test_a_cut_that_does_not_drain_is_widened_and_comes_back():
         return one.token_budget(SHAPE, 0, 0.007, now_s) - 30
 
     before = prefill(0.0)
-    one.ran(is_used_up=True, now_s=0.0)
+    one.ran(0, is_used_up=True, now_s=0.0)
     assert prefill(4.9) == before
     assert before < prefill(6.0) < prefill(7.0)
     assert 6e-3 + 1e-5 * prefill(1000.0) == pytest.approx(2 * 6e-3, rel=0.1)
     assert one.token_budget(SHAPE, 0, 0.05, 1000.0) == one.token_budget(SHAPE, 0, 0.05, 0.0)
-    one.ran(is_used_up=False, now_s=1000.0)
+    one.ran(0, is_used_up=False, now_s=1000.0)
     assert prefill(1000.0) == before
 
 
@@ -253,8 +254,8 @@ def test_a_backlog_that_does_not_drain_has_steps_well_above_the_graph():
     one = cut(graphed(), min_prefill_tokens=64)
     sizes, now_s = [], 0.0
     while now_s < 20.0:
-        one.ran(is_used_up=True, now_s=now_s)
         tokens = one.token_budget(SHAPE, 0, 0.011, now_s) - 30
+        one.ran(tokens, is_used_up=True, now_s=now_s)
         sizes.append((now_s, tokens))
         launch_s = 0.015 if tokens + 30 > 256 else 0.0
         now_s += 0.01 + 2e-5 * (tokens + 30) + launch_s
@@ -280,7 +281,10 @@ def test_a_graph_without_room_for_a_chunk_does_not_hold_prompts_up():
     model = graphed()
     model.graph_tokens = 39
     one = cut(model, min_prefill_tokens=64)
-    budgets = [one.token_budget(SHAPE, 0, 0.012, 0.01 * place, owed=200) for place in range(40)]
+    budgets = []
+    for place in range(40):
+        budgets.append(one.token_budget(SHAPE, 0, 0.012, 0.01 * place, owed=200))
+        one.ran(budgets[-1] - 30, is_used_up=True, now_s=0.01 * place)
     above = [budget for budget in budgets if budget > 39]
     assert min(above) - 30 >= 200
     assert 3 <= len(above) <= 20
@@ -298,10 +302,17 @@ def in_pieces() -> StepTimeModel:
     return model
 
 
+def used(one: PrefillBudget, now_s: float) -> int:
+    """Prefill tokens of a step of a backlog, all of which are used."""
+    tokens = one.token_budget(SHAPE, 0, 0.0072, now_s) - 30
+    one.ran(tokens, is_used_up=True, now_s=now_s)
+    return tokens
+
+
 def test_prompts_are_not_computed_in_pieces_that_each_take_long():
     """A piece that the graph has room for takes 50 us per token, one of 1,000 tokens 20 us."""
     one = cut(in_pieces(), min_prefill_tokens=64)
-    budgets = [one.token_budget(SHAPE, 0, 0.0072, 0.006 * place) - 30 for place in range(100)]
+    budgets = [used(one, 0.006 * place) for place in range(100)]
     assert {0} < set(budgets)
     assert min(set(budgets) - {0}) > 500
     # A step of 25 ms every 38 ms at most.
@@ -311,11 +322,11 @@ def test_prompts_are_not_computed_in_pieces_that_each_take_long():
 def test_a_pause_between_launches_holds_nobody_up():
     """Not a piece that the graph has no room for, nor a step in which nothing decodes."""
     one = cut(in_pieces(), min_prefill_tokens=64)
-    assert one.token_budget(SHAPE, 0, 0.0072, 0.0) > 500
+    assert used(one, 0.0) > 500
     assert one.token_budget(SHAPE, 0, 0.0072, 0.001) == 30
     assert one.token_budget(SHAPE, 0, 0.0072, 0.001, least=4000) >= 4030
-    nobody = StepShape(0, 0, 20_000)
-    assert one.token_budget(nobody, 0, 0.0072, 0.001) > 0
+    no_decode = StepShape(0, 0, 20_000)
+    assert one.token_budget(no_decode, 0, 0.0072, 0.001) > 0
 
 
 def test_a_launch_that_stalled_does_not_make_a_long_pause():
@@ -323,8 +334,25 @@ def test_a_launch_that_stalled_does_not_make_a_long_pause():
     for _ in range(3):
         model.observe(prefilling(1000), 5.0)
     one = cut(model, min_prefill_tokens=64)
-    one.token_budget(SHAPE, 0, 0.0072, 0.0)
-    assert one.token_budget(SHAPE, 0, 0.0072, 0.2) > 30
+    used(one, 0.0)
+    assert used(one, 0.2) > 0
+
+
+def test_a_room_that_no_prompt_uses_makes_no_pause():
+    """Another prompt, or a probe, may come in the next step."""
+    one = cut(in_pieces(), min_prefill_tokens=64)
+    for place in range(12):
+        assert one.token_budget(SHAPE, 0, 0.0072, 0.006 * place) > 530
+        one.ran(20, is_used_up=False, now_s=0.006 * place)
+
+
+def test_a_step_beside_answers_is_not_as_long_as_the_engine_allows():
+    """A fit that takes tokens for free asks for as many as there are."""
+    model = in_pieces()
+    model._prefill.coefficients = (0.017, 1e-12, 0.0, 0.0, 0.008)
+    for rates in (model._rates, ChunkRates()):
+        model._rates = rates
+        assert used(cut(model, min_prefill_tokens=64), 0.0) <= 1024
 
 
 def test_a_target_that_the_graph_meets_keeps_steps_within_it():

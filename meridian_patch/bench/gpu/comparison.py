@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ _ROOM = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(12 * 
 # Of a trace, and what it takes to end behind its last arrival.
 _TRACE_S, _TAIL_S = 40.0, 15.0
 _WARM_UP_REQUESTS, _MOST_SEEDS = 40, 5
+# What a server takes to start.
+_START_S = 70.0
 _REHEARSED_REQUESTS, _REHEARSED_RATE = 6, 3.0
 _COST = "h100-8b-measured"
 _CHARACTERS = "0123456789 +-=?abcdefghijklmnopqrstuvwxyz"
@@ -79,10 +80,12 @@ def run_comparison_part(context: Context, record: Record, remaining_s: Callable[
     folder.mkdir(parents=True, exist_ok=True)
     load = Load(request_limit_s=max(30.0, remaining_s()))
     served = shared_gpu(context)
+    # Before the servers hold the GPU: finding a rate may take one of its own.
+    loads = _loads(context, load, folder, remaining_s)
     played = 0
     with ExitStack() as up:
         servers = _start(context, served, load, folder, up)
-        for number, each in enumerate(_loads(context, load, folder, remaining_s)):
+        for number, each in enumerate(loads):
             record.notes.append(each.words)
             runs = {name: ArmRun(name) for name in (PATCHED, STOCK, STOCK_AGAIN)}
             try:
@@ -118,11 +121,12 @@ def _start(
     context: Context, served: Served, load: Load, folder: Path, up: ExitStack
 ) -> dict[str, RunningArm]:
     """Both servers, up and warm."""
-    waits: dict[str, Callable[[], RunningArm]] = {}
+    launched: dict[str, Callable[[], RunningArm]] = {}
+    servers: dict[str, RunningArm] = {}
     for arm in (PATCHED, STOCK):
         # Of two that compile at once, neither may find a half of what the other has compiled.
         base = context.base_env | {"VLLM_CACHE_ROOT": str(folder / f"cache-{arm}")}
-        waits[arm] = up.enter_context(
+        launched[arm] = up.enter_context(
             launch_arm(
                 ArmRun(arm),
                 KNOWN_ARMS[arm],
@@ -134,18 +138,14 @@ def _start(
         )
         if not served.is_dummy:
             # vLLM's profile of the GPU's memory counts a neighbour's as its own.
-            running = waits[arm]()
-            waits[arm] = partial(_itself, running)
-    servers = {arm: ready() for arm, ready in waits.items()}
+            servers[arm] = launched.pop(arm)()
+    servers |= {arm: ready() for arm, ready in launched.items()}
     if served.is_dummy and not context.rehearse:
         for running in servers.values():
-            trace = sized_trace(_WARM_UP_REQUESTS, bearable_by_cost(Path()), SEED - 1)
+            rate = bearable_by_cost(context.folder / "cost.yaml")
+            trace = sized_trace(_WARM_UP_REQUESTS, rate, SEED - 1)
             play_seed(running, SEED - 1, trace, load.processes, lambda: None)
     return servers
-
-
-def _itself(running: RunningArm) -> RunningArm:
-    return running
 
 
 def _record(
@@ -207,7 +207,8 @@ def _loads(
     rate, _ = bearable_rate(context.sized.settings, load, CAPACITY_SHARE, folder, console)
     mix = Mix(requests=160, rate_per_s=rate)
     of_seed = 3 * (mix.requests / mix.rate_per_s + _TAIL_S)
-    number = int(max(1.0, min(float(_MOST_SEEDS), remaining_s() / of_seed)))
+    left_s = remaining_s() - 2 * _START_S
+    number = int(max(1.0, min(float(_MOST_SEEDS), left_s / of_seed)))
     seeds = range(SEED, SEED + number)
     return [_Load("busy", str(mix), {seed: make_trace(mix, seed) for seed in seeds})]
 

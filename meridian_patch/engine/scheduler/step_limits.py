@@ -410,7 +410,7 @@ class StepLimiter:
         # A rest of the budget that is smaller than the least piece cannot be used.
         is_used_up = budget is not None and total > budget - (self._least if is_waited else 1)
         if self._may_prefill:
-            self._cut.ran(is_used_up=is_used_up, now_s=now_s)
+            self._cut.ran(prefill, is_used_up=is_used_up, now_s=now_s)
         self.left_out = is_used_up and is_waited
         if prefill or (budget is not None and budget > self._shape.decode_tokens):
             self._chunks.ran(has_prefill=prefill > 0, is_waited=is_waited)

@@ -162,11 +162,11 @@ class Suite:
                 for process in processes:
                     if process.poll() is None:
                         os.killpg(process.pid, number)
-                for process in processes:
-                    try:
-                        process.wait(patience_s)
-                    except subprocess.TimeoutExpired:
-                        continue
+                deadline = time.monotonic() + patience_s
+                while time.monotonic() < deadline:
+                    if all(process.poll() is not None for process in processes):
+                        break
+                    time.sleep(0.1)
 
     def command(self, part: str, limit_s: float, surprises: list[str]) -> list[str]:
         of_part = PARTS[self.trip][part]
