@@ -64,8 +64,8 @@ class LatencyPolicy:
         standing = self._standing(view)
         if standing < Standing.THINK:
             return standing, view.priority, 0
-        level = self._levels.of(view.think_tokens, view.prompt_tokens)
-        return standing, view.priority, level
+        prompt_tokens = view.prompt_tokens if standing is Standing.PREFILL else 0
+        return standing, view.priority, self._levels.of(view.think_tokens, prompt_tokens)
 
     def _standing(self, view: RequestView) -> Standing:
         if view.phase is Phase.ANSWER:

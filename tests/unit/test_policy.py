@@ -18,17 +18,12 @@ def order(**views):
     return sorted(views, key=lambda name: policy.rank(views[name]))
 
 
-def test_levels_double():
-    """Up to 512 tokens, then 1,024, then 2,048."""
-    thoughts = (0, 511, 512, 1023, 1024, 2048, 30_000)
-    assert [Levels(512, 0.25).of(n, 0) for n in thoughts] == [0, 0, 1, 1, 2, 3, 6]
-
-
-def test_a_prompt_counts_by_its_weight():
-    """A quarter of it, as if it had been thought."""
-    assert [Levels(512, 0.25).of(n, 2000) for n in (0, 11, 12)] == [0, 0, 1]
-    assert Levels(512, 0.0).of(0, 100_000) == 0
+def test_a_prompt_counts_while_it_waits_and_is_computed_only():
+    """A thinker holds what its prompt needs, and would compute it again."""
     short, long = view(Phase.THINK, 600), view(Phase.THINK, 100, prompt=16_000)
+    assert order(long=long, short=short) == ["long", "short"]
+    short = view(Phase.PREFILL, 0, prefilling=True, prompt=100)
+    long = view(Phase.PREFILL, 0, prefilling=True, prompt=16_000)
     assert order(long=long, short=short) == ["short", "long"]
 
 

@@ -39,7 +39,6 @@ from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
-from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -167,7 +166,6 @@ def _build_policy(
     counters: PhaseCounters,
 ) -> PolicyPart:
     kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
-    order = LatencyPolicy(config.protected_answer_tokens, Levels.of_config(config))
     limiter = StepLimiter(
         rules,
         config,
@@ -179,6 +177,7 @@ def _build_policy(
         scheduler.parallel_config.pipeline_parallel_size,
     )
     limiter.model.graph_tokens = graph_tokens(scheduler.vllm_config)
+    order = LatencyPolicy(config.protected_answer_tokens, limiter.levels)
     return PolicyPart(
         scheduler,
         rules,

@@ -30,6 +30,7 @@ from meridian_patch.policy.time_sharing import Thinker, TimeSharing
 _REFRESH_STEPS = 8
 _MOST_AGED = 8
 _MOST_PASSED = 8
+_REVIEW_STEPS = 128
 # A new request that others overtake waits for so many times `aging_s` before it goes first: where
 # long prompts went first sooner, every request waited longer.
 _PATIENCE = 10
@@ -86,6 +87,10 @@ class Displacing:
         self._held: list[Any] = []
         self._held_for: Any | None = None
         self._held_at = 0
+        # Think tokens of requests when their last thought ended.
+        self._thought_before: dict[Any, int] = {}
+        # The step of the last review of the levels.
+        self._reviewed_at = 0
         # Requests for which others were preempted, their own number of preemptions then, and how
         # often that was since.
         self._made_room: dict[Any, tuple[int, int]] = {}
@@ -103,10 +108,12 @@ class Displacing:
             self._attained_before,
             self._safe_until,
             self._made_room,
+            self._thought_before,
         )
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
+        self._note_thought(request, self._attained(request), has_ended=False)
         for notes in self._notes:
             notes.pop(request, None)
         if request in self._held:
@@ -128,12 +135,25 @@ class Displacing:
         self._to_place[request] = None
         self._attained_before[request] = self._attained(request)
 
+    def changed(self, request: Any) -> None:
+        """Note that a request's phase may have changed: how long a thought was says who waits."""
+        state = self._tracker.get(request.request_id)
+        if state is not None and state.phase is Phase.ANSWER:
+            self._note_thought(request, state.think_tokens, has_ended=True)
+
+    def _note_thought(self, request: Any, think_tokens: int, *, has_ended: bool) -> None:
+        before = self._thought_before.get(request, 0)
+        if think_tokens > before:
+            self._levels.thought(before, think_tokens, has_ended=has_ended)
+            self._thought_before[request] = think_tokens
+
     def begun(self, request: Any) -> None:
         """Note that a request is in a step: no other overtakes it any more."""
         self._overtaken.pop(request, None)
 
     def ends_turn(self, session: Any) -> None:
         """Forget what was noted of a session: its next thought begins anew."""
+        self._note_thought(session, self._attained(session), has_ended=False)
         for notes in self._notes:
             notes.pop(session, None)
 
@@ -203,6 +223,10 @@ class Displacing:
             shape: decode tokens and context of the next step.
         """
         self.skips_adapter = False
+        if scheduler.current_step - self._reviewed_at >= _REVIEW_STEPS:
+            self._reviewed_at = scheduler.current_step
+            if self._levels.review(self._live_thoughts(scheduler)):
+                self._to_place.update(dict.fromkeys(self._away))
         if not scheduler.waiting:
             self._held.clear()
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
@@ -223,6 +247,14 @@ class Displacing:
         if is_hopeless or not self._preempt_for(scheduler, newcomer, now_s, token_budget, shape):
             self._no_room_for = newcomer
             self._no_room_until = scheduler.current_step + _REFRESH_STEPS
+
+    def _live_thoughts(self, scheduler: Any) -> Iterator[int]:
+        """Think tokens so far of the requests that think, running or preempted."""
+        away = (one for one in self._away if one.status == RequestStatus.PREEMPTED)
+        for request in chain(scheduler.running, away):
+            state = self._tracker.get(request.request_id)
+            if state is not None and state.phase is Phase.THINK:
+                yield state.think_tokens
 
     def _in_line(self, scheduler: Any, tokens_left: int) -> Any | None:
         """The waiting request that lacks a seat, or was refused blocks; None: it is not known.
@@ -350,7 +382,7 @@ class Displacing:
             if state is None or state.phase is not Phase.THINK or request.is_prefill_chunk:
                 continue
             attained = state.think_tokens
-            if self._level(request) <= level:
+            if self._levels.of(attained) <= level:
                 # Priorities go before levels.
                 num_passed = num_passed + 1 if request.priority == priority else 1
                 priority = request.priority

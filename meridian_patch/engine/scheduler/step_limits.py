@@ -107,7 +107,7 @@ class StepLimiter:
         self._own_priority: dict[str, int] = {}
         self._sharing = self._displacing = None
         self.refusals: Refusals | None = None
-        self._levels = Levels.of_config(config)
+        self.levels = Levels.of_config(config)
         if rules.time_sharing:
             self._sharing = TimeSharing(SharingSettings.of(config), self.model)
             self._displacing = Displacing(
@@ -115,7 +115,7 @@ class StepLimiter:
                 self._sharing,
                 tracker,
                 config.aging_s,
-                self._levels,
+                self.levels,
                 offloaded_tokens=reloads,
             )
             self.refusals = self._displacing.refusals
@@ -171,7 +171,7 @@ class StepLimiter:
         priority = options.meridian_priority if self._rules.order else 0
         level, now_s = 0, self.clock()
         if self._displacing and not self.is_stock:
-            level = self._levels.of(0, request.num_prompt_tokens)
+            level = self.levels.of(0, request.num_prompt_tokens)
             self._displacing.added(request, level, now_s)
         self.waiting_order.on_added(request, waiting, level, priority, now_s)
 
@@ -179,6 +179,8 @@ class StepLimiter:
         """Update the pacing of a request whose phase may have changed."""
         name = request.request_id
         self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS))
+        if self._displacing:
+            self._displacing.changed(request)
 
     def pauses(self, session: Any) -> None:
         """Stop pacing a session that waits for its next chunk."""
