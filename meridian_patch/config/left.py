@@ -7,6 +7,8 @@ _LEVELS = "levels of think tokens decide who waits for whom; set policy.level_to
 _ADMISSION = "it changed no figure beside levels (docs/adr/0021); leave it out"
 _VICTIMS = "levels of think tokens choose now who is preempted; leave it out"
 _PACING = "it lengthened the gaps of answers (docs/adr/0021); leave it out"
+_CREDIT = "its bound was never met (docs/adr/0025); leave it out"
+_RELOAD = "what computing again costs decides nothing any more (docs/adr/0025); leave it out"
 _GATE = "holding requests back for other ranks showed no gain (docs/adr/0019); leave it out"
 
 LEFT_KEYS: Final[Mapping[str, str]] = {
@@ -17,6 +19,8 @@ LEFT_KEYS: Final[Mapping[str, str]] = {
     "policy.admission": _ADMISSION,
     "policy.admission_reserve_tokens": _ADMISSION,
     "policy.admission_overcommit": _ADMISSION,
+    "policy.sharing_overhead": _CREDIT,
+    "policy.reload": _RELOAD,
     "policy.balance_hold_steps": _GATE,
 }
 """Dotted keys, each with the end of the sentence that refuses it."""

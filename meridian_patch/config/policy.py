@@ -143,27 +143,17 @@ class PolicyConfig(PolicyRules):
     level_tokens: int = Field(
         default=1024,
         ge=1,
+        le=2**31,
         description="Think tokens with which the first level ends; each further level ends with "
-        "twice as many. A lower level is admitted before a higher one, and may displace it.",
+        "twice as many. A lower level is admitted before a higher one, and may displace it. Levels "
+        "count only where longer thoughts are further from their ends.",
     )
     prompt_weight: float = Field(
         default=0.25,
         ge=0,
         le=10,
-        description="Think tokens that a prompt token counts as in a request's level. 0: all new "
-        "requests have the first level.",
-    )
-    sharing_overhead: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Upper bound of the share of the engine's time that may be spent on computing "
-        "tokens again that time-sharing preempted; it falls as a recomputed token gets dearer "
-        "against a decoded one.",
-    )
-    reload: bool = Field(
-        default=True,
-        description="Count what a KV tier of vLLM loads again as not lost in a preemption.",
+        description="Think tokens that a prompt token counts as while its request waits. 0: all "
+        "new requests have the first level.",
     )
     aging_s: float = Field(
         default=30.0,

@@ -18,7 +18,6 @@ _STYLES = {"off": "yellow", "limits": "yellow", "REFUSED": "bold red"}
 _WHOLE_REASONS = (
     ("metrics_off", "metrics of EngineCore"),
     ("kv_tiers_off", "KV tiers"),
-    ("reload_off", "reload after a preemption"),
 )
 _OF_API_SERVER = frozenset(patch.name for patch in PATCHES if patch.process == "api_server")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
@@ -77,8 +76,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "modes", modes
         if report.get("metrics"):
             yield "metrics", str(report["metrics"])
-        if report.get("reload"):
-            yield "reload", f"preempted requests, by {report['reload']}"
     for why in _off(report):
         yield "off", why
     if report.get("limited_by"):

@@ -41,7 +41,7 @@ class LatencyPolicy:
        ``protected_answer_tokens`` answer tokens.
     2. Then answers; among them, those that recompute tokens after a preemption come last.
     3. Then thinkers by level, the lowest first: the longest thinker is preempted first.
-    4. Prefill comes last: new prompts, then thinkers that recompute, the lowest level first.
+    4. Prefill comes last, the lowest level first: new prompts, and thinkers that recompute.
     5. Within each class, the requests' own priorities decide first. Equal ranks keep stock order.
 
     Invariant: an answer is preempted only if no thinker and no prefill is left.

@@ -277,17 +277,6 @@ class StepTimeModel:
         _, token_s, _, attended_s, _ = self._prefill.coefficients
         return (token_s + attended_s * tokens / 2) * tokens
 
-    def recompute_price(self, shape: StepShape) -> float | None:
-        """Seconds of a recomputed token over those of a decoded one; None without data.
-
-        Args:
-            shape: decode tokens and context of the requests that decode.
-        """
-        decode_s = self.decode_seconds(shape) if shape.decode_tokens else None
-        if self._prefill.coefficients is None or not decode_s:
-            return None
-        return self._prefill.coefficients[1] * shape.decode_tokens / decode_s
-
     def _tokens_in(self, seconds: float, before: int) -> int | None:
         if self._prefill.coefficients is None:
             return None

@@ -56,7 +56,6 @@ def eager(monkeypatch, demo_model):
     for name, value in {
         "POLICY__TIME_BUDGET_US": "10000000",
         "POLICY__LEVEL_TOKENS": "50",
-        "POLICY__SHARING_OVERHEAD": "0.05",
         "POLICY__AGING_S": "2",
         "KV__RETAIN_S": "1",
         "EXIT__MODE": "enforce",

@@ -1,210 +1,255 @@
-"""What vLLM's offloading connector keeps, on the real scheduler: who is preempted for it."""
+"""Requests that make room beside a KV tier of vLLM, on the real scheduler and connectors."""
 
-import __future__
-
-import ast
-import logging
-from pathlib import Path
-from types import SimpleNamespace
+import random
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector import v1
-from vllm.v1.outputs import KVConnectorOutput
+from simple_offload import use_simple_offload
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine import status
-from meridian_patch.engine.scheduler import offload_estimate
-from meridian_patch.engine.scheduler.offload_estimate import build_reloads
-from meridian_patch.replay import scheduler as replay_scheduler
 from meridian_patch.replay.cost import DEFAULT_COST, load_cost
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
 
 SET = "MERIDIAN_PATCH_SET_POLICY__"
-# Both are let in at once, and no request is displaced.
+# All are let in at once, and no request is displaced.
 ALONE = {f"{SET}TIME_SHARING": "false"}
 POOL_BLOCKS = 50
+TIER_BLOCKS = 400
 BIG, SMALL = 500, 90
+MODES = pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+LAZY = pytest.mark.parametrize("is_lazy", [True, False], ids=["lazy", "eager"])
 
 
 @pytest.fixture
-def log(monkeypatch, caplog):
-    """Our lines on the tier; vLLM's logger does not hand them on."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
-    caplog.set_level(logging.INFO, "vllm.meridian_patch")
+def make(monkeypatch, patience):
+    """Builds an engine with the connector."""
 
-    def lines():
-        ours = [r.getMessage() for r in caplog.records if r.name == "vllm.meridian_patch"]
-        return [line for line in ours if "offload" in line or "preempted" in line]
+    def build(settings=None, *, is_async=True, is_lazy=False, tier=TIER_BLOCKS, gb_per_s=25.0):
+        use_simple_offload(monkeypatch, tier, lazy_offload=is_lazy)
+        return Engine({**ALONE, **(settings or {})}, gb_per_s, is_async=is_async)
 
-    return lines
-
-
-@pytest.fixture
-def offload_prompts_alone(monkeypatch):
-    """vLLM's own default, which a replay's tier does not have."""
-    original = replay_scheduler.transfer_config
-
-    def changed(arm, spec):
-        config = original(arm, spec)
-        config.kv_connector_extra_config["offload_prompt_only"] = True
-        return config
-
-    monkeypatch.setattr(replay_scheduler, "transfer_config", changed)
+    return build
 
 
 class Engine(ReplayEngine):
     """Remembers vLLM's own requests."""
 
-    def __init__(self, settings=None, *, gb_per_s=25.0, is_async=True):
-        arm = ReplayArm("arm", True, {**ALONE, **(settings or {})}, offload_gb_per_s=gb_per_s)
+    def __init__(self, settings, gb_per_s, *, is_async):
+        arm = ReplayArm("arm", True, settings, offload_gb_per_s=gb_per_s)
         step_seconds = load_cost(DEFAULT_COST).step_seconds
         super().__init__(arm, POOL_BLOCKS, step_seconds, read_template_tokens(), is_async=is_async)
         self.requests = {}
-        self.offloaded_tokens = self.scheduler.policy_part._reloads
 
-    def think(self, name, prompt, think, params=None):
-        """Add a request with ``kv_transfer_params``."""
+    def think(self, name, prompt, think, answer=2):
         template = read_template_tokens()
         # No two prompts begin alike.
         text = [(len(self.requests) + n) % template.content_ids for n in range(prompt - 1)]
-        output = [*([7] * think), template.think_end, 8, 8, template.turn_end]
-        self._sampling.extra_args = {"kv_transfer_params": params} if params else None
+        output = [*([7] * think), template.think_end, *([8] * answer), template.turn_end]
         self.add(ReplayRequest(name, [*text, template.think_start], output, think + 1), self.now)
         self.requests[name] = self._live[name][0]
 
+    def until(self, is_reached):
+        for _ in range(2000):
+            if is_reached():
+                return
+            self.step()
+        raise AssertionError("not reached in 2000 steps")
 
-def big_and_small(engine):
-    """``big`` has computed more, and nothing of ``small`` is offload_estimate."""
+    def finish(self):
+        self.until(lambda: self.is_idle)
+        assert {record.finish_reason for record in self.take_finished()} <= {"stop"}
+        assert "fallback:exception" not in self.counters()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == POOL_BLOCKS
+
+    def preempted_first(self):
+        """Step until a request is; then to the end."""
+        self.until(lambda: any(one.num_preemptions for one in self.requests.values()))
+        first = [name for name, one in self.requests.items() if one.num_preemptions]
+        self.finish()
+        return first
+
+    def abort(self, name):
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        del self._live[name]
+
+
+def small_and_big(engine):
+    """The big one came last and has computed more."""
+    engine.think("small", SMALL, 250)
     engine.think("big", BIG, 250)
-    engine.think("small", SMALL, 250, {"max_offload_tokens": 0})
     return engine
 
 
-def test_what_is_kept_is_told(offload_prompts_alone):
-    """Whole chunks of the prompt, and nothing of a request that offloads nothing."""
-    engine = big_and_small(Engine())
-    kept = engine.offloaded_tokens
-    big, small = engine.requests.values()
-    assert kept(big) == 0
-    for _ in range(20):
-        engine.step()
-    assert big.num_computed_tokens > BIG
-    assert kept(big) == BIG // BLOCK_SIZE * BLOCK_SIZE
-    assert kept(small) == 0
+@MODES
+@LAZY
+def test_nothing_is_lost_so_the_last_is_preempted(make, is_async, is_lazy):
+    engine = small_and_big(make(is_async=is_async, is_lazy=is_lazy))
+    assert engine.preempted_first() == ["big"]
+    # What was not stored when it was preempted.
+    assert engine.totals.recomputed_tokens <= 3 * BLOCK_SIZE
+    assert engine.totals.reloaded_tokens > 0 or is_lazy
 
 
-def test_thinking_is_kept_to_the_last_token():
-    """All that are offloaded as they go are equal, at any point of a chunk."""
-    engine = Engine()
-    engine.think("one", BIG, 200)
+SHARING = {f"{SET}TIME_SHARING": "true", f"{SET}LEVEL_TOKENS": "100"}
+
+
+@MODES
+def test_a_newcomer_takes_the_place_of_a_thinker(make, is_async):
+    """Also while a step in flight writes its blocks, as in every asynchronous step."""
+    engine = make(SHARING, is_async=is_async)
+    engine.think("one", BIG, 250)
     one = engine.requests["one"]
-    for _ in range(5):
-        engine.step()
-    for _ in range(3 * BLOCK_SIZE):
-        engine.step()
-        assert engine.offloaded_tokens(one) == one.num_computed_tokens > BIG
+    engine.until(lambda: len(one.output_token_ids) > 150)
+    engine.think("two", 300, 5)
+    two = engine.requests["two"]
+    engine.until(two.is_finished)
+    assert one.num_preemptions == 1
+    assert not one.is_finished()
+    engine.finish()
+    assert engine.totals.recomputed_tokens <= 3 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(("chunk", "kept"), [(0, 0), (BIG // BLOCK_SIZE, BIG - BIG % BLOCK_SIZE)])
-def test_what_the_tier_has_evicted_is_not_kept(chunk, kept):
-    """Without the first chunk nothing is; without the first of the thought, the prompt is."""
-    engine = Engine()
-    engine.think("one", BIG, 200)
+def test_nothing_is_admitted_in_the_step_of_a_displacement(make):
+    """A victim might be, and a connector does not expect it to load in that step."""
+    engine = make(SHARING, is_async=False)
+    engine.think("one", 350, 250)
+    engine.think("small", 40, 250)
+    one, small = engine.requests["one"], engine.requests["small"]
+    engine.until(lambda: len(one.output_token_ids) > 150)
+    engine.think("two", 300, 5)
+    engine.until(lambda: one.num_preemptions + small.num_preemptions)
+    assert len(engine.scheduler.running) == 1
+    engine.until(lambda: len(engine.scheduler.running) == 2)
+    assert engine.requests["two"] in engine.scheduler.running
+    engine.finish()
+
+
+@MODES
+def test_a_request_aborted_while_it_loads_is_forgotten(make, is_async):
+    engine = small_and_big(make(is_async=is_async, gb_per_s=0.5))
+    loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.until(lambda: any(one.status == loading for one in engine.requests.values()))
+    (name,) = [name for name, one in engine.requests.items() if one.status == loading]
+    engine.abort(name)
+    engine.finish()
+
+
+@MODES
+def test_any_order_of_aborts_leaves_nothing_behind(make, is_async):
+    """Eager alone: into a small tier vLLM copies lazily for ever, and an engine is never idle."""
+    for seed in range(2):
+        rng = random.Random(seed)
+        engine = make(
+            {f"{SET}TIME_SHARING": "true", f"{SET}LEVEL_TOKENS": "50"},
+            is_async=is_async,
+            tier=rng.choice((20, 60, TIER_BLOCKS)),
+            gb_per_s=rng.choice((0.2, 25.0)),
+        )
+        for number in range(12):
+            engine.think(f"r{number}", rng.randrange(20, 300), rng.randrange(5, 200))
+        for _ in range(2000):
+            if engine._live and rng.random() < 0.02:
+                engine.abort(rng.choice(sorted(engine._live)))
+            if not engine.is_idle:
+                engine.step()
+        engine.finish()
+        manager = engine.scheduler.connector.scheduler_manager
+        assert manager.cpu_block_pool.get_num_free_blocks() == manager.num_cpu_blocks - 1
+
+
+def stored_in(engine):
+    """Indices of the first request's blocks that the tier holds."""
+    pool = engine.scheduler.connector.scheduler_manager.cpu_block_pool
+    hashes = [
+        make_block_hash_with_group_id(each, 0) for each in engine.requests["one"].block_hashes
+    ]
+    table = pool.cached_block_hash_to_block
+    return [index for index, key in enumerate(hashes) if table.get_one_block(key)]
+
+
+STRIP = {"MERIDIAN_PATCH_SET_KV__HISTORY": "strip"}
+NO_TIERS = {**STRIP, "MERIDIAN_PATCH_SET_KV__TIERS": "false"}
+# The last block of the prompt holds the start of the thought.
+PROMPT, PROMPT_BLOCKS = 100, 99 // BLOCK_SIZE
+
+
+@MODES
+def test_a_finished_thought_is_given_up(make, is_async):
+    """Its blocks are the first that the tier uses again; the prompt stays."""
+    engine = make(STRIP, is_async=is_async)
+    engine.think("one", PROMPT, 200, 20)
     one = engine.requests["one"]
-    for _ in range(100):
-        engine.step()
-    side = engine.scheduler.connector.connector_scheduler
-    side.manager._policy.remove(side._req_status["one"].group_states[0].offload_keys[chunk])
-    slack = 2 * BLOCK_SIZE if kept else 0
-    assert engine.offloaded_tokens(one) == kept + slack < one.num_computed_tokens
+    engine.until(lambda: len(one.output_token_ids) > 150)
+    assert len(stored_in(engine)) > PROMPT_BLOCKS + 5
+    engine.finish()
+    engine.think("two", 40, 40)
+    engine.finish()
+    stored = stored_in(engine)
+    assert stored[:PROMPT_BLOCKS] == list(range(PROMPT_BLOCKS))
+    # A copy that was under way when the request ended.
+    assert len(stored) <= PROMPT_BLOCKS + 1
 
 
-def test_a_displacement_costs_what_it_loses(offload_prompts_alone):
-    """Time-sharing pays for the thought alone."""
-    engine = Engine({f"{SET}TIME_SHARING": "true"})
-    engine.think("one", BIG, 200)
-    for _ in range(30):
-        engine.step()
-    # Nothing is in flight that writes the blocks.
-    engine._deliver_down_to(0)
-    room = engine.scheduler.step_limiter._displacing
-    room._is_owed = lambda *_: True
-    (thinker,) = room._thinkers(engine.scheduler, engine.requests["one"], 0.0)
-    prompt = BIG // BLOCK_SIZE * BLOCK_SIZE
-    assert thinker.held_tokens == engine.requests["one"].num_computed_tokens - prompt > 0
+@MODES
+def test_without_kv_tiers_it_stays(make, is_async):
+    engine = make(NO_TIERS, is_async=is_async)
+    engine.think("one", PROMPT, 200, 20)
+    engine.finish()
+    assert len(stored_in(engine)) > PROMPT_BLOCKS + 10
 
 
-def test_prompts_alone_get_a_hint(offload_prompts_alone, log):
-    scheduler = Engine().scheduler
-    build_reloads(scheduler, is_on=True, is_reasoning=True)
-    (line,) = log()
-    assert '{"kv_connector_extra_config": {"offload_prompt_only": false}}' in line
+@pytest.mark.parametrize(("settings", "is_stored"), [(STRIP, False), (NO_TIERS, True)])
+@MODES
+def test_lazily_a_finished_thought_is_never_stored(make, settings, is_stored, is_async):
+    engine = make(settings, is_async=is_async, is_lazy=True)
+    engine.think("one", PROMPT, 200, 20)
+    engine.until(lambda: not engine._live)
+    # The free blocks are walked over while another request runs.
+    engine.think("two", 40, 100)
+    engine.finish()
+    stored = stored_in(engine)
+    assert set(stored) >= set(range(PROMPT_BLOCKS))
+    assert bool(set(stored) - set(range(PROMPT_BLOCKS))) is is_stored
 
 
-@pytest.mark.parametrize("is_reasoning", [True, False])
-def test_with_thinking_offloaded_there_is_no_hint(log, is_reasoning):
-    assert build_reloads(Engine().scheduler, is_on=True, is_reasoning=is_reasoning)
-    assert not log()
+@MODES
+def test_a_thought_that_is_preempted_is_not_given_up(make, is_async):
+    """The loads of a preempted request find all that it had computed."""
+    engine = small_and_big(make(STRIP, is_async=is_async))
+    engine.preempted_first()
+    assert engine.totals.recomputed_tokens <= 3 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("MultiConnector", "which of its connectors would load is not known"),
-        ("NixlConnector", "it is not known to load what a preempted request had computed"),
-        ("LMCacheMPConnector", "it loads nothing for a preempted request"),
-    ],
-)
-def test_other_connectors_keep_nothing(log, name, why):
-    """Said once in the log, and in ``meridian status``."""
-    scheduler = SimpleNamespace(
-        connector=type(name, (), {})(), kv_cache_config=SimpleNamespace(kv_cache_groups=[None])
-    )
-    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
-    (line,) = log()
-    assert f"because of its KV connector {name}: {why}" in line
-    assert status._report["reload_off"] == f"{name}: {why}"
-    assert status._report["reload"] is None
-
-
-def test_without_a_connector_nothing_is_said(log):
-    assert build_reloads(SimpleNamespace(connector=None), is_on=True, is_reasoning=True) is None
-    assert not log()
-    assert status._report["reload_off"] is None
-
-
-def test_what_is_counted_is_told(log):
-    build_reloads(Engine().scheduler, is_on=True, is_reasoning=True)
-    assert status._report["reload"] == "OffloadingConnector, all tokens"
-    assert status._report["reload_off"] is None
-
-
-def test_lmcache_loads_nothing_for_a_preempted_request():
-    """Upstream's own answer, whatever it has of the request. Its module needs the package."""
-    source = Path(v1.__file__).with_name("lmcache_mp_connector.py").read_text()
-    (method,) = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "get_num_new_matched_tokens"
-    )
-    names = {"RequestStatus": RequestStatus}
-    code = compile(ast.unparse(method), "method", "exec", __future__.annotations.compiler_flag)
-    exec(code, names)
-    ask = names["get_num_new_matched_tokens"]
-    connector = SimpleNamespace(_get_or_create_request_tracker=lambda request: None)
-    request = SimpleNamespace(status=RequestStatus.PREEMPTED)
-    assert ask(connector, request, 0) == (0, False)
+def test_a_block_that_another_request_loads_is_not_given_up(make):
+    engine = make(STRIP)
+    engine.think("one", PROMPT, 200, 20)
+    one = engine.requests["one"]
+    engine.until(lambda: len(one.output_token_ids) > 150)
+    manager = engine.scheduler.connector.scheduler_manager
+    pool = manager.cpu_block_pool
+    index = PROMPT_BLOCKS + 3
+    key = make_block_hash_with_group_id(one.block_hashes[index], 0)
+    block = pool.cached_block_hash_to_block.get_one_block(key)
+    pool.touch([block])
+    engine.finish()
+    assert index in stored_in(engine)
+    assert len(stored_in(engine)) <= PROMPT_BLOCKS + 2
+    pool.free_blocks([block])
 
 
 @pytest.mark.parametrize(("is_tiered", "is_stored"), [("true", False), ("false", True)])
 def test_a_finished_thought_is_not_stored_late(is_tiered, is_stored):
     """A tier that had no room while the request ran is not offered the thought at its end."""
-    engine = Engine(
-        {"MERIDIAN_PATCH_SET_KV__HISTORY": "strip", "MERIDIAN_PATCH_SET_KV__TIERS": is_tiered}
-    )
+    settings = {
+        **ALONE,
+        "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
+        "MERIDIAN_PATCH_SET_KV__TIERS": is_tiered,
+    }
+    # Of OffloadingConnector.
+    engine = Engine(settings, 25.0, is_async=True)
     engine.think("one", 100, 200)
     side = engine.scheduler.connector.connector_scheduler
     state, store, offered = side._req_status["one"], side.manager.prepare_store, []
@@ -222,55 +267,3 @@ def test_a_finished_thought_is_not_stored_late(is_tiered, is_stored):
     kept = 99 // BLOCK_SIZE
     assert set(offered) >= set(keys[:kept])
     assert bool(set(offered) & set(keys[kept:])) is is_stored
-
-
-def failed_load(engine, name, is_partial):
-    report = KVConnectorOutput(finished_recving={name})
-    if is_partial:
-        report.invalid_block_ids = {3}
-    else:
-        report.failed_recving = {name}
-    engine.offloaded_tokens.received(SimpleNamespace(kv_connector_output=report))
-
-
-@pytest.mark.parametrize("is_partial", [True, False])
-def test_after_a_failed_load_nothing_is_kept_until_one_succeeds(is_partial):
-    engine = Engine()
-    engine.think("one", BIG, 200)
-    one, kept = engine.requests["one"], engine.offloaded_tokens
-    for _ in range(20):
-        engine.step()
-    assert kept(one) > 0
-    kept.rate.started("other", 100, 0.0)
-    failed_load(engine, "other", is_partial)
-    assert kept(one) == 0
-    # Another request's notice is of no load here.
-    kept.received(SimpleNamespace(kv_connector_output=KVConnectorOutput(finished_recving={"x"})))
-    assert kept(one) == 0
-    kept.rate.started("other", 100, 0.0)
-    kept.received(
-        SimpleNamespace(kv_connector_output=KVConnectorOutput(finished_recving={"other"}))
-    )
-    assert kept(one) > 0
-
-
-def test_another_manager_is_refused_in_one_line(monkeypatch, log):
-    """Asking the tiering manager starts a fetch."""
-    scheduler = Engine().scheduler
-    side = scheduler.connector.connector_scheduler
-    monkeypatch.setattr(side, "manager", type("TieringOffloadingManager", (), {})())
-    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
-    (line,) = log()
-    assert "its manager is TieringOffloadingManager" in line
-
-
-def test_a_changed_upstream_is_refused_in_one_line(monkeypatch, log):
-    """Nothing is taken off, and the engine starts."""
-    scheduler = Engine().scheduler
-    monkeypatch.setattr(offload_estimate, "fields", lambda _: [SimpleNamespace(name="other")])
-    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
-    (line,) = log()
-    assert "RequestOffloadState has no group_states, req_context" in line
-    monkeypatch.delattr(scheduler.connector, "connector_scheduler")
-    assert build_reloads(scheduler, is_on=True, is_reasoning=True) is None
-    assert "is not as expected: AttributeError" in log()[-1]

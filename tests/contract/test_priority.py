@@ -89,7 +89,6 @@ def test_no_request_makes_room_for_a_higher_number(demo_model, monkeypatch, wish
     for name, value in (
         ("TIME_SHARING", "true"),
         ("LEVEL_TOKENS", "200"),
-        ("SHARING_OVERHEAD", "1.0"),
     ):
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name}", value)
     driver = driver_for(demo_model, blocks=40, max_num_batched_tokens=BUDGET)

@@ -96,7 +96,7 @@ def test_the_bodys_priority_chooses_no_victim(demo_model, settings, early, late)
 
 def test_the_bodys_priority_protects_no_thinker(demo_model, settings):
     """Time-sharing takes the place of one that thought for long, whatever its body says."""
-    settings(POLICY__LEVEL_TOKENS=200, POLICY__SHARING_OVERHEAD=1.0)
+    settings(POLICY__LEVEL_TOKENS=200)
     driver = driver_for(demo_model, blocks=40, max_num_batched_tokens=BUDGET)
     learn(driver)
     driver.add(job("long", 50, think=700, answer=5, priority=-(2**63)))

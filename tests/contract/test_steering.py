@@ -219,7 +219,7 @@ def test_a_wrong_wish_is_logged_and_the_request_served(demo_model, policy, caplo
 @pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
 def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_async, is_on):
     """It answers at once, the thinker goes on later; without the rule the newcomer waits."""
-    policy(time_sharing=is_on, level_tokens=200, sharing_overhead=1.0)
+    policy(time_sharing=is_on, level_tokens=200)
     blocks = 40
     driver = driver_for(demo_model, is_async=is_async, blocks=blocks, max_num_batched_tokens=BUDGET)
     learn(driver)
@@ -239,7 +239,7 @@ def test_a_newcomer_takes_the_place_of_a_long_thinker(demo_model, policy, is_asy
 
 def test_a_paused_scheduler_displaces_no_request(demo_model, policy):
     """It would admit no request in the place of the one that made room."""
-    policy(time_sharing=True, level_tokens=200, sharing_overhead=1.0)
+    policy(time_sharing=True, level_tokens=200)
     blocks = 40
     driver = driver_for(demo_model, blocks=blocks, max_num_batched_tokens=BUDGET)
     learn(driver)
@@ -262,7 +262,7 @@ def test_no_request_starves(demo_model, policy, is_async):
 
     That is when it stands before all newcomers, and those who run have made room for it.
     """
-    policy(level_tokens=50, sharing_overhead=1.0, aging_s=2.0)
+    policy(level_tokens=50, aging_s=2.0)
     driver = driver_for(demo_model, is_async=is_async, blocks=24, max_num_batched_tokens=BUDGET)
     learn(driver)
     rng = random.Random(0)

@@ -202,7 +202,6 @@ def test_a_displaced_thought_whose_boundary_was_on_the_way_resumes_first(
 ):
     """It stands behind all newcomers, becomes an answer there, and goes before them."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS", "50")
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD", "0")
     driver = driver_for(demo_model, is_async=True, max_num_seqs=2)
     scheduler = driver.scheduler
     driver.add(job("thinker", 1, think=100))

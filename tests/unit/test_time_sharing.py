@@ -1,89 +1,29 @@
-"""Who makes room, who reads what by when, and what requests may ask for."""
+"""Who makes room, and what requests may ask for."""
 
 import pytest
 
-from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.config.request_options import NO_OPTIONS, parse_options
 from meridian_patch.errors import ConfigError
-from meridian_patch.policy.step_time import StepShape
-from meridian_patch.policy.time_sharing import SharingSettings, Thinker, TimeSharing
-
-SHAPE = StepShape(0, 10, 1000)
-
-
-class PricedModel:
-    """Computing a token again takes a millisecond; in ``price`` decoded tokens it costs as much."""
-
-    def __init__(self, price: float = 0.0) -> None:
-        self.price = price
-
-    def recompute_price(self, shape: StepShape) -> float:
-        return self.price
-
-    def prefill_seconds(self, tokens: int) -> float:
-        return tokens * 1e-3
-
-
-def sharing(seconds: float = 100.0, price: float = 0.0, **config) -> TimeSharing:
-    one = TimeSharing(SharingSettings.of(PolicyConfig(**config)), PricedModel(price))
-    one.choose([], 0, lambda _: 0, SHAPE)
-    one.advance(0.0)
-    one.advance(seconds)
-    return one
-
-
-def thinker(name: str, *, held: int = 100, thought: int = 1000) -> Thinker:
-    return Thinker(name, held, thought)
-
-
-def chosen(one: TimeSharing, thinkers, missing: int = 0, **freed: int) -> list[str]:
-    return [
-        each.request_id
-        for each in one.choose(thinkers, missing, lambda each: freed.get(each.request_id, 0), SHAPE)
-    ]
-
-
-def test_recompute_is_paid_from_a_share_of_the_time():
-    """A debt is earned first; none is made where nothing is earned."""
-    one = sharing(10.0, sharing_overhead=0.05)
-    assert chosen(one, [thinker("a", held=1500)]) == ["a"]
-    assert chosen(one, [thinker("b", held=1)]) == []
-    one.advance(29.0)
-    assert chosen(one, [thinker("b", held=1)]) == []
-    one.advance(31.0)
-    assert chosen(one, [thinker("b", held=1)]) == ["b"]
-    assert chosen(sharing(10.0, sharing_overhead=0.0), [thinker("a")]) == []
-
-
-def test_the_dearer_a_recompute_the_less_is_shared():
-    """Half as dear as a decode: half is earned; as dear or dearer: a tenth."""
-    for price, earned_s in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.05), (9.0, 0.05)):
-        one = sharing(10.0, price, sharing_overhead=0.05)
-        assert one._credit_s == pytest.approx(earned_s)
-
-
-def test_a_thinker_makes_no_room_before_it_has_paid_off():
-    """Recomputing 1,000 tokens at half the price of decoding them: 50 tokens of thought."""
-    for thought, names in ((49, []), (50, ["a"])):
-        one = sharing(price=0.5)
-        assert chosen(one, [thinker("a", held=1000, thought=thought)]) == names
+from meridian_patch.policy.time_sharing import choose_thinkers
 
 
 def test_only_thinkers_that_make_enough_room_are_displaced():
     """The first one whose blocks suffice, else several from the first on, else none."""
-    some = [thinker("a"), thinker("b"), thinker("c")]
-    assert chosen(sharing(), some, 10, a=5, b=12, c=20) == ["b"]
-    assert chosen(sharing(), some, 14, a=5, b=9, c=9) == ["a", "b"]
-    assert chosen(sharing(), some, 24, a=5, b=9, c=9) == []
-    assert chosen(sharing(), some, -3) == ["a"]
-    assert chosen(sharing(), [], 0) == []
+    for missing, freed, names in (
+        (10, {"a": 5, "b": 12, "c": 20}, ["b"]),
+        (14, {"a": 5, "b": 9, "c": 9}, ["a", "b"]),
+        (24, {"a": 5, "b": 9, "c": 9}, []),
+        (-3, {"a": 0, "b": 0}, ["a"]),
+        (0, {}, []),
+    ):
+        assert choose_thinkers(freed, missing, freed.get) == names
 
 
-def test_thinkers_that_were_not_preempted_after_all_cost_nothing():
-    """Their price goes back."""
-    one = sharing(10.0, sharing_overhead=0.05)
-    one.refund(one.choose([thinker("a", held=400)], 0, lambda _: 1, SHAPE))
-    assert one._credit_s == pytest.approx(0.5)
+def test_few_are_looked_at_for_one_request():
+    """Thousands of small thinkers cost no more than 32."""
+    asked = []
+    assert choose_thinkers(range(1000), 900, lambda one: asked.append(one) or 1) == []
+    assert len(asked) == 32
 
 
 def test_options_are_read_and_the_fields_of_others_left_alone():

@@ -116,6 +116,8 @@ def test_chat_hard_and_plain_are_as_described():
     assert thinks.mean() == pytest.approx(4000, rel=0.02)
     assert np.quantile(thinks, 0.99) > 20_000
     assert thinks.max() == 32_000
+    _, thinks, _ = columns(sample("s-budget"))
+    assert (thinks == thinks.max()).mean() == pytest.approx(0.58, abs=0.02)
     _, thinks, answers = columns(sample("s-plain"))
     assert not thinks.any()
     assert answers.mean() == pytest.approx(211, rel=0.02)

@@ -50,7 +50,6 @@ ARMS = {
 # The time budget as it ships; thinking requests are displaced early and often.
 DEEP = {
     "MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS": "200",
-    "MERIDIAN_PATCH_SET_POLICY__SHARING_OVERHEAD": "1.0",
     "MERIDIAN_PATCH_SET_KV__HISTORY": "strip",
     "MERIDIAN_PATCH_SET_REQUESTS__ALLOWED_FIELDS": "[meridian_priority]",
 }

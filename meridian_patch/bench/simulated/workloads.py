@@ -22,6 +22,7 @@ Draw = Callable[[np.random.Generator, int, int], Iterator[Session]]
 
 # Upper bound of the tokens of a session with every thought kept, so that it fits in each history.
 CONTEXT_TOKENS = 65_000
+THINK_BUDGET = 2048
 LONG_SHARE = 0.2
 LONG_PROMPT = (16_384, 65_536)
 TURNS = (2, 8)
@@ -132,14 +133,19 @@ def _thinkers(
     return _singles(prompts, np.maximum(thinks, 1), outputs - thinks, seed)
 
 
-def _independent(prompt: Lengths, think: Lengths, answer: Lengths) -> Draw:
-    """Single requests whose prompt, thought and answer are drawn independently."""
+def _independent(
+    prompt: Lengths, think: Lengths, answer: Lengths, budget: float = math.inf
+) -> Draw:
+    """Single requests whose prompt, thought and answer are drawn independently.
+
+    Thoughts end at a budget of think tokens.
+    """
 
     def draw(rng: np.random.Generator, requests: int, seed: int) -> Iterator[Session]:
         prompts, thinks, answers = (
             draw_lengths(fit, rng, requests) for fit in (prompt, think, answer)
         )
-        return _singles(prompts, np.maximum(thinks, 1), answers, seed)
+        return _singles(prompts, np.clip(thinks, 1, budget), answers, seed)
 
     return draw
 
@@ -261,12 +267,13 @@ def _session(name: str, system: str, system_tokens: int, rounds: Iterable[Round]
 _SERVEGEN = lengths.SERVEGEN_CLIENTS
 _POISSON = lengths.POISSON
 _CHAT = _independent(lengths.CHAT_PROMPT, lengths.CHAT_THINK, lengths.CHAT_ANSWER)
-_HARD = _independent(lengths.HARD_PROMPT, lengths.HARD_THINK, lengths.HARD_ANSWER)
+_HARD = (lengths.HARD_PROMPT, lengths.HARD_THINK, lengths.HARD_ANSWER)
 # docs/workloads.md describes each of them.
 WORKLOADS: Mapping[str, Workload] = {
     "s-prod": Workload(History.STRIPPED, _SERVEGEN, _draw_prod),
     "s-chat": Workload(History.STRIPPED, _POISSON, _CHAT),
-    "s-hard": Workload(History.STRIPPED, _POISSON, _HARD),
+    "s-hard": Workload(History.STRIPPED, _POISSON, _independent(*_HARD)),
+    "s-budget": Workload(History.STRIPPED, _POISSON, _independent(*_HARD, THINK_BUDGET)),
     "s-mixed": Workload(History.STRIPPED, _SERVEGEN, _draw_mixed),
     "s-turns": Workload(History.STRIPPED, _POISSON, _turns(History.STRIPPED)),
     "s-turns-kept": Workload(History.KEPT, _POISSON, _turns(History.KEPT)),

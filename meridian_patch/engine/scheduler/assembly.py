@@ -25,7 +25,6 @@ from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import pool_tokens
 from meridian_patch.engine.scheduler.metrics_part import MetricsPart, build_metrics
-from meridian_patch.engine.scheduler.offload_estimate import build_reloads
 from meridian_patch.engine.scheduler.options_parser import OptionsParser
 from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
 from meridian_patch.engine.scheduler.phase_part import PhasePart
@@ -165,7 +164,6 @@ def _build_policy(
     chunks: IndivisibleChunks,
     counters: PhaseCounters,
 ) -> PolicyPart:
-    kept = build_reloads(scheduler, is_on=config.reload, is_reasoning=tracker.has_boundaries)
     limiter = StepLimiter(
         rules,
         config,
@@ -173,7 +171,6 @@ def _build_policy(
         pool_tokens(scheduler),
         scheduler.max_num_scheduled_tokens,
         chunks,
-        kept,
         scheduler.parallel_config.pipeline_parallel_size,
     )
     limiter.model.graph_tokens = graph_tokens(scheduler.vllm_config)
@@ -186,7 +183,6 @@ def _build_policy(
         tracker,
         counters,
         config.time_budget_us,
-        kept,
     )
 
 

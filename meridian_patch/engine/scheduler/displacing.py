@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, filterfalse, islice, takewhile
 from typing import Any
 
@@ -23,14 +23,13 @@ from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import Levels
-from meridian_patch.policy.step_time import StepShape
-from meridian_patch.policy.time_sharing import Thinker, TimeSharing
+from meridian_patch.policy.time_sharing import choose_thinkers
 
 # Bounds that keep the cost of a step independent of how many requests wait.
 _REFRESH_STEPS = 8
 _MOST_AGED = 8
 _MOST_PASSED = 8
-_REVIEW_STEPS = 128
+_MOST_MOVED = 32
 # A new request that others overtake waits for so many times `aging_s` before it goes first: where
 # long prompts went first sooner, every request waited longer.
 _PATIENCE = 10
@@ -45,13 +44,11 @@ class Displacing:
 
     Args:
         waiting_order: the order of the scheduler's waiting queue.
-        sharing: chooses the thinkers to preempt.
         tracker: phases of all requests.
         aging_s: a preempted request that has waited this long goes before all others (the longest
             waiting first), and thinkers of any level are preempted for it. A new one with a long
             prompt goes before those that came later after ``_PATIENCE`` times as long.
         levels: the levels of requests.
-        offloaded_tokens: tokens of a request that a preemption would not lose; None: none are kept.
 
     Attributes:
         skips_adapter: the next step leaves out a request with a LoRA adapter.
@@ -60,26 +57,25 @@ class Displacing:
     def __init__(
         self,
         waiting_order: WaitingOrder,
-        sharing: TimeSharing,
         tracker: PhaseTracker,
         aging_s: float,
         levels: Levels,
-        offloaded_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._waiting_order = waiting_order
-        self._sharing = sharing
         self._tracker = tracker
         self._aging_s = aging_s
         self._levels = levels
-        self._offloaded_tokens = offloaded_tokens
         # New requests with long prompts, and when they arrived; the oldest first. Some have begun.
         self._overtaken: dict[Any, float] = {}
-        # Preempted requests that wait, and the time of their preemption; the oldest first.
+        # Requests that were preempted, and when first since they had thought for a level; the
+        # oldest first. Some run again.
         self._away: dict[Any, float] = {}
+        # Think tokens with which such a request has thought for a level since.
+        self._level_until: dict[Any, int] = {}
         # Preempted thinkers that still stand at the front, where upstream put them.
         self._to_place: dict[Any, None] = {}
-        # Think tokens of preempted requests at their last preemption.
-        self._attained_before: dict[Any, int] = {}
+        # Those whose level may have changed while they wait.
+        self._to_move: dict[Any, None] = {}
         # Think tokens before which a thinker that had aged makes no room again.
         self._safe_until: dict[Any, int] = {}
         # Thinkers that are left out of a step and make room after it, for which request, and since
@@ -87,10 +83,6 @@ class Displacing:
         self._held: list[Any] = []
         self._held_for: Any | None = None
         self._held_at = 0
-        # Think tokens of requests when their last thought ended.
-        self._thought_before: dict[Any, int] = {}
-        # The step of the last review of the levels.
-        self._reviewed_at = 0
         # Requests for which others were preempted, their own number of preemptions then, and how
         # often that was since.
         self._made_room: dict[Any, tuple[int, int]] = {}
@@ -105,15 +97,14 @@ class Displacing:
             self._away,
             self._overtaken,
             self._to_place,
-            self._attained_before,
             self._safe_until,
             self._made_room,
-            self._thought_before,
+            self._level_until,
+            self._to_move,
         )
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
-        self._note_thought(request, self._attained(request), has_ended=False)
         for notes in self._notes:
             notes.pop(request, None)
         if request in self._held:
@@ -130,22 +121,17 @@ class Displacing:
 
     def preempted(self, request: Any, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
-        self._away.pop(request, None)
-        self._away[request] = now_s
+        attained = self._attained(request)
+        # One that is preempted again and again ages all the while.
+        if attained >= self._level_until.get(request, 0):
+            self._away.pop(request, None)
+            self._away[request] = now_s
+            self._level_until[request] = attained + self._levels.first_tokens
         self._to_place[request] = None
-        self._attained_before[request] = self._attained(request)
 
-    def changed(self, request: Any) -> None:
-        """Note that a request's phase may have changed: how long a thought was says who waits."""
-        state = self._tracker.get(request.request_id)
-        if state is not None and state.phase is Phase.ANSWER:
-            self._note_thought(request, state.think_tokens, has_ended=True)
-
-    def _note_thought(self, request: Any, think_tokens: int, *, has_ended: bool) -> None:
-        before = self._thought_before.get(request, 0)
-        if think_tokens > before:
-            self._levels.thought(before, think_tokens, has_ended=has_ended)
-            self._thought_before[request] = think_tokens
+    def levels_changed(self) -> None:
+        """Note that levels are one now, or no longer: preempted requests get new places."""
+        self._to_move.update(dict.fromkeys(self._away))
 
     def begun(self, request: Any) -> None:
         """Note that a request is in a step: no other overtakes it any more."""
@@ -153,7 +139,6 @@ class Displacing:
 
     def ends_turn(self, session: Any) -> None:
         """Forget what was noted of a session: its next thought begins anew."""
-        self._note_thought(session, self._attained(session), has_ended=False)
         for notes in self._notes:
             notes.pop(session, None)
 
@@ -162,9 +147,11 @@ class Displacing:
 
         Of these the longest waiting goes first.
         """
-        for request in self._to_place:
+        moved = list(islice(self._to_move, _MOST_MOVED))
+        for request in chain(self._to_place, moved):
             if request.status == RequestStatus.PREEMPTED:
                 self._put_at_level(scheduler, request)
+            self._to_move.pop(request, None)
         self._to_place.clear()
         to_front = [*self._take_aged(now_s), *self._take_late(scheduler, now_s)]
         if to_front:
@@ -172,13 +159,13 @@ class Displacing:
 
     def _take_aged(self, now_s: float) -> list[Any]:
         """Preempted requests that go first; each then thinks for a level before it makes room."""
-        found = []
-        aged = takewhile(lambda one: self._is_aged(one, now_s), self._away)
-        for request in list(islice(aged, _MOST_AGED)):
-            if request.status == RequestStatus.PREEMPTED:
-                self._safe_until[request] = self._attained(request) + self._levels.first_tokens
+        found: list[Any] = []
+        for request in list(takewhile(lambda one: self._is_aged(one, now_s), self._away)):
+            attained = self._attained(request)
+            if request.status == RequestStatus.PREEMPTED and len(found) < _MOST_AGED:
+                self._safe_until[request] = attained + self._levels.first_tokens
                 found.append(request)
-            elif request.status == RequestStatus.RUNNING:
+            elif request.status == RequestStatus.RUNNING and attained >= self._level_until[request]:
                 del self._away[request]
         return found
 
@@ -212,7 +199,7 @@ class Displacing:
         return lacks_seat(scheduler) or self.refusals.num_missing(request) > 0
 
     def make_room(
-        self, scheduler: Any, now_s: float, token_budget: int | None, shape: StepShape
+        self, scheduler: Any, now_s: float, token_budget: int | None, decode_tokens: int
     ) -> None:
         """Preempt thinkers of higher levels if the request that comes first lacks room.
 
@@ -220,13 +207,9 @@ class Displacing:
             scheduler: the phase-aware scheduler.
             now_s: time of the monotonic clock.
             token_budget: tokens that the next step may compute; None: the engine's own limit.
-            shape: decode tokens and context of the next step.
+            decode_tokens: tokens that the next step decodes.
         """
         self.skips_adapter = False
-        if scheduler.current_step - self._reviewed_at >= _REVIEW_STEPS:
-            self._reviewed_at = scheduler.current_step
-            if self._levels.review(self._live_thoughts(scheduler)):
-                self._to_place.update(dict.fromkeys(self._away))
         if not scheduler.waiting:
             self._held.clear()
         # Load-bearing: a paused scheduler admits no request, so none is preempted for one.
@@ -237,24 +220,16 @@ class Displacing:
             return
         self._no_room_for = None
         most = scheduler.max_num_scheduled_tokens if token_budget is None else token_budget
-        newcomer = self._in_line(scheduler, int(most) - shape.decode_tokens)
+        newcomer = self._in_line(scheduler, int(most) - decode_tokens)
         if newcomer is None:
             return
         if newcomer is not self._held_for:
             self._held, self._held_for = [], newcomer
         # A request that was not admitted after others made room for it lacks something else.
         is_hopeless = self._times_made_room(newcomer) >= _MOST_TIMES
-        if is_hopeless or not self._preempt_for(scheduler, newcomer, now_s, token_budget, shape):
+        if is_hopeless or not self._preempt_for(scheduler, newcomer, now_s, token_budget):
             self._no_room_for = newcomer
             self._no_room_until = scheduler.current_step + _REFRESH_STEPS
-
-    def _live_thoughts(self, scheduler: Any) -> Iterator[int]:
-        """Think tokens so far of the requests that think, running or preempted."""
-        away = (one for one in self._away if one.status == RequestStatus.PREEMPTED)
-        for request in chain(scheduler.running, away):
-            state = self._tracker.get(request.request_id)
-            if state is not None and state.phase is Phase.THINK:
-                yield state.think_tokens
 
     def _in_line(self, scheduler: Any, tokens_left: int) -> Any | None:
         """The waiting request that lacks a seat, or was refused blocks; None: it is not known.
@@ -273,12 +248,7 @@ class Displacing:
         return None
 
     def _preempt_for(
-        self,
-        scheduler: Any,
-        newcomer: Any,
-        now_s: float,
-        token_budget: int | None,
-        shape: StepShape,
+        self, scheduler: Any, newcomer: Any, now_s: float, token_budget: int | None
     ) -> bool:
         """Preempt thinkers for a newcomer that lacks blocks or a seat, if enough may be displaced.
 
@@ -302,20 +272,16 @@ class Displacing:
         if missing > 0:
             missing += taken_blocks(scheduler, token_budget, num_steps_until_admitted(scheduler))
         manager, prefix = scheduler.kv_cache_manager, self.refusals.prefix_of(newcomer)
-        chosen = self._sharing.choose(
+        chosen = choose_thinkers(
             self._thinkers(scheduler, newcomer, now_s),
             missing,
             lambda thinker: freed_blocks(manager, thinker.request_id, prefix),
-            shape,
-            is_owed=self._is_owed(newcomer, now_s),
         )
-        names = [thinker.request_id for thinker in chosen]
-        if not names:
+        if not chosen:
             return False
-        if self._are_held(scheduler, names):
-            self._sharing.refund(chosen)
+        if self._are_held(scheduler, chosen):
             return True
-        self._preempt(scheduler, names)
+        self._preempt(scheduler, chosen)
         self._held = []
         self._made_room[newcomer] = newcomer.num_preemptions, self._times_made_room(newcomer) + 1
         if self._is_owed(newcomer, now_s):
@@ -323,13 +289,12 @@ class Displacing:
             self._waiting_order.bring_forward([newcomer], scheduler.waiting)
         return True
 
-    def _are_held(self, scheduler: Any, names: Iterable[str]) -> bool:
+    def _are_held(self, scheduler: Any, requests: list[Any]) -> bool:
         """Hold these requests for a step if tokens of any are on their way.
 
         Not once they were held while as many steps were scheduled as may be in flight: between two
         steps that may compute prompts others ran, and put new tokens on their way.
         """
-        requests = [scheduler.requests[name] for name in names]
         if not any(request.num_in_flight_tokens for request in requests):
             return False
         step = scheduler.current_step
@@ -345,9 +310,8 @@ class Displacing:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 2)
         return True
 
-    def _preempt(self, scheduler: Any, names: Iterable[str]) -> None:
-        for name in names:
-            request = scheduler.requests[name]
+    def _preempt(self, scheduler: Any, requests: list[Any]) -> None:
+        for request in requests:
             scheduler.running.remove(request)
             # Load-bearing: the call by which upstream preempts; here it comes before the step.
             # Blocks that a step in flight writes, upstream frees when that step has ended.
@@ -356,10 +320,10 @@ class Displacing:
             )
             # Load-bearing: upstream does not send model runner V1 the token ids of requests in this
             # set, and a preempted request that resumes in the next step needs them.
-            scheduler.prev_step_scheduled_req_ids.discard(name)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self._put_at_level(scheduler, request)
 
-    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> Iterator[Thinker]:
+    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> Iterator[Any]:
         """Thinkers of higher levels than a request's, in the order in which they make room.
 
         First come those that were held for a step, then the highest levels. Requests that answer,
@@ -368,7 +332,6 @@ class Displacing:
         A LoRA adapter leaves with its last request. Where one may wait for that before the
         newcomer, it would take the room, and may need more of it: the last one stays then.
         """
-        kept = self._offloaded_tokens
         holders = self._adapters_to_keep(scheduler, newcomer)
         level = -1 if self._is_owed(newcomer, now_s) else self._level(newcomer)
         is_answer = self._is_answer(newcomer)
@@ -397,9 +360,7 @@ class Displacing:
                 if holders[adapter] == 1:
                     continue
                 holders[adapter] -= 1
-            kept_tokens = kept(request) if kept else 0
-            since = attained - self._attained_before.get(request, 0)
-            yield Thinker(request.request_id, request.num_computed_tokens - kept_tokens, since)
+            yield request
 
     def _adapters_to_keep(self, scheduler: Any, newcomer: Any) -> Counter[int]:
         """Running requests by LoRA adapter, if one with an adapter waits before the newcomer."""
@@ -429,7 +390,7 @@ class Displacing:
         return state.think_tokens if state else 0
 
     def _is_owed(self, request: Any, now_s: float) -> bool:
-        """Whether any thinker makes room for a request, at any price."""
+        """Whether any thinker makes room for a request."""
         return self._is_answer(request) or self._is_aged(request, now_s)
 
     def _is_answer(self, request: Any) -> bool:

@@ -10,7 +10,6 @@ from vllm.v1.request import RequestStatus
 from meridian_patch.config.policy import PolicyRules
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
-from meridian_patch.engine.scheduler.reloads import Reloads
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder, RunningOrder
 from meridian_patch.engine.scheduler.step_limits import StepLimiter, StepLimits
 from meridian_patch.phase.tracker import Phase, PhaseTracker
@@ -31,7 +30,6 @@ class PolicyPart(SchedulerPart):
         tracker: phases of all requests.
         phase_counters: counts preemptions and slow plans.
         time_budget_us: a plan that takes longer is counted as a slow fallback.
-        reloads: measures how long reloads take; None: there are none.
     """
 
     name = counters.POLICY
@@ -45,7 +43,6 @@ class PolicyPart(SchedulerPart):
         tracker: PhaseTracker,
         phase_counters: PhaseCounters,
         time_budget_us: int,
-        reloads: Reloads | None = None,
     ) -> None:
         self.rules = rules
         self.limiter = limiter
@@ -64,7 +61,6 @@ class PolicyPart(SchedulerPart):
         self._lost_tokens: dict[str, int] = {}
         # Time of the policy since the last report, by stage.
         self._spent_s = {"limits": 0.0, "order": 0.0}
-        self._reloads = reloads
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
 
     def before_added(self, request: Any, options: RequestOptions) -> None:
@@ -85,8 +81,6 @@ class PolicyPart(SchedulerPart):
         self.order.forget(request)
         self.waiting_answers.pop(request.request_id, None)
         self._lost_tokens.pop(request.request_id, None)
-        if self._reloads:
-            self._reloads.on_removed(request)
         self.limiter.on_removed(request)
 
     def on_probe_freed(self, probe: Any) -> None:
@@ -140,8 +134,6 @@ class PolicyPart(SchedulerPart):
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
         self.limiter.ended(scheduler_output)
-        if self._reloads:
-            self._reloads.received(model_output)
 
     def before_stats(self) -> None:
         if self.limiter.report_steps(self._counters):
@@ -151,8 +143,6 @@ class PolicyPart(SchedulerPart):
 
     def on_switched_off(self) -> None:
         self.limiter.refusals = None
-        if self._reloads:
-            self._reloads.stop()
         # Their ends are not reported to this part any more.
         for request in self._scheduler.requests.values():
             self.on_freed(request)

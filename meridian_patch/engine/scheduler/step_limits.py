@@ -18,14 +18,13 @@ from meridian_patch.engine.scheduler.admission_checks import (
 from meridian_patch.engine.scheduler.answer_pacing import AnswerPacing
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks, first_prompt
-from meridian_patch.engine.scheduler.reloads import Reloads
+from meridian_patch.engine.scheduler.level_review import LevelReview
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
-from meridian_patch.policy.time_sharing import SharingSettings, TimeSharing
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -52,7 +51,6 @@ class StepLimiter:
         pool_tokens: size of the KV pool.
         full_tokens: the engine's token budget per step.
         pieces: the least prefill that a lowered budget must have room for.
-        reloads: tokens of a request that a preemption would not lose; None: all are lost.
         stages: number of pipeline stages. With several, each request is in one of so many steps.
 
     Attributes:
@@ -75,15 +73,10 @@ class StepLimiter:
         pool_tokens: int,
         full_tokens: int,
         pieces: IndivisibleChunks,
-        reloads: Reloads | None = None,
         stages: int = 1,
     ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.model = StepTimeModel()
-        if reloads:
-            reloads.model = self.model
-            # The limiter's clock may be replaced later.
-            reloads.clock = lambda: self.clock()  # noqa: PLW0108 - read late
         self.waiting_order = WaitingOrder(config.aging_s)
         self.probes: Probes | None = None
         self.makes_room = self.left_out = False
@@ -105,18 +98,16 @@ class StepLimiter:
         self._options: dict[str, RequestOptions] = {}
         # Priorities that `meridian_priority` replaced, of live requests.
         self._own_priority: dict[str, int] = {}
-        self._sharing = self._displacing = None
+        self._displacing: Displacing | None = None
         self.refusals: Refusals | None = None
         self.levels = Levels.of_config(config)
+        self._level_review = LevelReview(self.levels, tracker)
         if rules.time_sharing:
-            self._sharing = TimeSharing(SharingSettings.of(config), self.model)
             self._displacing = Displacing(
                 self.waiting_order,
-                self._sharing,
                 tracker,
                 config.aging_s,
                 self.levels,
-                offloaded_tokens=reloads,
             )
             self.refusals = self._displacing.refusals
         self._shape = StepShape(0, 0, 0)
@@ -179,18 +170,19 @@ class StepLimiter:
         """Update the pacing of a request whose phase may have changed."""
         name = request.request_id
         self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS))
-        if self._displacing:
-            self._displacing.changed(request)
+        self._level_review.changed(request)
 
     def pauses(self, session: Any) -> None:
         """Stop pacing a session that waits for its next chunk."""
         self._answer_pacing.on_removed(session.request_id)
+        self._level_review.turn_ended(session)
         if self._displacing:
             self._displacing.ends_turn(session)
 
     def goes_on(self, session: Any) -> None:
         """Note a session with its next chunk: without KV blocks it waits at the front."""
         self.waiting_order.moved_to_front(session)
+        self._level_review.goes_on(session)
 
     def on_removed(self, request: Any) -> None:
         """Forget a request that finished or was aborted."""
@@ -202,6 +194,7 @@ class StepLimiter:
         self._chunks.on_removed(request)
         self._stops_prefilling(request)
         self.waiting_order.on_removed(request)
+        self._level_review.on_removed(request)
         if self._displacing:
             self._displacing.on_removed(request)
 
@@ -251,8 +244,10 @@ class StepLimiter:
             self._budget = budget
             return StepLimits(budget, max_active=0)
         if self._displacing:
+            if self._level_review.review(scheduler.current_step, scheduler.running):
+                self._displacing.levels_changed()
             rows = len(scheduler.running)
-            self._displacing.make_room(scheduler, now_s, budget, self._shape)
+            self._displacing.make_room(scheduler, now_s, budget, self._shape.decode_tokens)
             if self._displacing.skips_adapter:
                 # As above: no other adapter may come in beside one that is left out.
                 max_active = 0
@@ -437,8 +432,6 @@ class StepLimiter:
                     if predicted_s is not None:
                         self._predicted_s += seconds
                         self._missed_s += abs(predicted_s - seconds)
-        if self._sharing:
-            self._sharing.advance(now_s)
 
     def report_steps(self, phase_counters: PhaseCounters) -> bool:
         """Count the steps that ran and were learnt from since the last report, in batches.

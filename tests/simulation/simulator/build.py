@@ -285,7 +285,6 @@ def _settings(case: Case) -> dict[str, str]:
             "POLICY__LEVEL_TOKENS": "40",
             "POLICY__DRAIN_S": "0.05",
             "POLICY__PROTECTED_ANSWER_TOKENS": "4",
-            "POLICY__SHARING_OVERHEAD": "0.5",
         }
     if case.rule != "profile":
         # A rule on its own against its profile.

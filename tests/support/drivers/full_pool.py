@@ -18,7 +18,6 @@ def share_time_alone(monkeypatch):
         "step_cut": "false",
         "level_tokens": "200",
         "prompt_weight": "0",
-        "sharing_overhead": "1.0",
     }.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", value)
 

@@ -139,7 +139,7 @@ TAIL = """## Left out
   then loads blocks that are not the request's.
 - **SimpleCPUOffloadConnector and LMCache.** Their workers need a GPU, or a package of their own.
   What the scheduler does with them is tested without an engine
-  (`tests/contract/test_offloaded_simple.py`, `tests/contract/test_offloaded.py`).
+  (`tests/contract/test_offloaded.py`).
 - **Hand-off with several ranks, and over a network.** Not run: both engines are one rank each, on
   one machine.
 
