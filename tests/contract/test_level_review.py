@@ -90,8 +90,8 @@ def test_a_thought_that_opens_again_goes_on(demo_model):
 
 
 @SYNC_AND_ASYNC
-def test_a_thinker_that_is_displaced_again_and_again_ages(demo_model, monkeypatch, is_async):
-    """One client, each time as soon as the thinker is back: its clock runs from the first time."""
+def test_a_thinker_that_is_displaced_again_and_again_gets_on(demo_model, monkeypatch, is_async):
+    """By one client, each time as soon as the thinker is back: it thinks in between."""
     for name, value in {"level_tokens": 50, "prompt_weight": 0, "aging_s": 1.0}.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_POLICY__{name.upper()}", str(value))
     driver = driver_for(

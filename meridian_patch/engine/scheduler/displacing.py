@@ -35,6 +35,8 @@ _MOST_MOVED = 32
 _PATIENCE = 10
 # Load-bearing: one with a grammar has the second status until upstream looks at it.
 _NEW = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+# A thinker that was preempted makes room again after such a part of a level.
+_TURNS_PER_LEVEL = 4
 # So often at most others make room for a request that waits: running ones may take the room first.
 _MOST_TIMES = 3
 
@@ -67,16 +69,13 @@ class Displacing:
         self._levels = levels
         # New requests with long prompts, and when they arrived; the oldest first. Some have begun.
         self._overtaken: dict[Any, float] = {}
-        # Requests that were preempted, and when first since they had thought for a level; the
-        # oldest first. Some run again.
+        # Preempted requests that wait, and the time of their preemption; the oldest first.
         self._away: dict[Any, float] = {}
-        # Think tokens with which such a request has thought for a level since.
-        self._level_until: dict[Any, int] = {}
         # Preempted thinkers that still stand at the front, where upstream put them.
         self._to_place: dict[Any, None] = {}
         # Those whose level may have changed while they wait.
         self._to_move: dict[Any, None] = {}
-        # Think tokens before which a thinker that had aged makes no room again.
+        # Think tokens before which a thinker that was preempted makes no room again.
         self._safe_until: dict[Any, int] = {}
         # Thinkers that are left out of a step and make room after it, for which request, and since
         # which step.
@@ -99,7 +98,6 @@ class Displacing:
             self._to_place,
             self._safe_until,
             self._made_room,
-            self._level_until,
             self._to_move,
         )
 
@@ -121,13 +119,11 @@ class Displacing:
 
     def preempted(self, request: Any, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
-        attained = self._attained(request)
-        # One that is preempted again and again ages all the while.
-        if attained >= self._level_until.get(request, 0):
-            self._away.pop(request, None)
-            self._away[request] = now_s
-            self._level_until[request] = attained + self._levels.first_tokens
+        self._away.pop(request, None)
+        self._away[request] = now_s
         self._to_place[request] = None
+        # What is computed again has to bring it further, or newcomers may keep it where it is.
+        self._make_safe_for(request, self._levels.first_tokens // _TURNS_PER_LEVEL)
 
     def levels_changed(self) -> None:
         """Note that levels are one now, or no longer: preempted requests get new places."""
@@ -159,13 +155,13 @@ class Displacing:
 
     def _take_aged(self, now_s: float) -> list[Any]:
         """Preempted requests that go first; each then thinks for a level before it makes room."""
-        found: list[Any] = []
-        for request in list(takewhile(lambda one: self._is_aged(one, now_s), self._away)):
-            attained = self._attained(request)
-            if request.status == RequestStatus.PREEMPTED and len(found) < _MOST_AGED:
-                self._safe_until[request] = attained + self._levels.first_tokens
+        found = []
+        aged = takewhile(lambda one: self._is_aged(one, now_s), self._away)
+        for request in list(islice(aged, _MOST_AGED)):
+            if request.status == RequestStatus.PREEMPTED:
+                self._make_safe_for(request, self._levels.first_tokens)
                 found.append(request)
-            elif request.status == RequestStatus.RUNNING and attained >= self._level_until[request]:
+            elif request.status == RequestStatus.RUNNING:
                 del self._away[request]
         return found
 
@@ -375,6 +371,11 @@ class Displacing:
         """How often others made room for a request since it waits."""
         since, times = self._made_room.get(request, (0, 0))
         return times if since == request.num_preemptions else 0
+
+    def _make_safe_for(self, request: Any, tokens: int) -> None:
+        """Let a request make room only when it has thought for so many more tokens."""
+        until = self._attained(request) + tokens
+        self._safe_until[request] = max(until, self._safe_until.get(request, 0))
 
     def _put_at_level(self, scheduler: Any, request: Any) -> None:
         state = self._tracker.get(request.request_id)
