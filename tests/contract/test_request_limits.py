@@ -168,6 +168,7 @@ def hash_of(name):
     return sum(map(ord, name)) * 1000
 
 
+@pytest.mark.usefixtures("past_the_check")
 @pytest.mark.parametrize("fields", [{"meridian_priority": -4}, {"meridian_itl_ms": 1e-9}])
 def test_by_default_equal_clients_are_served_alike(demo_model, settings, monkeypatch, fields):
     """One asks for more; the field is ignored where it comes past the API server."""
