@@ -61,6 +61,7 @@ class StepLimiter:
         is_answered_elsewhere: another rank answers, and computes each step together with this one.
         refusals: what upstream refuses while it admits requests; None without time-sharing.
         left_out: whether the last step's lowered budget was used up while prefill was left.
+        levels: the levels of requests, which learn from all thoughts.
         ran_steps: steps with tokens whose outputs arrived.
         learnt_steps: steps among them that the step-time model learnt from.
     """
