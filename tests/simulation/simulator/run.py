@@ -90,7 +90,9 @@ def _run_ours(case: Case, clock: Clock, stock: Arm, recorder: Recorder, result: 
     def limit() -> int:
         # Aborts and closed thoughts leave other work to do than stock has.
         more_work = max(1.0, ours.ledger.num_tokens / max(stock.ledger.num_tokens, 1))
-        return int(STRETCH * stock.tick * more_work) + MORE_TICKS
+        # One that stock's clients aborted may go on here, by a token in each iteration.
+        longest = max((len(each.request.output_token_ids) for each in ours.live()), default=0)
+        return int(STRETCH * stock.tick * more_work) + MORE_TICKS + longest
 
     try:
         with _closing(ours):
