@@ -175,7 +175,8 @@ def a_server(device: str, mode: str, folder) -> Server:
     return Server(command, {"MERIDIAN_PATCH": "1" if mode == "patched" else "0"}, folder)
 
 
-@pytest.mark.parametrize("mode", ["patched", pytest.param("stock", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["patched", "stock"])
 def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
     """A step above the captured size takes 0.5 s here, whatever is in it: prompts are cut below it.
 

@@ -6,7 +6,7 @@ from workloads import graded, preempted_phases, token_ids
 
 pytestmark = pytest.mark.engine
 
-PATHS = ("sync", "async")
+PATHS = (pytest.param("sync", marks=pytest.mark.nightly), "async")
 
 
 def runs(result: dict, stage: str, name: str) -> dict:

@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-PATHS = ("sync", "async")
+PATHS = (pytest.param("sync", marks=pytest.mark.nightly), "async")
 BLOCK_SIZE = 32
 
 

@@ -6,7 +6,7 @@ from workloads import THINK_END, phases_after_prefill, preempted_phases, sample
 pytestmark = pytest.mark.engine
 
 THINK_END_ID = 257
-PATHS = ("sync", "async")
+PATHS = (pytest.param("sync", marks=pytest.mark.nightly), "async")
 SCHEDULERS = {"sync": "PhaseScheduler", "async": "AsyncPhaseScheduler"}
 
 

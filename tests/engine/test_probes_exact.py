@@ -20,8 +20,8 @@ PRESSED = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 64,
 }
+SYNC = {"sync": {"async_scheduling": False}}
 V1 = {
-    "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
     "pressed": {"async_scheduling": True, **PRESSED},
     "uncached": {"async_scheduling": True, "enable_prefix_caching": False},
@@ -42,16 +42,24 @@ def stage(name, engine, max_tokens):
     return {"name": name, "engine": engine, "runs": [{"name": "run", "requests": requests}]}
 
 
+def stages(model, engines):
+    return [stage(name, engine_arguments(model, **each), 600) for name, each in engines.items()]
+
+
 @pytest.fixture(scope="module")
 def v1(demo_model, tmp_path_factory):
-    stages = [stage(name, engine_arguments(demo_model, **V1[name]), 600) for name in V1]
-    return Probed(stages, tmp_path_factory.mktemp("v1"))
+    return Probed(stages(demo_model, V1), tmp_path_factory.mktemp("v1"))
+
+
+@pytest.fixture(scope="module")
+def v1_sync(demo_model, tmp_path_factory):
+    return Probed(stages(demo_model, SYNC), tmp_path_factory.mktemp("v1_sync"))
 
 
 @pytest.fixture(scope="module")
 def v2(demo_model, tmp_path_factory):
-    stages = [stage("v2", engine_arguments(demo_model, **V2), 100)]
-    return Probed(stages, tmp_path_factory.mktemp("v2"), model_runner_v2=True)
+    alone = [stage("v2", engine_arguments(demo_model, **V2), 100)]
+    return Probed(alone, tmp_path_factory.mktemp("v2"), model_runner_v2=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +67,16 @@ def reference(demo_model):
     return Reference(demo_model)
 
 
-@pytest.fixture(params=["sync", "async", "pressed", pytest.param("v2", marks=pytest.mark.nightly)])
+JOBS = {"async": "v1", "pressed": "v1", "sync": "v1_sync", "v2": "v2"}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in {"sync", "v2"})) for name in JOBS
+    ]
+)
 def observed(request):
-    return request.param, request.getfixturevalue("v2" if request.param == "v2" else "v1")
+    return request.param, request.getfixturevalue(JOBS[request.param])
 
 
 def probes_of(observed):

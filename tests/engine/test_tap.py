@@ -48,21 +48,26 @@ def v1(demo_model, tmp_path_factory):
     return run_job(Job(stages, env=ALONE, allow_async=True), tmp_path_factory.mktemp("v1"))
 
 
+def on_v2(model, folder, name, **changes):
+    small = {"max_model_len": 512, "max_num_batched_tokens": 64}
+    engine = engine_arguments(model, **small, **LOGITS, **changes)
+    alone = [stage(name, engine, AMPLE[:2], 30)]
+    return run_job(Job(alone, env=ALONE, allow_async=True, model_runner_v2=True), folder)
+
+
 @pytest.fixture(scope="module")
 def v2(demo_model, tmp_path_factory):
-    small = {"max_model_len": 512, "max_num_batched_tokens": 64}
-    engines = {
-        "v2": engine_arguments(demo_model, async_scheduling=True, **small, **LOGITS),
-        "v2_ngram": engine_arguments(demo_model, speculative_config=NGRAM, **small, **LOGITS),
-    }
-    stages = [stage(name, engine, AMPLE[:2], 30) for name, engine in engines.items()]
-    job = Job(stages, env=ALONE, allow_async=True, model_runner_v2=True)
-    return run_job(job, tmp_path_factory.mktemp("v2"))
+    return on_v2(demo_model, tmp_path_factory.mktemp("v2"), "v2", async_scheduling=True)
 
 
-@pytest.fixture(params=[*V1_STAGES, "v2", "v2_ngram"])
+@pytest.fixture(scope="module")
+def v2_ngram(demo_model, tmp_path_factory):
+    return on_v2(demo_model, tmp_path_factory.mktemp("v2"), "v2_ngram", speculative_config=NGRAM)
+
+
+@pytest.fixture(params=[*V1_STAGES, pytest.param("v2", marks=pytest.mark.nightly), "v2_ngram"])
 def seen(request):
-    result = request.getfixturevalue("v2" if request.param.startswith("v2") else "v1")
+    result = request.getfixturevalue("v1" if request.param in V1_STAGES else request.param)
     return result["stages"][request.param]
 
 
@@ -107,7 +112,7 @@ def test_measuring_changes_no_token(seen):
         assert measured[name]["samples"][0]["ids"] == output["samples"][0]["ids"]
 
 
-@pytest.mark.parametrize(("runner", "name"), [("v1", "ngram"), ("v2", "v2_ngram")])
+@pytest.mark.parametrize(("runner", "name"), [("v1", "ngram"), ("v2_ngram", "v2_ngram")])
 def test_drafts_have_rows_of_their_own(request, runner, name):
     """Under speculation tokens beyond the first are accepted, and rejected drafts are measured."""
     run = request.getfixturevalue(runner)["stages"][name]["runs"]["measured"]

@@ -145,11 +145,12 @@ def test_a_mutant_is_noticed(name, invariant):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_quarter_of_a_million_steps_hold_every_invariant(tmp_path):
+@pytest.mark.parametrize("steps", [60_000, pytest.param(240_000, marks=pytest.mark.nightly)])
+def test_many_steps_hold_every_invariant(steps, tmp_path):
     page = tmp_path / "page.md"
     child = subprocess.run(
         [sys.executable, "-P", str(ROOT / "scripts" / "simulate"), "--seeds", "2000",
-         "--most-steps", "240000", "--page", str(page)],
+         "--most-steps", str(steps), "--page", str(page)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
@@ -158,6 +159,7 @@ def test_a_quarter_of_a_million_steps_hold_every_invariant(tmp_path):
     assert "| failures | 0 |" in text
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
     figures = {name.strip(): value.strip() for name, value in rows}
-    assert int(figures["steps of ours, each with every check"].replace(",", "")) >= 240_000
+    assert int(figures["steps of ours, each with every check"].replace(",", "")) >= steps
     met, of, all_of = figures["axis values met"].partition(" of ")
-    assert met == all_of, of
+    # Fewer steps meet fewer values.
+    assert met == all_of or steps < 240_000, of

@@ -103,7 +103,7 @@ def test_another_release_is_tested_beside_the_engines_of_this_one(run):
     quick = f"-m not slow and not nightly -k not ([sync or -sync) {chosen}"
     assert code == 1
     assert len(asked) == 4
-    chosen = f"-m pytest {quick} {RUNNERS}"
+    chosen = f"-m pytest {quick} {RUNNERS}::test_runner_v2"
     assert f"said by .venv-0.33.0/bin/python: -P {chosen}\n" in said
     assert said.endswith(f"scripts/test: FAILED: {gate}\n")
 
