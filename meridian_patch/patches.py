@@ -393,6 +393,47 @@ SERVING: Final = (
     ),
 )
 
+CORE_CLIENT: Final = "vllm.v1.engine.core_client"
+GRAMMAR_REQUEST: Final = "vllm.v1.structured_output.request:StructuredOutputRequest"
+
+
+def _client(name: str, cls: str) -> Patch:
+    """A patch of a client of EngineCore: one engine, one rank of several, or all ranks."""
+    return Patch(
+        name=name,
+        sites=(Site(CORE_CLIENT, cls),),
+        build="meridian_patch.engine.handoff.engine_client:build_engine_client",
+        versions=SUPPORTED,
+        contract=Contract(
+            calls=("__init__", "add_request_async", "abort_requests_async", "shutdown"),
+            behaviour=("add_request_async", "abort_requests_async", "_ensure_output_queue_task"),
+            reads=("client_index", "engine_ranks_managed", "outputs_queue", "vllm_config"),
+            lookups=(f"{CORE_CLIENT}:EngineCoreClient.make_async_mp_client",),
+            collaborators=(
+                f"{CORE_CLIENT}:DPLBAsyncMPClient.get_core_engine_for_request",
+                "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+                "vllm.v1.structured_output:StructuredOutputManager.grammar_init",
+                f"{GRAMMAR_REQUEST}._check_grammar_completion",
+            ),
+        ),
+        process="api_server",
+        why=(
+            "A request whose thought has ended goes on at an answer engine. The subclass takes the "
+            "ticket out of EngineCore's outputs, sends the rest of the request to the answer "
+            "engine's token endpoint, and puts what comes back among EngineCore's outputs, so that "
+            "every endpoint, parser and gateway sees one request of one server."
+        ),
+        upstream="none: vLLM leaves the second leg of a transfer to a proxy before its servers",
+        remove_when="vLLM's server goes on with a request at another engine by itself",
+    )
+
+
+ENGINE_CLIENTS: Final = (
+    _client("engine_client", "AsyncMPClient"),
+    _client("engine_client_of_rank", "DPAsyncMPClient"),
+    _client("engine_client_of_ranks", "DPLBAsyncMPClient"),
+)
+
 PATCHES: Final = (
     SCHEDULER,
     ASYNC_SCHEDULER,
@@ -404,6 +445,7 @@ PATCHES: Final = (
     REQUEST_STATE,
     OUTPUT_PROCESSOR,
     *SERVING,
+    *ENGINE_CLIENTS,
 )
 
 

@@ -21,12 +21,14 @@ EMULATING_SERVER = "meridian_patch.emulation.server"
 _OURS = frozenset((envs.EMULATE, envs.EMULATE_TOKENS, envs.EMULATE_REPORT))
 
 USAGE = """\
-usage: meridian serve MODEL [--role think|answer] [--fabric nixl|mooncake]
-                      [--offload-threshold-blocks N] [--emulate DEVICE [--emulate-tokens N]
-                      [--emulate-report FILE]] [vLLM's own options, as for 'vllm serve']
+usage: meridian serve MODEL [--role think --answer URL... | --role answer]
+                      [--fabric nixl|mooncake] [--offload-threshold-blocks N]
+                      [--emulate DEVICE [--emulate-tokens N] [--emulate-report FILE]]
+                      [vLLM's own options, as for 'vllm serve']
 
-  --role ROLE   behind 'meridian route', requests think on engines of role think and answer on
-                engines of role answer; unset: both happen here
+  --role ROLE   requests think on engines of role think and answer on engines of role answer;
+                unset: both happen here
+  --answer URL  of a think engine: where its requests answer; may be given several times
   --fabric F    what moves the KV cache between the two: nixl (default) or mooncake
   --offload-threshold-blocks N
                 requests with fewer KV blocks after their thought answer where they thought

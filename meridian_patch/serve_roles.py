@@ -14,6 +14,8 @@ from meridian_patch.errors import ConfigError
 
 _TRANSFER: Final = "--kv-transfer-config"
 _PORT: Final = "--port"
+# Load-bearing: with it vLLM serves its endpoint for token ids, which answers are asked from.
+_SCALE_OUT: Final = "--enable-scale-out"
 _CONFIG: Final = "--config"
 _DEFAULT_PORT: Final = 8000
 # An engine over several hosts has one port on all of them, whatever port its API server has.
@@ -91,9 +93,10 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     parser.add_argument("--role", choices=("think", "answer"))
     parser.add_argument("--fabric", choices=tuple(FABRICS))
     parser.add_argument("--offload-threshold-blocks", type=_blocks)
+    parser.add_argument("--answer", action="append")
     ours, rest = parser.parse_known_args(list(arguments))
     if ours.role is None:
-        for name in ("fabric", "offload_threshold_blocks"):
+        for name in ("fabric", "offload_threshold_blocks", "answer"):
             if getattr(ours, name) is not None:
                 option = name.replace("_", "-")
                 raise ConfigError(f"meridian serve: --{option} needs --role think or answer")
@@ -102,6 +105,9 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     if ours.offload_threshold_blocks is not None:
         name = "MERIDIAN_PATCH_SET_HANDOFF__OFFLOAD_THRESHOLD_BLOCKS"
         settings[name] = str(ours.offload_threshold_blocks)
+    settings |= _answer_urls(ours)
+    if ours.role == "answer" and _SCALE_OUT not in rest:
+        rest.append(_SCALE_OUT)
     given = [*_in_config_file(rest), *rest]
     if any(_is_transfer(each) for each in given):
         if ours.fabric:
@@ -118,6 +124,14 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
         wanted[fabric.port] = str(_side_channel(given))
     settings |= {name: value for name, value in wanted.items() if name not in env}
     return Role([*rest, _TRANSFER, json.dumps(_transfer(fabric))], settings)
+
+
+def _answer_urls(ours: argparse.Namespace) -> dict[str, str]:
+    if not ours.answer:
+        return {}
+    if ours.role != "think":
+        raise ConfigError("meridian serve: --answer needs --role think")
+    return {"MERIDIAN_PATCH_SET_HANDOFF__ANSWER_URLS": json.dumps(ours.answer)}
 
 
 def _transfer(fabric: Fabric) -> dict[str, Any]:

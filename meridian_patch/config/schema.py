@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from meridian_patch.config.exit_patterns import MOST_PATTERNS, Pattern, read_patterns
+from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.config.policy import PolicyConfig
-from meridian_patch.config.strict_model import StrictModel
+from meridian_patch.config.strict_model import StrictModel, not_empty_path
 
 SCHEMA_VERSION: Literal[1] = 1
 # Largest pattern of the loop breaker, in tokens: it bounds what a token costs at worst.
@@ -24,13 +25,6 @@ def _version(value: Any) -> Any:
     if type(value) is not int:
         # For Python, 1, 1.0 and True are equal.
         raise ValueError("the whole number 1")
-    return value
-
-
-def _not_empty(value: Any) -> Any:
-    if value == "":
-        # As a path it would be the current directory.
-        raise ValueError("a path; null for none")
     return value
 
 
@@ -285,7 +279,7 @@ class ExitConfig(StrictModel):
         "tokens of its own is refused at the start. A request sets its own with `vllm_xargs: "
         "{meridian_exit_patterns: [...]}`.",
     )
-    trace: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
+    trace: Annotated[Path | None, BeforeValidator(not_empty_path)] = Field(
         default=None,
         strict=False,
         description="File to which probe results, verdicts and ends of thoughts are appended, as "
@@ -424,29 +418,6 @@ class MetricsConfig(StrictModel):
     )
 
 
-class HandoffConfig(StrictModel):
-    """Whether requests think on one engine and answer on another."""
-
-    role: Literal["none", "think", "answer"] = Field(
-        default="none",
-        description="`think` ends requests after their thought, and keeps their KV cache for an "
-        "engine with the role `answer`. Set by `meridian serve --role`.",
-    )
-    offload_threshold_blocks: int = Field(
-        default=8, ge=0, description="Requests with fewer KV blocks then answer in place."
-    )
-    nixl_wait_ms: int | None = Field(
-        default=None,
-        ge=0,
-        le=1000,
-        description="How long, at most 1000, the thread of NIXL's agent waits for an event before "
-        "it looks by itself. 0: it asks without a pause, as NIXL's Python package sets it, and "
-        "takes what it can get of a processor core. Unset: 1 on an engine with a role whose KV "
-        "blocks are in the host's memory (`kv_buffer_device` is `cpu`), else 0. Only with "
-        "`NixlConnector` or `NixlPullConnector` itself, over UCX.",
-    )
-
-
 class Config(StrictModel):
     """The whole configuration."""
 
@@ -457,7 +428,7 @@ class Config(StrictModel):
         default=None,
         description="Forces a model family by name. Unset: the family is found from the model.",
     )
-    families_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
+    families_dir: Annotated[Path | None, BeforeValidator(not_empty_path)] = Field(
         default=None,
         strict=False,
         description="Directory of family files that are added or replace packaged ones. A relative "

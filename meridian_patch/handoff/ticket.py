@@ -21,6 +21,9 @@ PROMPT_IDS: Final = "prompt_token_ids"
 RELEASE: Final = "meridian_release"
 """Among the ``kv_transfer_params``: the request whose blocks no engine will read."""
 
+ANSWERED: Final = "meridian_answered"
+"""Among the ``kv_transfer_params``: how many of the prompt's last tokens an answer has."""
+
 OFFER: Final[Mapping[str, Any]] = {"do_remote_decode": True}
 """``kv_transfer_params`` of a request that may be handed off."""
 

@@ -4,63 +4,17 @@ A new metric needs one row in ``METRICS`` and the name of its event in ``counter
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.exit.obstacles import TO_CLOSES
 from meridian_patch.exit.strategies.build import REASONS
+from meridian_patch.handoff import stays
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.policy.retention import Tier
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, LeftOut
-
-
-class Kind(StrEnum):
-    """Prometheus type."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """One metric. Every sample also carries ``model_name`` and ``engine``.
-
-    Attributes:
-        event: name under which ``PhaseCounters`` counts it.
-        name: as registered with Prometheus, which appends ``_total`` to counters.
-        kind: Prometheus type.
-        label: the one further label.
-        values: every value that the label may have; counters and histograms are exported as 0 from
-            the start.
-        buckets: upper bounds of a histogram, in its unit, without infinity.
-        unit: what is counted.
-        help: the HELP text, one sentence without markup.
-        operator: what the value means for an operator and what to do, in Markdown.
-    """
-
-    event: str
-    name: str
-    kind: Kind = Kind.COUNTER
-    label: str
-    values: tuple[str, ...]
-    buckets: tuple[float, ...] = ()
-    unit: str
-    help: str
-    operator: str
-
-    @property
-    def exported_name(self) -> str:
-        """The name on ``/metrics``."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
-
-    @property
-    def sample_name(self) -> str:
-        """The name of a sample on ``/metrics``; a histogram has none of its own name."""
-        return f"{self.name}_count" if self.kind is Kind.HISTOGRAM else self.exported_name
+from meridian_patch.telemetry.metric import Kind, Metric
 
 
 def _texts(values: Iterable[str]) -> tuple[str, ...]:
@@ -330,6 +284,40 @@ METRICS: Final = (
             "computed again; the log has each reason once. Start both engines with the same "
             "model, settings and LoRA adapters"
         ),
+    ),
+    Metric(
+        event=counters.HANDOFFS,
+        name="meridian_handoffs",
+        label="outcome",
+        values=("moved", "answered_at_home", "aborted"),
+        unit="requests",
+        help="Requests that left this think engine after their thought, by outcome.",
+        operator=(
+            "`answered_at_home`: the answer engine was lost, refused the request or differs from "
+            "this one, and the request answered where it thought; the log has each engine that "
+            "rests. `aborted`: its client left while it answered elsewhere, or a stop string "
+            "ended it"
+        ),
+    ),
+    Metric(
+        event=counters.STAYS,
+        name="meridian_handoff_stays",
+        label="reason",
+        values=stays.REASONS,
+        unit="requests",
+        help="Requests that answer where they think, by what cannot travel.",
+        operator="If most requests stay, a hand-off has little to give: count their reasons",
+    ),
+    Metric(
+        event=counters.HANDOFF_GAP,
+        name="meridian_handoff_gap_seconds",
+        kind=Kind.HISTOGRAM,
+        label="phase",
+        values=(str(Phase.ANSWER),),
+        buckets=_GAP_BUCKETS_S,
+        unit="seconds",
+        help="Time from the end of a thought to the first token of its answer engine.",
+        operator="What a reader waits for the move: above 0.25 s look at the fabric",
     ),
     Metric(
         event=counters.STEP,

@@ -9,7 +9,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from meridian_patch.telemetry.metrics import METRICS, Kind, Metric
+from meridian_patch.telemetry.metric import Kind, Metric
+from meridian_patch.telemetry.metrics import METRICS
 
 _LABELS = ("model_name", "engine")
 

@@ -17,7 +17,8 @@ from meridian_patch.engine import status
 from meridian_patch.engine.scheduler import metrics_part
 from meridian_patch.operate.scrape import Scrape, parse
 from meridian_patch.telemetry import counters
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metric import Kind
+from meridian_patch.telemetry.metrics import METRICS
 
 PORT = "MERIDIAN_PATCH_SET_METRICS__PORT"
 LIMIT_S = 10.0

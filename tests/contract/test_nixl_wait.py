@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from meridian_patch.apply import undo_patches
-from meridian_patch.config.schema import HandoffConfig
+from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff import nixl_wait
 
 

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 from meridian_patch.telemetry.docs import render_metrics
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metric import Kind
+from meridian_patch.telemetry.metrics import METRICS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 

@@ -22,7 +22,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metric import Kind
+from meridian_patch.telemetry.metrics import METRICS
 
 PARTS = ("Symptom", "Cause", "Verify", "Mitigate", "Fix")
 OF_HISTOGRAMS = ("_bucket", "_count", "_sum")

@@ -12,7 +12,8 @@ from alerting import ALERTS, RULES, panel_expressions, rules_of, runbook_express
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from run_prometheus import Prometheus
 
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metric import Kind
+from meridian_patch.telemetry.metrics import METRICS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 GAUGES = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")

@@ -6,7 +6,7 @@ from typing import Any
 from meridian_patch.engine import stats_field
 from meridian_patch.engine.api import phase_times
 from meridian_patch.engine.api.guard import ApiGuard
-from meridian_patch.telemetry import counters
+from meridian_patch.telemetry import counters, handoffs
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 _EXPORTS = ApiGuard("metrics of a step were not exported")
@@ -37,6 +37,10 @@ def build_prometheus_stat_logger(original: type) -> type:
             if stats:
                 with _EXPORTS:
                     self._meridian.record(stats, engine_idx)
+            with _EXPORTS:
+                events, gaps = handoffs.OF_THIS_PROCESS.drain()
+                self._meridian.record(events, engine_idx)
+                self._meridian.observe(gaps, engine_idx)
             times = getattr(iteration_stats, phase_times.FIELD, None)
             if times is not None:
                 with _EXPORTS:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meridian_patch.config.schema import HandoffConfig
+from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff.answer_part import AnswerPart
 from meridian_patch.engine.handoff.layout import check_connector
 from meridian_patch.engine.handoff.think_part import ThinkPart

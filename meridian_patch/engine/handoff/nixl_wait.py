@@ -14,8 +14,8 @@ from typing import Any, Final
 from vllm.logger import init_logger
 
 from meridian_patch import envs
+from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.config.load import load_config
-from meridian_patch.config.schema import HandoffConfig
 from meridian_patch.engine.handoff.layout import NIXL_CONNECTORS
 
 logger = init_logger("vllm.meridian_patch")

@@ -15,10 +15,12 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.handoff.fabrics import fabric_of
+from meridian_patch.engine.handoff.grammars import binds_thoughts, go_on_in_answer
 from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
 from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
-from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, PROMPT_IDS, RELEASE, Facts
+from meridian_patch.handoff.stays import why_it_stays
+from meridian_patch.handoff.ticket import ANSWERED, FACTS, NOT_KNOWN, PROMPT_IDS, RELEASE, Facts
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 
@@ -80,6 +82,7 @@ class ThinkPart(SchedulerPart):
         self._tracker = tracker
         self._least_tokens = least_blocks * scheduler.cache_config.block_size
         self._layout = layout_of(scheduler.vllm_config)
+        self._binds_thoughts = binds_thoughts(scheduler.vllm_config)
         self._fabric = fabric_of(scheduler.vllm_config)
         self._adapters = AdapterWeights(scheduler.vllm_config.lora_config)
         self._reasons = Reasons("KV caches of this engine are computed again where they go")
@@ -101,12 +104,14 @@ class ThinkPart(SchedulerPart):
             self._fabric.offer(request)
         if isinstance(params.get(RELEASE), str):
             self._fabric.release(self._scheduler, params[RELEASE])
+        if isinstance(params.get(ANSWERED), int):
+            go_on_in_answer(request, params[ANSWERED])
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         self._held_back.on_added(request, options)
         adapter = self._adapters.begin(request.lora_request)
         params = request.kv_transfer_params
-        if params and params.get("do_remote_decode") and can_move(request):
+        if params and params.get("do_remote_decode") and self._may_move(request):
             self._offered[request.request_id] = adapter
 
     def on_phase_changed(self, request: Any) -> None:
@@ -228,21 +233,10 @@ class ThinkPart(SchedulerPart):
             self._reasons.log(f"the weights of LoRA adapter {name!r} are unknown: {weights.why}")
         return weights.digest
 
+    def _may_move(self, request: Any) -> bool:
+        return why_it_stays(request, binds_thoughts=self._binds_thoughts) is None
+
     @staticmethod
     def _is_moving(request: Any, move: _Move) -> bool:
         has_one_more = request.num_tokens == move.num_known + 1
         return has_one_more and request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-
-
-def can_move(request: Any) -> bool:
-    """Whether another engine would sample the rest of a request as this one.
-
-    A seeded generator and penalties on output tokens do not travel; media and chunks of a session
-    cannot be sent as token ids.
-    """
-    params = request.sampling_params
-    if params is None or request.resumable or request.mm_features or not request.prompt_token_ids:
-        return False
-    has_penalty = params.presence_penalty or params.frequency_penalty
-    is_seeded = params.seed is not None and params.temperature > 0
-    return not (has_penalty or is_seeded or params.prompt_logprobs is not None)

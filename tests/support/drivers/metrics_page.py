@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from meridian_patch.telemetry.metrics import METRICS, Kind
+from meridian_patch.telemetry.metric import Kind
+from meridian_patch.telemetry.metrics import METRICS
 
 OURS = "meridian_"
 # Labels of all our samples.

@@ -1,0 +1,86 @@
+"""The client of EngineCore, of a server whose requests answer at other engines."""
+
+import functools
+import time
+from typing import Any
+
+from vllm.v1.engine.core_client import MPClient
+
+from meridian_patch import envs
+from meridian_patch.config.load import load_config
+from meridian_patch.engine.handoff.answer_servers import AnswerServers, same_as
+from meridian_patch.engine.handoff.grammars import binds_thoughts
+from meridian_patch.engine.handoff.second_legs import COUNTS_SAMPLED, SecondLegs
+from meridian_patch.telemetry.handoffs import OF_THIS_PROCESS
+
+_POLL_S = 0.05
+
+
+def build_engine_client(original: type) -> type:
+    """``original`` whose requests go on at answer engines, if the configuration names any."""
+    upstream = getattr(original, "process_engine_outputs", None)
+
+    class MovingClient(original):
+        meridian_legs: SecondLegs | None = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            config = load_config(envs.environment()).config.handoff
+            if config.answer_urls:
+                servers = AnswerServers(config, same_as(self.vllm_config), self.client_index)
+                self.meridian_legs = SecondLegs(
+                    servers,
+                    # Load-bearing: the queue that the engine's output handler reads.
+                    deliver=self.outputs_queue.put_nowait,
+                    add=super().add_request_async,
+                    rank_of=functools.partial(_rank_of, self),
+                    handoffs=OF_THIS_PROCESS,
+                    binds_thoughts=binds_thoughts(self.vllm_config),
+                    most_logprobs=_most_logprobs(self.vllm_config),
+                )
+
+        async def add_request_async(self, request: Any) -> None:
+            legs = self.meridian_legs
+            await super().add_request_async(request if legs is None else legs.offered(request))
+
+        async def abort_requests_async(self, request_ids: list[str]) -> None:
+            legs = self.meridian_legs
+            await super().abort_requests_async(
+                request_ids if legs is None else legs.aborted(request_ids)
+            )
+
+        # Load-bearing: vLLM calls what the class has by this name on the way to the queue.
+        @staticmethod
+        async def process_engine_outputs(client: Any, outputs: Any) -> None:
+            if upstream is not None:
+                await upstream(client, outputs)
+            if client.meridian_legs is not None:
+                client.meridian_legs.take(outputs)
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            super().shutdown(_drained(self.meridian_legs, timeout))
+
+    return MovingClient
+
+
+def _drained(legs: SecondLegs | None, timeout: float | None) -> float | None:
+    """Wait for legs, of which EngineCore does not know; what is left of the time."""
+    if legs is None or not timeout:
+        return timeout
+    until_s = time.monotonic() + timeout
+    legs.is_draining = True
+    while legs.num_away and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+    return max(until_s - time.monotonic(), 0.0)
+
+
+def _most_logprobs(vllm_config: Any) -> int | None:
+    """How many an answer engine gives, with the limit that this one has."""
+    most = vllm_config.model_config.max_logprobs
+    return most - 1 if COUNTS_SAMPLED and most >= 0 else None
+
+
+def _rank_of(client: MPClient, engine_index: int) -> int | None:
+    """Where a request that comes back goes: to the rank whose prefix cache has its tokens."""
+    ranks = client.engine_ranks_managed
+    return ranks.index(engine_index) if len(ranks) > 1 and engine_index in ranks else None

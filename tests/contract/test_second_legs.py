@@ -1,0 +1,416 @@
+"""Requests that leave at a ticket: what their client gets, whatever an answer server does.
+
+The answer server is scripted; outputs are vLLM's own structures, and what comes home is played.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tier_driver import logged
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+from meridian_patch.config.handoff import HandoffConfig
+from meridian_patch.engine.handoff.answer_servers import AnswerServers, Same
+from meridian_patch.engine.handoff.second_legs import SecondLegs
+from meridian_patch.handoff.ticket import ANSWERED, FACTS, OFFER, RELEASE
+from meridian_patch.telemetry.handoffs import Handoffs
+
+PROMPT = [1, 2, 3]
+THOUGHT = [10, 11, 12, 13]
+ANSWER = [20, 21, 22, 23, 24, 25]
+SAME = Same("0.0", "16", "auto", ("tiny",), 4096)
+# As vLLM writes it: other labels end in the same words.
+CACHE_INFO = (
+    'vllm:cache_config_info{{_block_size_resolved="True",block_size="{0}",cache_dtype="{1}",'
+    'engine="0",mamba_ssm_cache_dtype="auto",user_specified_block_size="False"}} 1.0\n'
+)
+TICKET = {FACTS: {}, "remote_request_id": "kept", "prompt_token_ids": PROMPT + THOUGHT}
+# After so many chunks the stream breaks, is silent, or reports an error; or it is not begun.
+FAULTS = ("none", "cut", "silent", "error", "abort", "http", "busy", "refused", "other", "odd")
+
+
+@dataclass
+class AnswerServer:
+    """A server of vLLM's token endpoint that plays a script."""
+
+    fault: str = "none"
+    after: int = 0
+    chunk: int = 2
+    same: Same = SAME
+    bodies: list[dict] = field(default_factory=list)
+    is_left: bool = False
+    is_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body:
+            return web.json_response({"error": "empty"}, status=400)
+        self.bodies.append(body)
+        self.is_asked.set()
+        if self.fault in {"http", "busy"}:
+            status = 400 if self.fault == "http" else 503
+            return web.json_response({"error": "no"}, status=status)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        done = len(body["token_ids"]) - len(PROMPT + THOUGHT)
+        left = ANSWER[done:]
+        try:
+            for number, first in enumerate(range(0, len(left), self.chunk)):
+                if number == self.after and self.fault != "none":
+                    return await self._fail(request, response)
+                ids = left[first : first + self.chunk]
+                is_last = first + self.chunk >= len(left)
+                await self._write(response, ids, "stop" if is_last else None)
+                await asyncio.sleep(0)
+            if self.fault != "none":
+                return response
+            await response.write(b"data: [DONE]\n\n")
+        except (ConnectionError, asyncio.CancelledError):
+            self.is_left = True
+            raise
+        return response
+
+    async def _fail(self, request, response) -> web.StreamResponse:
+        if self.fault == "silent":
+            await asyncio.sleep(30)
+        elif self.fault == "error":
+            await response.write(b'data: {"error": {"message": "dead"}}\n\n')
+        elif self.fault == "odd":
+            await self._write(response, [1], "a reason of a later release")
+        elif self.fault == "abort":
+            await self._write(response, [], "abort")
+        elif self.fault == "cut" and request.transport is not None:
+            request.transport.abort()
+        return response
+
+    async def _write(self, response, ids, finish) -> None:
+        choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "stop_reason": None}
+        chunk = {"request_id": "r", "choices": [{**choice, "logprobs": None}]}
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+    async def start(self) -> str:
+        app = web.Application()
+        info = CACHE_INFO.format(self.same.block_size, self.same.cache_dtype)
+        model = {"id": "m", "root": self.same.models[0], "max_model_len": self.same.length}
+        app.add_routes(
+            [
+                web.post("/inference/v1/generate", self.generate),
+                web.get("/version", lambda _: _json({"version": self.same.version})),
+                web.get("/v1/models", lambda _: _json({"data": [model]})),
+                web.get("/metrics", lambda _: _text(info)),
+            ]
+        )
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+
+async def _json(value):
+    return web.json_response(value)
+
+
+async def _text(value):
+    return web.Response(text=value)
+
+
+class Home:
+    """A think engine and its client: what was delivered, and what was added again."""
+
+    def __init__(self, urls, wait_s=0.4):
+        config = HandoffConfig(role="think", answer_urls=tuple(urls), answer_wait_s=wait_s)
+        self.delivered = []
+        self.added = []
+        self.handoffs = Handoffs()
+        self.servers = AnswerServers(config, SAME)
+        self.legs = SecondLegs(
+            self.servers,
+            self._deliver,
+            self._add,
+            lambda _: None,
+            self.handoffs,
+            binds_thoughts=False,
+        )
+
+    def _deliver(self, outputs):
+        self.delivered += outputs.outputs
+
+    async def _add(self, request):
+        self.added.append(request)
+        said = len(request.prompt_token_ids) - len(PROMPT + THOUGHT)
+        left = ANSWER[said:]
+        for first in range(0, max(len(left), 1), 2):
+            await asyncio.sleep(0)
+            ids = left[first : first + 2]
+            self.engine_says(request.request_id, ids, is_last=first + 2 >= len(left))
+
+    def engine_says(self, name, ids, *, is_last=False, ticket=None):
+        output = EngineCoreOutput(request_id=name, new_token_ids=ids)
+        if is_last:
+            output.finish_reason = FinishReason.STOP
+        if ticket:
+            output.finish_reason, output.kv_transfer_params = FinishReason.LENGTH, dict(ticket)
+        outputs = EngineCoreOutputs(outputs=[output])
+        self.legs.take(outputs)
+        if outputs.outputs:
+            self._deliver(outputs)
+
+    def think(self, name="r", **params):
+        request = make_request(name, **params)
+        given = self.legs.offered(request)
+        self.engine_says(name, THOUGHT[:3])
+        self.engine_says(name, THOUGHT[3:])
+        self.engine_says(name, [], ticket=TICKET)
+        return given
+
+    async def until_finished(self, name="r", limit_s=10):
+        for _ in range(int(limit_s / 0.01)):
+            if any(each.request_id == name and each.finished for each in self.delivered):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{name} did not finish: {self.delivered}")
+
+    def ids(self, name="r"):
+        mine = [each for each in self.delivered if each.request_id == name]
+        return [token for each in mine for token in each.new_token_ids]
+
+    def outcomes(self):
+        events, _ = self.handoffs.drain()
+        return {key.partition(":")[2]: n for key, n in events.items()}
+
+
+def make_request(name="r", *, tokens=None, **params):
+    params = {"max_tokens": 100, "temperature": 0.0, **params}
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(PROMPT),
+        mm_features=None,
+        sampling_params=SamplingParams(**params),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def play(server, script, urls=None):
+    """Run ``script(home, server)`` beside the server."""
+
+    async def run():
+        url = await server.start()
+        home = Home([url] if urls is None else urls)
+        try:
+            return await script(home, server)
+        finally:
+            home.legs.close()
+            await home.servers.close()
+            await server.runner.cleanup()
+
+    return asyncio.run(run())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from([each for each in FAULTS if each != "silent"]), st.integers(0, 4),
+       st.integers(1, 4))  # fmt: skip
+def test_no_token_is_lost_doubled_or_reordered(fault, after, chunk):
+    """At whatever chunk an answer server fails, and in whatever way."""
+    server = AnswerServer(fault, after, chunk)
+    if fault == "other":
+        server.same = SAME._replace(block_size="32")
+
+    async def script(home, server):
+        home.think()
+        await home.until_finished()
+        await asyncio.sleep(0.02)
+        assert home.ids() == THOUGHT + ANSWER
+        ended = [each for each in home.delivered if each.finished]
+        assert len(ended) == 1
+        assert ended[0].finish_reason == FinishReason.STOP
+        assert {each.request_id for each in home.delivered} == {"r"}
+        assert home.legs.num_away == 0
+        assert not home.legs._moving
+        assert not home.legs._home_names
+        outcomes = home.outcomes()
+        assert outcomes == ({"moved": 1} if not home.added else {"answered_at_home": 1})
+        if fault == "none":
+            assert outcomes == {"moved": 1}
+
+    urls = ["http://127.0.0.1:9"] if fault == "refused" else None
+    play(server, script, urls)
+
+
+def test_a_silent_answer_server_is_lost_after_its_time():
+    async def script(home, server):
+        home.think()
+        await home.until_finished(limit_s=5)
+        assert home.ids() == THOUGHT + ANSWER
+        assert home.outcomes() == {"answered_at_home": 1}
+
+    play(AnswerServer("silent", 1), script)
+
+
+def test_what_an_answer_server_is_asked():
+    """Token ids, limits that are left, and nothing that the think server does itself."""
+
+    async def script(home, server):
+        extra = {"meridian_max_think_tokens": 50, "kv_transfer_params": {"remote_host": "evil"}}
+        given = home.think(max_tokens=40, min_tokens=6, stop=["x"], extra_args=extra)
+        assert given.sampling_params.extra_args["kv_transfer_params"] == dict(OFFER)
+        await home.until_finished()
+        (body,) = server.bodies
+        params = body["sampling_params"]
+        assert body["token_ids"] == PROMPT + THOUGHT
+        assert (params["max_tokens"], params["min_tokens"]) == (36, 2)
+        assert params["extra_args"] == {"meridian_max_think_tokens": 46}
+        assert not {"stop", "n", "_all_stop_token_ids"} & set(params)
+        assert body["model"] == "m"
+        assert body["reasoning_ended"] is True
+        assert body["kv_transfer_params"]["remote_request_id"] == "kept"
+        assert "prompt_token_ids" not in body["kv_transfer_params"]
+
+    play(AnswerServer(), script)
+
+
+def test_one_that_comes_home_has_another_id_and_goes_on():
+    """Its blocks are let go only if no answer server was given the ticket."""
+
+    async def script(home, server):
+        grammar = StructuredOutputsParams(regex="a+")
+        home.think(max_tokens=40, structured_outputs=grammar)
+        await home.until_finished()
+        (again,) = home.added
+        assert again.request_id != "r"
+        assert again.prompt_token_ids == PROMPT + THOUGHT + ANSWER[:2]
+        assert again.sampling_params.max_tokens == 34
+        assert again.reasoning_ended
+        assert again.sampling_params.extra_args["kv_transfer_params"] == {ANSWERED: 2}
+        home.servers._servers[0].failed("rests")
+        home.think("s")
+        await home.until_finished("s")
+        released = home.added[1].sampling_params.extra_args["kv_transfer_params"]
+        assert released == {RELEASE: "kept"}
+
+    play(AnswerServer("cut", 1), script)
+
+
+def test_an_abort_reaches_the_request_wherever_it_is():
+    async def script(home, server):
+        home.legs.offered(make_request("thinks"))
+        assert home.legs.aborted(["thinks", "unknown"]) == ["thinks", "unknown"]
+        home.think("away")
+        await server.is_asked.wait()
+        assert home.legs.aborted(["away"]) == []
+        await asyncio.sleep(0.1)
+        assert server.is_left
+        assert home.outcomes() == {"aborted": 1}
+        assert not home.legs._moving
+
+    play(AnswerServer("silent", 1), script)
+
+
+@pytest.mark.parametrize(
+    ("reason", "params"),
+    [
+        ("seed", {"seed": 1, "temperature": 0.5}),
+        ("penalties", {"presence_penalty": 0.5}),
+        ("penalties", {"frequency_penalty": 0.5}),
+        ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ("many_logprobs", {"logprobs": -1}),
+    ],
+)
+def test_what_cannot_travel_is_offered_to_none(reason, params):
+    async def script(home, server):
+        evil = {"kv_transfer_params": {"remote_host": "evil"}}
+        given = home.legs.offered(make_request(**params, extra_args=evil))
+        assert given.sampling_params.extra_args is None
+        assert home.outcomes() == {reason: 1}
+
+    play(AnswerServer(), script)
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs"),
+    [("version", "0.1"), ("block_size", "32"), ("cache_dtype", "fp8"), ("length", 2048)],
+)
+def test_an_engine_that_differs_rests_and_is_named(field, theirs, caplog):
+    async def script(home, server):
+        home.think()
+        await home.until_finished()
+        assert not server.bodies
+        assert home.servers.pick() is None
+
+    with logged(caplog):
+        play(AnswerServer(same=SAME._replace(**{field: theirs})), script)
+    named = {"length": "max_model_len", "models": "model"}.get(field, field)
+    assert f"its {named} is {theirs!r}, expected " in caplog.text
+
+
+def test_requests_that_do_not_move_pass_as_they_are():
+    outputs = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="x", new_token_ids=[1])])
+    before = outputs.outputs
+    home = Home(["http://127.0.0.1:9"])
+    home.legs.take(outputs)
+    assert outputs.outputs is before
+
+
+def test_another_model_is_not_asked(caplog):
+    async def script(home, server):
+        home.think()
+        await home.until_finished()
+        assert not server.bodies
+
+    with logged(caplog):
+        play(AnswerServer(same=SAME._replace(models=("large",))), script)
+    assert "its model is 'large', expected 'tiny' as here" in caplog.text
+
+
+def test_offline_a_model_is_the_folder_of_its_name():
+    same = SAME._replace(models=("/hub/models--Qwen--Qwen3-8B/snapshots/abc",))
+    assert same.has_model("Qwen/Qwen3-8B")
+    assert not same.has_model("Qwen/Qwen3-4B")
+
+
+def test_many_that_fail_alike_wait_once_and_count_once(caplog):
+    """No request waits for the check of another one, and the rest is that of one failure."""
+
+    async def script(home, server):
+        for number in range(8):
+            home.think(f"r{number}")
+        began_s = asyncio.get_running_loop().time()
+        for number in range(8):
+            await home.until_finished(f"r{number}")
+        assert asyncio.get_running_loop().time() - began_s < 2
+        assert home.servers._servers[0].num_failures == 1
+        assert all(each.sampling_params.extra_args for each in home.added)
+
+    with logged(caplog):
+        play(AnswerServer(), script, ["http://127.0.0.1:9"])
+    assert "rests for 1 s" in caplog.text
+
+
+def test_a_default_limit_of_tokens_travels():
+    """msgspec leaves out what has its default."""
+
+    async def script(home, server):
+        home.think(max_tokens=16)
+        await home.until_finished()
+        assert home.outcomes() == {"moved": 1}
+        assert server.bodies[0]["sampling_params"]["max_tokens"] == 12
+
+    play(AnswerServer(), script)
+
+
+def test_a_request_that_is_added_to_be_ended_is_not_kept():
+    home = Home(["http://127.0.0.1:9"])
+    request = make_request(extra_args={"ec_transfer_params": {"host": "evil"}})
+    request.abort_immediately = True
+    assert home.legs.offered(request).sampling_params.extra_args is None
+    assert home.legs.num_away == 0
