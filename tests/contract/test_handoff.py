@@ -29,12 +29,12 @@ from vllm.v1.worker import worker_base
 
 from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.engine.handoff.layout import layout_of
-from meridian_patch.engine.handoff.think_part import can_move
 from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
 from meridian_patch.errors import ConfigError
+from meridian_patch.handoff.stays import why_it_stays
 from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, RELEASE, facts_in
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.serve_roles import FABRICS
@@ -205,8 +205,8 @@ def test_a_thought_stays_that(demo_model, is_async, role, use_family, job, args)
 def test_a_request_whose_sampling_does_not_travel_stays(sampling):
     parameters = SamplingParams(**{"temperature": 0, **sampling})
     request = Request("r", list(PROMPT), parameters, None)
-    assert not can_move(request)
-    assert can_move(Request("r", list(PROMPT), SamplingParams(temperature=1.0), None))
+    assert why_it_stays(request)
+    assert not why_it_stays(Request("r", list(PROMPT), SamplingParams(temperature=1.0), None))
 
 
 def test_an_abort_within_a_thought_leaves_nothing(driver):

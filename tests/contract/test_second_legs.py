@@ -5,6 +5,8 @@ The answer server is scripted; outputs are vLLM's own structures, and what comes
 
 import asyncio
 import json
+import random
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +18,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from meridian_patch.config.handoff import HandoffConfig
+from meridian_patch.engine.handoff import answer_servers
 from meridian_patch.engine.handoff.answer_servers import AnswerServers, Same
 from meridian_patch.engine.handoff.second_legs import SecondLegs
 from meridian_patch.handoff.ticket import ANSWERED, FACTS, OFFER, RELEASE
@@ -48,6 +51,9 @@ class AnswerServer:
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        return await self.play(request)
+
+    async def play(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if not body:
             return web.json_response({"error": "empty"}, status=400)
@@ -127,6 +133,7 @@ class Home:
     def __init__(self, urls, wait_s=0.4):
         config = HandoffConfig(role="think", answer_urls=tuple(urls), answer_wait_s=wait_s)
         self.delivered = []
+        self.finished = set()
         self.added = []
         self.handoffs = Handoffs()
         self.servers = AnswerServers(config, SAME)
@@ -141,6 +148,7 @@ class Home:
 
     def _deliver(self, outputs):
         self.delivered += outputs.outputs
+        self.finished |= {each.request_id for each in outputs.outputs if each.finished}
 
     async def _add(self, request):
         self.added.append(request)
@@ -172,7 +180,7 @@ class Home:
 
     async def until_finished(self, name="r", limit_s=10):
         for _ in range(int(limit_s / 0.01)):
-            if any(each.request_id == name and each.finished for each in self.delivered):
+            if name in self.finished:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(f"{name} did not finish: {self.delivered}")
@@ -414,3 +422,64 @@ def test_a_request_that_is_added_to_be_ended_is_not_kept():
     request.abort_immediately = True
     assert home.legs.offered(request).sampling_params.extra_args is None
     assert home.legs.num_away == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_twenty_thousand_requests_lose_nothing(monkeypatch):
+    """Sixty at a time, each with a fault of its own, a tenth of them aborted by their clients."""
+    monkeypatch.setattr(answer_servers, "_FIRST_REST_S", 0.0)
+    monkeypatch.setattr(AnswerServers, "_check", checked)
+    rng = random.Random(5)
+    faults = [each for each in FAULTS if each not in {"silent", "refused", "other"}]
+
+    async def one(home, server, number, places):
+        name = f"r{number}"
+        async with places:
+            server.faults[name] = rng.choice(faults), rng.randrange(5), rng.randrange(1, 5)
+            home.think(name)
+            if number % 10 == 0:
+                await asyncio.sleep(rng.random() / 100)
+                home.legs.aborted([name])
+                return None
+            await home.until_finished(name)
+            return name
+
+    async def script(home, server):
+        places = asyncio.Semaphore(60)
+        work = (one(home, server, number, places) for number in range(20_000))
+        names = [name for name in await asyncio.gather(*work) if name]
+        await asyncio.sleep(0.1)
+        said, ended = defaultdict(list), Counter()
+        for each in home.delivered:
+            said[each.request_id] += each.new_token_ids
+            ended[each.request_id] += each.finished
+        assert len(names) == 18_000
+        assert all(said[name] == THOUGHT + ANSWER for name in names)
+        assert all(ended[name] == 1 for name in names)
+        assert not home.legs._moving
+        assert not home.legs._home_names
+        outcomes = home.outcomes()
+        print(outcomes)
+        assert outcomes["moved"] > 1000
+        assert outcomes["answered_at_home"] > 5000
+
+    play(ManyFaults(), script)
+
+
+async def checked(_servers, _server):
+    return "m"
+
+
+class ManyFaults(AnswerServer):
+    """Fails each request in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.faults = {}
+
+    async def generate(self, request):
+        name = (await request.json()).get("request_id")
+        self.bodies.clear()
+        fault, after, chunk = self.faults[name]
+        return await AnswerServer(fault, after, chunk).play(request)

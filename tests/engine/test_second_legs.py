@@ -14,6 +14,7 @@ from handoff_runs import (
     engine,
     let_run_on_all_cores,
     needs_nixl,
+    probed,
     questions,
     stream,
     total,
@@ -67,7 +68,7 @@ def test_streams_are_those_of_one_engine(engines, cell):
     print(f"\ngap: median {1e3 * gaps[12]:.0f} ms, worst {1e3 * gaps[-1]:.0f} ms")
     tokens = sum(two.usage["completion_tokens"] for two in moved)
     note = f"{len(asked)} requests, {tokens} tokens as one engine's; all moved after their thought"
-    cell.works("engines of role think and role answer", note, "not probed")
+    cell.works("engines of role think and role answer", note, probed(think))
 
 
 BODIES = {
