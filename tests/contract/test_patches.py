@@ -68,7 +68,7 @@ import vllm.v1.core.kv_cache_manager as kv_module
 import vllm.v1.metrics.loggers as loggers
 import vllm.v1.request as requests
 import vllm.v1.worker.worker_base as workers
-from vllm.v1.engine import async_llm, llm_engine, output_processor
+from vllm.v1.engine import async_llm, core_client as clients, llm_engine, output_processor
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 from vllm.entrypoints.openai.responses import serving as responses
@@ -82,7 +82,8 @@ def classes():
             workers.WorkerBase, requests.StructuredOutputRequest, llm_engine.InputProcessor,
             output_processor.RequestState, llm_engine.OutputProcessor,
             chat.OpenAIServingChat,
-            completion.OpenAIServingCompletion, responses.OpenAIServingResponses]
+            completion.OpenAIServingCompletion, responses.OpenAIServingResponses,
+            clients.AsyncMPClient, clients.DPAsyncMPClient, clients.DPLBAsyncMPClient]
 
 def refusal():
     lock = load_lock()

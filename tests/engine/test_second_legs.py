@@ -1,11 +1,15 @@
 """Two real engines: requests think at the server that clients ask, and answer at the other one."""
 
 import json
+import statistics
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import httpx
+import psutil
 import pytest
 from handoff_runs import (
     CHAT,
@@ -167,6 +171,49 @@ def test_a_client_that_leaves_frees_both_sides(engines):
                 break
     for server in engines:
         wait_until_empty(server, 40)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("width", "number"), [(1, 40), (2, 40), (4, 40), (8, 80)])
+def test_two_hundred_streams(engines, width, number):
+    """So many at a time, beside the same requests on one engine.
+
+    Prints the gap between the last piece of the thought and the first one of the answer, and what
+    the API servers take.
+    """
+    think, answer = engines
+    asked = questions(number, seed=77 + width)
+    before = count(think, "moved")
+    gaps, cpu_s, tokens = defaultdict(list), defaultdict(float), 0
+    # Alternating pieces: the machine's speed drifts.
+    for first in range(0, number, 20):
+        replies = {}
+        for name, server in (("one engine", answer), ("moved", think)):
+            began_s = taken_s(engines)
+            with ThreadPoolExecutor(width) as pool:
+                piece = asked[first : first + 20]
+                replies[name] = list(pool.map(partial(stream, server.url), piece))
+            cpu_s[name] += taken_s(engines) - began_s
+            gaps[name] += [1e3 * each.gap_s for each in replies[name]]
+        for one, two in zip(*replies.values(), strict=True):
+            assert (two.reasoning, two.content) == (one.reasoning, one.content)
+            tokens += two.usage["completion_tokens"]
+    assert count(think, "moved") - before == number
+    for name, seen in gaps.items():
+        cuts = statistics.quantiles(seen, n=100, method="inclusive")
+        shown = (
+            f"{cuts[49]:.0f} ({cuts[19]:.0f}..{cuts[79]:.0f}) | {cuts[98]:.0f} | {max(seen):.0f}"
+        )
+        print(
+            f"\n| {width} | {name} | {number} | {shown} | {1e6 * cpu_s[name] / tokens:.0f} |",
+            end="",
+        )
+
+
+def taken_s(engines) -> float:
+    """Processor time that the API servers have taken."""
+    times = [psutil.Process(server.pid).cpu_times() for server in engines]
+    return sum(each.user + each.system for each in times)
 
 
 def test_a_lost_answer_engine_loses_nothing(engines):
