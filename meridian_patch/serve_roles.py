@@ -1,4 +1,4 @@
-"""``meridian serve --role``: an engine that thinks, or one that answers, for a router in front."""
+"""``meridian serve --role``: an engine that thinks, and which engines answer."""
 
 import argparse
 import importlib.util
