@@ -35,7 +35,7 @@ def test_serve_without_a_model_prints_its_usage(capsys):
     """Nothing to serve is a usage error, asking for help is not."""
     code, (said, complaint) = run(["serve"], capsys)
     assert (code, complaint) == (2, "")
-    assert said.startswith("usage: meridian serve MODEL [--role think|answer]")
+    assert said.startswith("usage: meridian serve MODEL [--role think --answer URL")
     assert run(["serve", "--help"], capsys)[0] == 0
 
 

@@ -7,6 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Self
@@ -75,7 +76,8 @@ class Server:
         """End all of its processes at once, as when its machine is lost."""
         # An EngineCore whose API server was killed alone stays, and keeps a core busy.
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
 
     @property
@@ -163,8 +165,8 @@ class Server:
             try:
                 self._process.wait(STOP_LIMIT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                # With its EngineCore, which would stay and keep a core busy.
+                self.kill()
 
 
 def free_port() -> int:
