@@ -404,6 +404,20 @@ def test_many_that_fail_alike_wait_once_and_count_once(caplog):
     assert "rests for 1 s" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"), [("http", "HTTP 400 from"), ("error", "dead"), ("cut", "rests for 1 s")]
+)
+def test_why_a_request_came_home_is_in_the_log_once(fault, said, caplog):
+    async def script(home, server):
+        for name in ("r", "s"):
+            home.think(name)
+            await home.until_finished(name)
+
+    with logged(caplog):
+        play(AnswerServer(fault, 1), script)
+    assert len({each for each in caplog.messages if said in each}) == 1
+
+
 def test_a_default_limit_of_tokens_travels():
     """msgspec leaves out what has its default."""
 

@@ -83,6 +83,8 @@ class AnswerServer:
         rests_until_s: before this time of ``time.monotonic`` it is asked for nothing.
         num_failures: in a row.
         model: the name under which it serves our model; None until it was checked.
+        check: held by the request that checks it.
+        losses: why it lost requests without resting, each reason once in the log.
     """
 
     url: str
@@ -91,7 +93,7 @@ class AnswerServer:
     num_failures: int = 0
     model: str | None = None
     check: asyncio.Lock = field(default_factory=asyncio.Lock)
-    refusals: Reasons = field(default_factory=lambda: Reasons("requests answer where they thought"))
+    losses: Reasons = field(default_factory=lambda: Reasons("requests answer where they thought"))
 
     @property
     def rests(self) -> bool:
@@ -251,8 +253,6 @@ async def _refusal(server: AnswerServer, response: aiohttp.ClientResponse) -> Le
     why = f"HTTP {response.status} from {PATH}: {text}"
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR or response.status in _REFUSES_ALL:
         server.failed(why)
-    else:
-        server.refusals.log(f"{server.url} refused a request: {why}")
     return LegLost(why, may_read=False)
 
 

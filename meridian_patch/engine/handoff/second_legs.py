@@ -198,6 +198,8 @@ class SecondLegs:
                 await self._answer(name, moving, ticket, server)
             except LegLost as lost:
                 may_read = lost.may_read
+                if not server.rests:
+                    server.losses.log(f"{server.url}: {lost}")
             except Exception as error:
                 may_read = True
                 self._guard.failed(error)
