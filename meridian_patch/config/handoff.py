@@ -46,13 +46,15 @@ class HandoffConfig(StrictModel):
     api_key_file: Annotated[Path | None, BeforeValidator(not_empty_path)] = Field(
         default=None,
         strict=False,
-        description="File that holds the answer engines' `--api-key`.",
+        description="File that holds the answer engines' `--api-key`. A relative path is relative "
+        "to the configuration file's directory, or to the working directory if set in the "
+        "environment.",
     )
     ca_file: Annotated[Path | None, BeforeValidator(not_empty_path)] = Field(
         default=None,
         strict=False,
         description="Certificates, in PEM, that verify `https` addresses of answer engines. Unset: "
-        "the system's.",
+        "the system's. A relative path counts as that of `api_key_file`.",
     )
 
     @model_validator(mode="after")

@@ -80,6 +80,8 @@ def _read_file(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     values = parse_mapping(text, origin)
     _place(values, "families_dir", path.parent)
     _place(values.get("exit"), "trace", path.parent)
+    for key in ("api_key_file", "ca_file"):
+        _place(values.get("handoff"), key, path.parent)
     return values, origin
 
 

@@ -208,7 +208,8 @@ def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
 def test_prompts_beside_an_answer_are_not_computed_in_dear_pieces(tmp_path):
     """As on an H200: with any prompt token a step takes long, above the graph hardly longer.
 
-    A prompt of 800 tokens in pieces of 98 within the graph would take a second.
+    A prompt of 800 tokens in pieces of 98 within the graph took 1.6 s. In large pieces it takes 0.3
+    to 0.6 s, and longer where other work has the cores.
     """
     device = FAST.format(fixed_s=0.02) + "graph_tokens: 100\npieces_s: 0.12\nlaunch_s: 0.16\n"
     times_s = []
@@ -230,4 +231,4 @@ def test_prompts_beside_an_answer_are_not_computed_in_dear_pieces(tmp_path):
     print("times of prompts:", [round(each, 2) for each in times_s])
     late = times_s[len(times_s) // 2 :]
     assert len(late) > 5
-    assert statistics.median(late) < 0.7
+    assert statistics.median(late) < 1.0
