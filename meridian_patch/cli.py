@@ -16,7 +16,6 @@ from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.doctor.command import add_doctor
 from meridian_patch.operate.top.command import add_top
-from meridian_patch.router.command import add_route
 
 # Packages that some commands need and may lack: those of the engine, and of the extra `bench`.
 _OPTIONAL = frozenset(
@@ -75,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--verbose", action="store_true", help="each patch and what was checked")
     status.set_defaults(run=_status)
 
-    add_route(commands)
     add_doctor(commands)
     add_top(commands)
 

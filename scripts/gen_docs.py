@@ -80,7 +80,7 @@ ROLES = {
         "meridian_patch/telemetry",
         "meridian_patch/patching",
     ),
-    "Between engines": ("meridian_patch/handoff", "meridian_patch/router"),
+    "Between engines": ("meridian_patch/handoff",),
     "For operators": ("meridian_patch/operate",),
     "Replay, emulation, calibration, benches and the demo": (
         "meridian_patch/replay",

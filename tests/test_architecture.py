@@ -46,10 +46,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "demo.run": (*PLUGIN, "emulation", "demo", "bench"),  # the front end of scripts/demo
     "serve_roles": ("errors", "config"),
     "serve": (*PLUGIN, "emulation", "serve_roles"),
-    "router": PURE,
     "operate": PLUGIN,
     "calibrate": (*PLUGIN, "replay", "bench"),
-    "cli": (*PLUGIN, "demo", "bench", "serve", "router", "operate", "calibrate"),
+    "cli": (*PLUGIN, "demo", "bench", "serve", "operate", "calibrate"),
 }
 # Of an engine's processes, and of what plays on one.
 USES_VLLM = {"engine", "replay", "emulation", "demo", "bench", "calibrate"}

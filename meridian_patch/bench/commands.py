@@ -8,7 +8,6 @@ from meridian_patch.bench.micro.command import add_micro
 from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.simulated.command import add_replay
 from meridian_patch.bench.simulated.fit_command import add_fit_cost
-from meridian_patch.bench.simulated.fleet_command import add_capacity
 from meridian_patch.bench.simulated.validate_command import add_validate
 
 
@@ -20,7 +19,6 @@ def add_bench(commands: Any) -> None:
     add_fit_cost(benches)
     add_validate(benches)
     add_replay(benches)
-    add_capacity(benches)
     add_micro(benches)
     add_exit_trace(benches)
     add_exit(benches)

@@ -394,9 +394,8 @@ class ResponsesConfig(StrictModel):
         default=None,
         ge=1,
         description="Think tokens in one piece of a stream, as vLLM's `--stream-interval` for all "
-        "tokens: fewer pieces take less processor time from the API server, the router and the "
-        "client. Answers come as ever. Unset: 8 on an engine with the [role](handoff.md) `think`, "
-        "else 1.",
+        "tokens: fewer pieces take less processor time from the API server and the client. Answers "
+        "come as ever. Unset: 8 on an engine with the [role](handoff.md) `think`, else 1.",
     )
 
 

@@ -11,12 +11,13 @@ from typing import Any, Final
 
 import msgspec
 
-from meridian_patch.handoff.ticket import PROMPT_IDS
-
 PATH: Final = "/inference/v1/generate"
 """vLLM's token endpoint, with ``--enable-scale-out``."""
 
-TRANSFERS: Final = frozenset(("kv_transfer_params", "ec_transfer_params"))
+TRANSFER: Final = "kv_transfer_params"
+"""vLLM's name of a ticket, in requests, in responses and in ``extra_args``."""
+
+TRANSFERS: Final = frozenset((TRANSFER, "ec_transfer_params"))
 """What only engines may tell each other: where to read from."""
 
 _EVENT: Final = b"data: "
@@ -139,7 +140,7 @@ def wire_body(
         "sampling_params": params,
         "stream": True,
         "reasoning_ended": True,
-        "kv_transfer_params": {key: ticket[key] for key in ticket if key != PROMPT_IDS},
+        TRANSFER: dict(ticket),
     }
     wanted = {key: value for key, value in others.items() if value is not None}
     return json.dumps(body | wanted).encode()

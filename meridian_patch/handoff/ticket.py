@@ -1,7 +1,7 @@
 """What a think engine gives to the caller, and the caller to an answer engine.
 
-A ticket is vLLM's ``kv_transfer_params``: the connector's own fields, ``prompt_token_ids``, which
-vLLM uses instead of rendering the messages again, and ``meridian_handoff`` with our own facts.
+A ticket is vLLM's ``kv_transfer_params``: the connector's own fields, and ``meridian_handoff`` with
+our own facts.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,6 @@ from meridian_patch.errors import ConfigError
 
 FACTS: Final = "meridian_handoff"
 """Name of our facts among the ``kv_transfer_params``."""
-
-PROMPT_IDS: Final = "prompt_token_ids"
-"""vLLM's name for the prompt's token ids among the ``kv_transfer_params``."""
 
 RELEASE: Final = "meridian_release"
 """Among the ``kv_transfer_params``: the request whose blocks no engine will read."""

@@ -235,7 +235,7 @@ def test_a_failing_policy_costs_a_count_and_nothing_else(demo_model, caplog):
     assert "no rank today" in caplog.text
 
 
-def test_a_failing_router_costs_a_count_and_nothing_else(demo_model):
+def test_a_failing_tracker_costs_a_count_and_nothing_else(demo_model):
     """An exception in the tracker leaves the request's tokens alone."""
     driver = driver_for(demo_model)
 

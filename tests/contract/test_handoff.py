@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import time
+from collections import defaultdict
 
 import pytest
 from exit_driver import EAGER
@@ -35,7 +36,7 @@ from meridian_patch.engine.scheduler.scheduler import (
 )
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.stays import why_it_stays
-from meridian_patch.handoff.ticket import FACTS, OFFER, PROMPT_IDS, RELEASE, facts_in
+from meridian_patch.handoff.ticket import FACTS, OFFER, RELEASE, facts_in
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.serve_roles import FABRICS
 
@@ -76,32 +77,30 @@ def config_of(model, *, is_async: bool, blocks: int, connector: str | None):
 
 
 def driver_of(demo_model, is_async, *, blocks=200, connector="NixlConnector") -> Driver:
-    """A driver whose attribute `ended` has each request's last output."""
+    """A driver with each request's last output, `ended`, and all that its client got, `said`."""
     config = config_of(demo_model, is_async=is_async, blocks=blocks, connector=connector)
     build = build_async_phase_scheduler if is_async else build_phase_scheduler
     scheduler_class = build(AsyncScheduler if is_async else Scheduler)
     driver = Driver.build(scheduler_class, config, is_async=is_async)
-    driver.ended = watch_ends(driver.scheduler)
+    driver.ended, driver.said = watch_outputs(driver.scheduler)
     return driver
 
 
-def watch_ends(scheduler) -> dict:
-    """Request -> its last output, as the API server gets it."""
-    ended = {}
+def watch_outputs(scheduler) -> tuple[dict, dict[str, list[int]]]:
+    """By request its last output and its tokens, as the API server gets them."""
+    ended, said = {}, defaultdict(list)
     update = scheduler.update_from_output
 
     def watched(*args, **kwargs):
         results = update(*args, **kwargs)
-        for client in results.values():
-            ended.update(
-                (output.request_id, output)
-                for output in client.outputs
-                if output.finish_reason is not None
-            )
+        for output in (each for client in results.values() for each in client.outputs):
+            said[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                ended[output.request_id] = output
         return results
 
     scheduler.update_from_output = watched
-    return ended
+    return ended, said
 
 
 def num_free(driver) -> int:
@@ -118,8 +117,7 @@ def test_a_thought_leaves_with_all_of_its_tokens_and_blocks(driver):
     assert output.finish_reason == FinishReason.LENGTH
     assert output.new_token_ids == []
     # 45 tokens and the boundary reach the client; the one after it does not.
-    assert len(driver.deliveries["r"]) == 46
-    assert ticket[PROMPT_IDS] == [*PROMPT, *[WORD] * 45, THINK_END]
+    assert driver.said["r"] == [*[WORD] * 45, THINK_END]
     assert ticket["do_remote_prefill"] is True
     assert ticket["remote_num_tokens"] == 96
     # Exactly the blocks of these tokens: the other side reads the last ones it is told of.
@@ -139,7 +137,7 @@ def test_blocks_that_no_engine_will_read_are_free_at_once(driver):
     """As upstream's worker frees them: when the newest end of their lease is past."""
     driver.add(Job("r", PROMPT, think_tokens=45, answer_tokens=30), OFFERED)
     driver.drain()
-    rest = (*driver.ended["r"].kv_transfer_params[PROMPT_IDS],)
+    rest = (*PROMPT, *driver.said["r"])
     for name, released in (("again", "r"), ("unknown", "x"), ("odd", 7)):
         driver.add(Job(name, rest, None, 5), {"kv_transfer_params": {RELEASE: released}})
     before_s = time.perf_counter()
@@ -235,9 +233,9 @@ def test_under_pressure_each_ticket_has_its_own_tokens(demo_model, is_async, rol
     assert preempted
     for number in range(24):
         ticket = driver.ended[f"r{number}"].kv_transfer_params
-        assert ticket[PROMPT_IDS] == [*PROMPT, *[WORD] * (60 + number), THINK_END]
+        assert driver.said[f"r{number}"] == [*[WORD] * (60 + number), THINK_END]
         (blocks,) = ticket["remote_block_ids"]
-        assert len(blocks) == -(-len(ticket[PROMPT_IDS]) // BLOCK_SIZE)
+        assert len(blocks) == -(-(50 + 61 + number) // BLOCK_SIZE)
 
 
 def test_without_a_connector_the_role_is_refused(demo_model, is_async, role):
@@ -324,10 +322,10 @@ def test_a_thought_that_is_closed_early_leaves_too(demo_model, is_async, role, m
         probed |= set(driver.step().num_scheduled_tokens) - {"r0", "r1", "r2"}
     assert probed
     assert named == {"r0", "r1", "r2"}
-    for output in driver.ended.values():
-        ids = output.kv_transfer_params[PROMPT_IDS]
-        assert THINK_END in ids[50:]
-        assert len(ids) < 900
+    for name, output in driver.ended.items():
+        assert FACTS in output.kv_transfer_params
+        assert THINK_END in driver.said[name]
+        assert len(driver.said[name]) < 850
 
 
 def test_without_its_part_requests_end_as_in_stock(driver):
@@ -352,7 +350,7 @@ def test_mooncake_is_told_what_it_needs(demo_model, is_async, role):
     assert ticket["remote_engine_id"] == "one"
     assert ticket["remote_bootstrap_addr"].startswith("http://")
     assert ticket["do_remote_prefill"] is True
-    assert len(ticket[PROMPT_IDS]) == 96
+    assert len(driver.said["r"]) == 46
     side = driver.scheduler.connector.connector_scheduler
     (blocks,) = side._reqs_need_send["r"][1]
     assert len(blocks) == 3
@@ -441,7 +439,6 @@ def test_drafts_behind_the_boundary_are_taken_back(demo_model, role):
     assert not driver.scheduler._think_part._moves
     assert told == [*[WORD] * 60, THINK_END]
     output = driver.ended["r"]
-    assert output.kv_transfer_params[PROMPT_IDS] == [*PROMPT, *told]
     assert output.kv_transfer_params["remote_num_tokens"] == 111
 
 
@@ -493,6 +490,6 @@ def test_a_request_whose_blocks_the_connector_did_not_keep_leaves_too(driver):
     driver.add(Job("r", PROMPT, think_tokens=60, answer_tokens=30), OFFERED)
     driver.drain()
     ticket = driver.ended["r"].kv_transfer_params
-    assert ticket[PROMPT_IDS] == [*PROMPT, *[WORD] * 60, THINK_END]
+    assert driver.said["r"] == [*[WORD] * 60, THINK_END]
     assert facts_in(ticket).num_output_tokens == 61
     assert "do_remote_prefill" not in ticket

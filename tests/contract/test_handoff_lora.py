@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from scheduler_driver import BLOCK_SIZE, WORD, Driver, Job, engine_config
+from scheduler_driver import BLOCK_SIZE, THINK_END, WORD, Driver, Job, engine_config
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -21,7 +21,7 @@ from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
-from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, OFFER, PROMPT_IDS, facts_in
+from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, OFFER, facts_in
 
 PROMPT = tuple([WORD] * 49 + [256])
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -119,9 +119,8 @@ def ticket_of(think, adapter, name="r"):
 
 def is_moved(answer, adapter, ticket, name="r"):
     """Whether an answer engine reads the KV cache, instead of computing all tokens."""
-    params = {key: value for key, value in ticket.items() if key != PROMPT_IDS}
-    job = Job(name, tuple(ticket[PROMPT_IDS]), think_tokens=None, answer_tokens=5)
-    request = answer.add(job, adapter, params)
+    job = Job(name, (*PROMPT, *[WORD] * 45, THINK_END), think_tokens=None, answer_tokens=5)
+    request = answer.add(job, adapter, dict(ticket))
     answer.driver.step()
     is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert (request.kv_transfer_params is not None) == is_loading
@@ -179,7 +178,6 @@ def test_what_the_think_engine_does_not_know_is_not_kept(engine, tmp_path, log):
     hub = LoRARequest("poet", 1, "someone/poet-lora")
     ticket = ticket_of(think, hub)
     assert facts_in(ticket).adapter == NOT_KNOWN
-    assert len(ticket[PROMPT_IDS]) == 96
     assert "do_remote_prefill" not in ticket
     assert think.num_free() == free_before
     # The same name is no proof.
@@ -258,9 +256,7 @@ def test_a_session_with_an_adapter_stays_and_is_checked(engine, tmp_path):
         think.driver.step()
     assert not think.scheduler._think_part._offered
     assert len(think.driver.deliveries["s"]) == 77
-    params = dict(ticket_of(think, poet))
-    del params[PROMPT_IDS]
-    session = answer.add(job, other, params, is_session=True)
+    session = answer.add(job, other, dict(ticket_of(think, poet)), is_session=True)
     assert session.kv_transfer_params is None
     for _ in range(100):
         answer.driver.step()

@@ -52,7 +52,7 @@ def policy():
     return CountingPolicy(protected_answer_tokens=16, levels=Levels(512, 0.25))
 
 
-def router_over(phases):
+def tracker_over(phases):
     def get(name):
         phase = phases.get(name)
         return phase and RequestPhase((), phase, phase, 0, 0)
@@ -62,7 +62,7 @@ def router_over(phases):
 
 @pytest.fixture
 def order(policy, phases):
-    return RunningOrder(policy, router_over(phases), PATIENCE_US)
+    return RunningOrder(policy, tracker_over(phases), PATIENCE_US)
 
 
 def names(requests):

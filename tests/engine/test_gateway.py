@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from handoff_runs import CHAT, engine, let_run_on_all_cores, needs_nixl, questions
+from handoff_runs import CHAT, engine, handoffs, let_run_on_all_cores, needs_nixl, questions
 from run_engine import clean_environment, log_tail
 from run_server import free_port
 
@@ -53,11 +53,6 @@ def gateway(urls, folder):
         process.wait(30)
 
 
-def moved(server, outcome: str) -> int:
-    lines = [line for line in server.get("/metrics").splitlines() if "handoffs_total{" in line]
-    return sum(int(float(line.split()[-1])) for line in lines if f'"{outcome}"' in line)
-
-
 @pytest.mark.timeout(1500)
 def test_two_hundred_streams_behind_a_gateway(demo_model, tmp_path):
     """Sessions stay at their think server; an answer engine killed in between costs no request."""
@@ -85,16 +80,16 @@ def test_two_hundred_streams_behind_a_gateway(demo_model, tmp_path):
 
         alone = list(pool.map(lambda number: ask(answers[1].url, number), range(SESSIONS)))
         first = list(pool.map(lambda number: ask(url, number), range(100)))
-        shares = [moved(each, "moved") for each in thinks]
+        shares = [handoffs(each, "moved") for each in thinks]
         rest = [pool.submit(ask, url, number) for number in range(100, 200)]
-        while sum(moved(each, "moved") for each in thinks) < sum(shares) + 20:
+        while sum(handoffs(each, "moved") for each in thinks) < sum(shares) + 20:
             time.sleep(0.05)
         answers[0].kill()
         second = [each.result() for each in rest]
         assert [first, second] == [[alone[number % SESSIONS] for number in range(100)]] * 2
         ended = Counter()
         for outcome in ("moved", "answered_at_home", "aborted"):
-            ended[outcome] = sum(moved(each, outcome) for each in thinks)
+            ended[outcome] = sum(handoffs(each, outcome) for each in thinks)
         print(f"\nrequests that moved by think server: {shares}; all: {dict(ended)}")
         assert sum(shares) == 100
         # Five requests of a session each: a whole number of sessions per server.

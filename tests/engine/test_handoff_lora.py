@@ -5,8 +5,9 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
 import pytest
@@ -16,8 +17,10 @@ from run_engine import PATCHED
 from run_server import Server
 
 from meridian_patch.demo.problems import make_problems
-from meridian_patch.handoff.requests import ingest, offload, resume, ticket_in
-from meridian_patch.handoff.ticket import FACTS, PROMPT_IDS
+from meridian_patch.demo.tokenizer import build_tokenizer
+from meridian_patch.handoff.requests import ingest, offload, ticket_in
+from meridian_patch.handoff.second_leg import PATH
+from meridian_patch.handoff.ticket import FACTS
 
 pytestmark = [
     pytest.mark.engine,
@@ -29,7 +32,7 @@ MERIDIAN = str(Path(sys.executable).parent / "meridian")
 # Upstream's CPU kernels give requests without an adapter that of the last slot: it is empty.
 OPTIONS = (
     *("--gpu-memory-utilization", "0.2", "--reasoning-parser", "qwen3"),
-    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3"),
+    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3", "--enable-scale-out"),
 )
 # Of adapters: with the first the model ends its thoughts, and with the second it says other tokens.
 SIZES = (0.05, 0.3)
@@ -61,49 +64,65 @@ def engines(demo_model, tmp_path_factory):
         yield tuple(pool.map(stack.enter_context, servers))
 
 
-def said(server: Server, body: dict) -> dict:
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+def generated(server: Server, body: dict) -> dict:
+    reply = httpx.post(f"{server.url}{PATH}", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def answer_of(reply: dict) -> tuple[str, list[float]]:
-    """What was said after the thought, and the log-probability of each of its tokens."""
-    choice = reply["choices"][0]
-    text = (choice["message"].get("reasoning") or "") + (choice["message"]["content"] or "")
-    return text, [token["logprob"] for token in choice["logprobs"]["content"]]
+def said(server: Server, body: dict) -> tuple[list[int], list[float]]:
+    """The tokens of a response, and the log-probability of each."""
+    (choice,) = generated(server, body)["choices"]
+    return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
 
 
-def is_as(one: tuple[str, list[float]], two: tuple[str, list[float]]) -> bool:
+def is_as(one: tuple[list[int], list[float]], two: tuple[list[int], list[float]]) -> bool:
     """Whether both are of the same weights: the same tokens, as probable."""
     return one[0] == two[0] and one[1] == pytest.approx(two[1], abs=2e-3)
 
 
 def asked(adapter: str, seed: int) -> list[dict]:
+    tokenizer = build_tokenizer()
+    chats = [
+        [{"role": "user", "content": problem.question}]
+        for problem in make_problems(QUESTIONS, seed)
+    ]
     return [
         {
             "model": adapter,
-            "messages": [{"role": "user", "content": problem.question}],
-            "temperature": 0,
-            "max_tokens": 500,
-            "logprobs": True,
+            "token_ids": tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False
+            ),
+            "sampling_params": {"temperature": 0, "max_tokens": 500, "logprobs": 1},
         }
-        for problem in make_problems(QUESTIONS, seed)
+        for chat in chats
     ]
 
 
-def thought(server: Server, body: dict) -> dict:
-    """The ticket of a request that thought."""
-    ticket = ticket_in(said(server, offload(body)))
-    ticket[FACTS]["max_tokens_left"] = ANSWER_TOKENS
-    return ticket
+@dataclass
+class Moving:
+    """A request whose thought has ended, of which so many tokens of the answer are asked."""
 
+    body: dict
+    thought: list[int]
+    ticket: dict
 
-def own(server: Server, body: dict, ticket: dict) -> tuple[str, list[float]]:
-    """What an engine says after a thought whose tokens it computes itself, whatever it cached."""
-    facts = ticket[FACTS]
-    rest = resume(body, ticket[PROMPT_IDS], facts["num_output_tokens"], facts["max_tokens_left"])
-    return answer_of(said(server, rest | {"cache_salt": "own"}))
+    @classmethod
+    def of(cls, server: Server, body: dict) -> Self:
+        reply = generated(server, offload(body))
+        ticket = ticket_in(reply)
+        assert ticket is not None
+        ticket[FACTS]["max_tokens_left"] = ANSWER_TOKENS
+        return cls(body, reply["choices"][0]["token_ids"], ticket)
+
+    def rest(self) -> dict:
+        return ingest(self.body, self.thought, self.ticket)
+
+    def own(self) -> dict:
+        """The same for an engine that computes the thought itself, whatever it cached."""
+        body = {**self.rest(), "cache_salt": "own"}
+        del body["kv_transfer_params"]
+        return body
 
 
 def loaded_tokens(server: Server) -> float:
@@ -117,9 +136,9 @@ def test_equal_weights_move(engines):
     """The answer is that of the engine that thought."""
     think, answer = engines
     for body in asked("same", 3):
-        ticket = thought(think, body)
+        moving = Moving.of(think, body)
         before = loaded_tokens(answer)
-        assert is_as(answer_of(said(answer, ingest(body, ticket))), own(think, body, ticket))
+        assert is_as(said(answer, moving.rest()), said(think, moving.own()))
         assert loaded_tokens(answer) > before
     assert "LoRA adapter 'same'" not in answer.log.read_text()
 
@@ -129,8 +148,8 @@ def test_other_weights_are_computed_again(engines):
     think, answer = engines
     before = loaded_tokens(answer)
     for body in asked("other", 3):
-        ticket = thought(think, body)
-        assert is_as(answer_of(said(answer, ingest(body, ticket))), own(answer, body, ticket))
+        moving = Moving.of(think, body)
+        assert is_as(said(answer, moving.rest()), said(answer, moving.own()))
     assert loaded_tokens(answer) == before
     lines = [line for line in answer.log.read_text().splitlines() if "adapter 'other'" in line]
     assert len([line for line in lines if "not handed off to this engine" in line]) == 1
@@ -139,10 +158,9 @@ def test_other_weights_are_computed_again(engines):
     [digest] = {re.search(r"and '(\w+)' here", line)[1] for line in lines if "digest" in line}
     differ = 0
     for body in asked("other", 4):
-        ticket = thought(think, body)
-        forged = deepcopy(ticket)
-        forged[FACTS]["adapter"] = digest
-        foreign = answer_of(said(answer, ingest(body, forged)))
-        differ += not is_as(foreign, own(answer, body, ticket))
+        moving = Moving.of(think, body)
+        own = said(answer, moving.own())
+        moving.ticket[FACTS]["adapter"] = digest
+        differ += not is_as(said(answer, moving.rest()), own)
     assert loaded_tokens(answer) > before
     assert differ == QUESTIONS

@@ -1,16 +1,10 @@
-"""Two real engines and the router, with Mooncake: the checks of the hand-off over NIXL."""
+"""A think server and its answer engine, with Mooncake: the checks of the hand-off over NIXL."""
 
 import subprocess
 import sys
 
 import pytest
-from handoff_runs import (
-    Router,
-    both_engines,
-    check_a_lost_answer_engine,
-    check_streams,
-    check_whole_responses,
-)
+from handoff_runs import both_engines, check_a_lost_answer_engine, check_streams
 from run_engine import JOBS
 
 # Read by Python when a process of an engine starts. vLLM's connector asks torch for the number of
@@ -44,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engines(demo_model, tmp_path_factory):
-    """A think engine and an answer engine."""
+    """A think server and its answer engine."""
     folder = tmp_path_factory.mktemp("mooncake")
     (folder / "sitecustomize.py").write_text(ON_THE_CPU)
     env = {"PYTHONPATH": f"{folder}:{JOBS}"}
@@ -52,23 +46,11 @@ def engines(demo_model, tmp_path_factory):
         yield started
 
 
-@pytest.fixture(scope="module")
-def router(engines, tmp_path_factory):
-    think, answer = engines
-    with Router([think.url], [answer.url], tmp_path_factory.mktemp("router")) as started:
-        yield started
-
-
-def test_streams_are_those_of_one_engine(engines, router):
+def test_streams_are_those_of_one_engine(engines):
     """Thought, answer and usage, token for token, with eight requests at a time."""
-    check_streams(engines, router)
+    check_streams(engines)
 
 
-def test_whole_responses_too(engines, router):
-    """With the thought of one and the answer of the other engine."""
-    check_whole_responses(engines, router)
-
-
-def test_a_lost_answer_engine_loses_nothing(engines, router):
-    """Killed between and within answers: the think engine goes on from the tokens sent."""
-    check_a_lost_answer_engine(engines, router)
+def test_a_lost_answer_engine_loses_nothing(engines):
+    """Killed between and within answers: the think server goes on from the tokens sent."""
+    check_a_lost_answer_engine(engines)

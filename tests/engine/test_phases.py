@@ -40,7 +40,7 @@ def test_the_phase_scheduler_is_the_one_that_ran(v1_patched, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_router_follows_every_request(v1_patched, path):
+def test_the_tracker_follows_every_request(v1_patched, path):
     """Every request went through its phases in order, as its tokens say, and none is left over."""
     run = pressure(v1_patched, path)
     assert run["misrouted"] == 0

@@ -259,7 +259,7 @@ def test_few_tokens_are_stored_below_the_floor():
         assert controller.fast_path_tokens <= 128
 
 
-def test_router_and_controller_together():
+def test_tracker_and_controller_together():
     """Prompt, spec-decoded boundary with answer tokens, and a second thought."""
     start, end = 101, 102
     tracker = PhaseTracker(Boundaries("test", ((start,),), ((end,),), (end,)))

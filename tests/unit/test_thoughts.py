@@ -200,7 +200,7 @@ def own_thought(*args):
     return routed(*args).own_thought
 
 
-def test_the_router_knows_which_thought_is_the_requests_own():
+def test_the_tracker_knows_which_thought_is_the_requests_own():
     """What stands closed in the prompt is not; what the prompt opens or the output begins is."""
     closed = [START, *[WORD] * 40, END]
     assert own_thought(SIMPLE, [*closed, WORD], [WORD]) is None
@@ -209,20 +209,20 @@ def test_the_router_knows_which_thought_is_the_requests_own():
     assert own_thought(SPELLINGS, [WORD, 4, 5, 6]) == 1
 
 
-def test_the_router_knows_a_thought_that_the_prompt_opened():
+def test_the_tracker_knows_a_thought_that_the_prompt_opened():
     """It is known before the first token, and a later thought does not move it."""
     prompt = [WORD, WORD, START]
     assert first_thought(SIMPLE, prompt) == 2
     assert first_thought(SIMPLE, prompt, [WORD, END, WORD, START]) == 2
 
 
-def test_the_router_knows_a_thought_that_earlier_turns_kept():
+def test_the_tracker_knows_a_thought_that_earlier_turns_kept():
     """A kept thought in the prompt is the first one, though the request answers."""
     history = [WORD, START, *[WORD] * 40, END, WORD]
     assert first_thought(SIMPLE, history, [WORD]) == 1
 
 
-def test_the_router_knows_a_thought_that_the_output_opened():
+def test_the_tracker_knows_a_thought_that_the_output_opened():
     """It is the index among all tokens, the prompt's first."""
     assert first_thought(SIMPLE, [WORD] * 3, [WORD, WORD]) is None
     assert first_thought(SIMPLE, [WORD] * 3, [WORD, WORD], [START]) == 5

@@ -9,7 +9,6 @@ from meridian_patch.engine.api.body_fields import move_fields, restore_fields
 from meridian_patch.engine.api.exit_summary import Summaries, allowed_fields, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
-from meridian_patch.engine.api.tickets import Tickets
 
 
 def build_chat_serving(original: type) -> type:
@@ -38,12 +37,12 @@ def build_chat_serving(original: type) -> type:
         async def chat_completion_stream_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
         ) -> AsyncIterator[str]:
-            summaries, details, tickets = Summaries(), UsageDetails(), Tickets()
-            results = tickets.watch(_watch(result_generator, summaries, details))
+            summaries, details = Summaries(), UsageDetails()
+            results = _watch(result_generator, summaries, details)
             events = super().chat_completion_stream_generator(request, results, *args, **kwargs)
             async with aclosing(events):
                 async for event in events:
-                    yield tickets.add_to_event(details.add_to_event(summaries.add_to_event(event)))
+                    yield details.add_to_event(summaries.add_to_event(event))
 
         async def chat_completion_full_generator(
             self, request: Any, result_generator: Any, *args: Any, **kwargs: Any

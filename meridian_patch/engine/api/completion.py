@@ -8,7 +8,6 @@ from meridian_patch.engine.api.body_fields import move_fields, restore_fields
 from meridian_patch.engine.api.exit_summary import Summaries, check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
-from meridian_patch.engine.api.tickets import Tickets
 
 
 def build_completion_serving(original: type) -> type:
@@ -42,14 +41,14 @@ def build_completion_serving(original: type) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> AsyncIterator[str]:
-            summaries, details, tickets = Summaries(), UsageDetails(), Tickets()
-            results = tickets.watch(_watch(result_generator, summaries, details, request.n or 1))
+            summaries, details = Summaries(), UsageDetails()
+            results = _watch(result_generator, summaries, details, request.n or 1)
             events = super().completion_stream_generator(
                 request, engine_inputs, results, *args, **kwargs
             )
             async with aclosing(events):
                 async for event in events:
-                    yield tickets.add_to_event(details.add_to_event(summaries.add_to_event(event)))
+                    yield details.add_to_event(summaries.add_to_event(event))
 
         def request_output_to_completion_response(
             self, final_res_batch: Any, *args: Any, **kwargs: Any

@@ -5,15 +5,12 @@ from typing import Any
 from vllm.v1.engine import FinishReason
 
 from meridian_patch.engine.api.answer_stops import AnswerStops, build_detokenizer
-from meridian_patch.engine.api.continued_text import begin_within_character
 from meridian_patch.engine.api.exit_summary import KEY, detach
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, responses_config
 from meridian_patch.engine.api.served_model import served_by
 from meridian_patch.engine.api.think_pieces import with_think_pieces
 from meridian_patch.phase.progress import PhaseProgress
-
-_CONTINUES = ApiGuard("a text was not begun within a character")
 
 
 def build_request_state(original: type) -> type:
@@ -127,8 +124,6 @@ def _with_stop_scope(original: type) -> type:
         @classmethod
         def from_new_request(cls, tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             state = super().from_new_request(tokenizer, request, *args, **kwargs)
-            with _CONTINUES:
-                begin_within_character(state.detokenizer, request.prompt_token_ids)
             served, params = served_by(tokenizer), request.sampling_params
             if served is not None and params is not None and params.stop:
                 phases = served.phases_for_stops(params, request.prompt_token_ids)

@@ -14,7 +14,7 @@ from meridian_patch.phase.progress import THINK
 
 logger = init_logger("vllm.meridian_patch")
 
-# Behind a router each piece costs the time of three processes and the client.
+# Each piece costs the time of the API server, of what stands before it, and of the client.
 _OF_ROLE_THINK: Final = 8
 
 

@@ -22,6 +22,7 @@ from meridian_patch.engine.api import exit_summary, phase_changes
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.handoff.answer_servers import AnswerServer, AnswerServers
 from meridian_patch.handoff.second_leg import (
+    TRANSFER,
     TRANSFERS,
     LegLost,
     Piece,
@@ -34,7 +35,6 @@ from meridian_patch.handoff.stays import why_it_stays
 from meridian_patch.handoff.ticket import ANSWERED, FACTS, OFFER, RELEASE
 from meridian_patch.telemetry.handoffs import Handoffs
 
-_TRANSFER: Final = "kv_transfer_params"
 # Outputs of answer engines are collected for so long: each delivery costs the API server a record
 # of statistics.
 _BATCH_S: Final = 0.004
@@ -138,7 +138,7 @@ class SecondLegs:
                 return request
         else:
             self._moving[request.request_id] = _Moving(request)
-            rest |= {_TRANSFER: dict(OFFER)}
+            rest |= {TRANSFER: dict(OFFER)}
         return _with_params(request, extra_args=rest or None)
 
     def take(self, outputs: Any) -> None:
@@ -284,7 +284,7 @@ class SecondLegs:
         if request.sampling_params.structured_outputs is not None:
             transfer[ANSWERED] = num_tokens - (moving.num_thought or 0)
         if transfer:
-            extra_args[_TRANSFER] = transfer
+            extra_args[TRANSFER] = transfer
         again = _with_params(
             request, extra_args=extra_args or None, **limits_after(sampling, num_tokens)
         )

@@ -20,7 +20,7 @@ from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
 from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.handoff.stays import why_it_stays
-from meridian_patch.handoff.ticket import ANSWERED, FACTS, NOT_KNOWN, PROMPT_IDS, RELEASE, Facts
+from meridian_patch.handoff.ticket import ANSWERED, FACTS, NOT_KNOWN, RELEASE, Facts
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 
@@ -219,9 +219,7 @@ class ThinkPart(SchedulerPart):
         answer engine then computes all tokens again.
         """
         address = self._fabric.address(request, params) or {}
-        num_tokens = facts.num_prompt_tokens + facts.num_output_tokens
-        token_ids = list(request.all_token_ids[:num_tokens])
-        return {**address, PROMPT_IDS: token_ids, FACTS: facts.model_dump()}
+        return {**address, FACTS: facts.model_dump()}
 
     def _weights_of(self, move: _Move) -> str | None:
         if move.adapter is None:

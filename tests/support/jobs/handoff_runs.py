@@ -1,29 +1,24 @@
-"""Two engines and the router: their processes, what a client sees of a stream, and questions."""
+"""A think server and its answer engine: what a client sees of a stream, and checks of both."""
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import httpx
 import pytest
-from run_engine import PATCHED, clean_environment, log_tail
-from run_server import Server, free_port
+from run_engine import PATCHED
+from run_server import Server
 
 from meridian_patch.demo.problems import make_problems
 
 MERIDIAN = str(Path(sys.executable).parent / "meridian")
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 # Two engines share the machine's memory. All requests that run have room: a wait for blocks would
 # count as a part of the hand-off.
 SHARE = (
@@ -43,53 +38,6 @@ needs_nixl = pytest.mark.skipif(
     != 0,
     reason="the package nixl, which moves KV blocks, does not load here",
 )
-
-
-@dataclass
-class Router:
-    """``meridian route`` as a child process."""
-
-    think: list[str]
-    answer: list[str]
-    folder: Path
-    port: int = field(default_factory=free_port)
-
-    def __enter__(self) -> Self:
-        command = [MERIDIAN, "route", "--port", str(self.port), "--answer-wait-s", "20"]
-        command += [part for url in self.think for part in ("--think", url)]
-        command += [part for url in self.answer for part in ("--answer", url)]
-        self.log = self.folder / f"router-{self.port}.log"
-        with self.log.open("wb") as sink:
-            self.process = subprocess.Popen(
-                command, env=clean_environment(self.folder), stdout=sink, stderr=sink
-            )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                self.get("/health")
-            except (urllib.error.URLError, OSError):
-                assert self.process.poll() is None, log_tail(self.log)
-                assert time.monotonic() < deadline, log_tail(self.log)
-                time.sleep(0.1)
-            else:
-                return self
-
-    def __exit__(self, *_) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:
-            return reply.read().decode()
-
-    def handoffs(self) -> dict[str, int]:
-        """Outcome -> number of hand-offs."""
-        lines = [line for line in self.get("/metrics").splitlines() if "handoffs_total{" in line]
-        return {line.split('"')[1]: int(float(line.split()[-1])) for line in lines}
 
 
 @dataclass
@@ -155,44 +103,13 @@ def engine(
     return Server(command, PATCHED | (env or {}), folder / role)
 
 
-class _Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        self.server.num_requests += 1
-        self.send_error(503)
-
-    def log_message(self, *_) -> None:
-        """Says nothing."""
-
-
-@contextmanager
-def healthy_until_asked_to_leave():
-    """An answer engine that is healthy and serves no request; yields it, to be shut down."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)
-    server.num_requests = 0
-    # It leaves within this many seconds, so that no thought that ends meanwhile is sent to it.
-    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-    serving.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
-
-
 @contextmanager
 def both_engines(demo_model, folder: Path, *options: str, env: dict[str, str]):
-    """A think engine and an answer engine, started at the same time."""
+    """A think server that knows its answer engine, and that engine, started at the same time."""
+    answer = engine(demo_model, folder, "answer", *options, env=env)
+    think = engine(demo_model, folder, "think", "--answer", answer.url, *options, env=env)
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        servers = [
-            engine(demo_model, folder, role, *options, env=env) for role in ("think", "answer")
-        ]
-        yield tuple(pool.map(stack.enter_context, servers))
+        yield tuple(pool.map(stack.enter_context, (think, answer)))
 
 
 def let_run_on_all_cores(engines: tuple[Server, ...]) -> None:
@@ -240,7 +157,21 @@ def total(server: Server, metric: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
 
 
-def check_streams(engines, router: Router) -> str:
+def handoffs(server: Server, outcome: str) -> int:
+    """Requests of a think server that ended so, or that stayed for this reason."""
+    lines = server.get("/metrics").splitlines()
+    wanted = [line for line in lines if line.startswith("meridian_handoff") and "_total{" in line]
+    return sum(int(float(line.split()[-1])) for line in wanted if f'"{outcome}"}}' in line)
+
+
+def wait_until_empty(server: Server, limit_s: float) -> None:
+    began_at = time.monotonic()
+    while total(server, "vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() - began_at < limit_s
+        time.sleep(0.1)
+
+
+def check_streams(engines) -> str:
     """Thought, answer and usage of 24 streams, token for token, with eight at a time.
 
     Returns:
@@ -249,58 +180,41 @@ def check_streams(engines, router: Router) -> str:
     think, answer = engines
     asked = questions(24)
     with ThreadPoolExecutor(8) as pool:
-        alone = list(pool.map(lambda question: stream(think.url, question), asked))
-        before, loaded = router.handoffs(), total(answer, LOADED)
-        routed = list(pool.map(lambda question: stream(router.url, question), asked))
-    for one, two in zip(alone, routed, strict=True):
+        alone = list(pool.map(lambda question: stream(answer.url, question), asked))
+        before, loaded = handoffs(think, "moved"), total(answer, LOADED)
+        moved = list(pool.map(lambda question: stream(think.url, question), asked))
+    for one, two in zip(alone, moved, strict=True):
         assert (two.reasoning, two.content) == (one.reasoning, one.content)
         assert two.reasoning
         assert two.content
         assert two.finish_reason == one.finish_reason == "stop"
-        assert two.usage["completion_tokens"] == one.usage["completion_tokens"]
-        assert two.usage["prompt_tokens"] == one.usage["prompt_tokens"]
+        assert two.usage == one.usage
         assert len(two.ids) == 1
-    after = router.handoffs()
-    assert after["moved"] - before["moved"] == len(asked)
-    assert after["answered_again"] == before["answered_again"]
+    assert handoffs(think, "moved") - before == len(asked)
+    assert handoffs(think, "answered_at_home") == 0
     # It was the answer engine that answered, from blocks that it did not compute.
     assert total(answer, LOADED) > loaded
     assert LOAD_FAILURE not in answer.log.read_text()
-    tokens = sum(two.usage["completion_tokens"] for two in routed)
+    gaps = sorted(two.gap_s for two in moved)
+    print(f"\ngap: median {1e3 * gaps[12]:.0f} ms, worst {1e3 * gaps[-1]:.0f} ms")
+    tokens = sum(two.usage["completion_tokens"] for two in moved)
     return f"{len(asked)} requests, {tokens} tokens as one engine's; all moved after their thought"
 
 
-def check_whole_responses(engines, router: Router) -> None:
-    """With the thought of one and the answer of the other engine."""
-    (question,) = questions(1)
-    body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
-    one = httpx.post(f"{engines[0].url}{CHAT}", json=body, timeout=120).json()
-    two = httpx.post(f"{router.url}{CHAT}", json=body, timeout=120).json()
-    assert two["choices"][0]["message"] == one["choices"][0]["message"]
-    names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [two["usage"][name] for name in names] == [one["usage"][name] for name in names]
-    prompt = {"prompt": question, "temperature": 0, "max_tokens": 300}
-    one = httpx.post(f"{engines[0].url}{COMPLETIONS}", json=prompt, timeout=120).json()
-    two = httpx.post(f"{router.url}{COMPLETIONS}", json=prompt, timeout=120).json()
-    assert two["choices"][0]["text"] == one["choices"][0]["text"]
-
-
-def check_a_lost_answer_engine(engines, router: Router) -> None:
-    """Killed between and within answers: the think engine goes on from the tokens sent."""
+def check_a_lost_answer_engine(engines) -> None:
+    """Killed between and within answers: the think server goes on from the tokens sent."""
     think, answer = engines
     asked = questions(12, seed=9)
-    start = router.handoffs()["moved"]
     with ThreadPoolExecutor(6) as pool:
-        alone = list(pool.map(lambda question: stream(think.url, question), asked))
-        futures = [pool.submit(stream, router.url, question) for question in asked]
-        while router.handoffs()["moved"] < start + 5:
+        alone = list(pool.map(lambda question: stream(answer.url, question), asked))
+        start = handoffs(think, "moved")
+        futures = [pool.submit(stream, think.url, question) for question in asked]
+        while handoffs(think, "moved") < start + 4:
             time.sleep(0.02)
         answer.kill()
-        routed = [future.result() for future in futures]
-    for one, two in zip(alone, routed, strict=True):
+        moved = [future.result() for future in futures]
+    for one, two in zip(alone, moved, strict=True):
         assert two.error is None
         assert (two.reasoning, two.content) == (one.reasoning, one.content)
-        assert two.usage["completion_tokens"] == one.usage["completion_tokens"]
-    # Without an answer engine, requests answer where they thought; without any, they are refused.
-    again = stream(router.url, asked[0])
-    assert again.content == alone[0].content
+        assert two.usage == one.usage
+    assert handoffs(think, "answered_at_home") > 0

@@ -163,8 +163,6 @@ What differs between the two, with this package:
   the step cut and time-sharing go by either.
 - **EAGLE drafts.** Hits in the prefix cache end a block early on 0.32, and on 0.33 where there is a
   KV connector; probes are sized by that.
-- **Tickets of a hand-off** are put into the last chunk of a stream by this package on 0.32, by vLLM
-  on 0.33.
 """
 
 

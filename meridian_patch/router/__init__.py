@@ -1,1 +1,0 @@
-"""``meridian route``: one OpenAI-compatible address for think engines and answer engines."""
