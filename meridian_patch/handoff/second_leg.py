@@ -1,6 +1,6 @@
 """The answer's leg of a moved request, as vLLM's token endpoint takes it and streams it.
 
-Pure: JSON in and out. ``/inference/v1/generate`` takes token ids and sampling parameters, and
+Pure: JSON in and out. vLLM's token endpoint takes token ids and sampling parameters, and
 streams token ids as server-sent events.
 """
 
@@ -10,9 +10,6 @@ from math import ceil
 from typing import Any, Final
 
 import msgspec
-
-PATH: Final = "/inference/v1/generate"
-"""vLLM's token endpoint, with ``--enable-scale-out``."""
 
 TRANSFER: Final = "kv_transfer_params"
 """vLLM's name of a ticket, in requests, in responses and in ``extra_args``."""

@@ -2,15 +2,15 @@
 
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from meridian_patch.errors import ConfigError, MeridianError
+from meridian_patch.errors import MeridianError
 from meridian_patch.operate.text import printable
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
@@ -56,12 +56,22 @@ class ServerClient:
         url: ``http://host:port``, with or without a path before vLLM's own paths.
         api_key: sent as a bearer token; None: none is sent.
         limit_s: most seconds that one read of a reply to a POST may take.
+        tls: what verifies the server; None: what the system trusts.
+        is_direct: ask through no proxy, as engines ask each other.
 
     Raises:
         ServerError: the address is no HTTP address, or holds a user or password.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, limit_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        limit_s: float = 30.0,
+        *,
+        tls: ssl.SSLContext | None = None,
+        is_direct: bool = False,
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/metrics")
         try:
             parts = urlsplit(self.url)
@@ -75,7 +85,9 @@ class ServerClient:
             raise ServerError(f"address {url!r} is no http://host:port")
         self.host = parts.hostname or ""
         handlers: list[urllib.request.BaseHandler] = [_StayingHandler()]
-        if self.is_local:
+        if tls is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=tls))
+        if is_direct or self.is_local:
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
         self._api_key = api_key
@@ -162,25 +174,3 @@ def read_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def read_key(path: Path | None) -> str | None:
-    """The API key that a file holds; None for no file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no key in one line of printable ASCII.
-    """
-    if path is None:
-        return None
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
-    except UnicodeDecodeError:
-        # Its text quotes a byte of the file, so it is not the cause that a traceback shows.
-        key = ""
-    if not (key and key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"--api-key-file {path} must hold one key: one line of printable ASCII characters"
-        )
-    return key

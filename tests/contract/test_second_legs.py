@@ -19,8 +19,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 
 from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff import answer_servers
-from meridian_patch.engine.handoff.answer_servers import AnswerServers, Same
+from meridian_patch.engine.handoff.answer_servers import AnswerServers
 from meridian_patch.engine.handoff.second_legs import SecondLegs
+from meridian_patch.handoff.answer_engine import Same
 from meridian_patch.handoff.ticket import ANSWERED, FACTS, OFFER, RELEASE
 from meridian_patch.telemetry.handoffs import Handoffs
 
@@ -344,10 +345,16 @@ def test_what_cannot_travel_is_offered_to_none(reason, params):
 
 
 @pytest.mark.parametrize(
-    ("field", "theirs"),
-    [("version", "0.1"), ("block_size", "32"), ("cache_dtype", "fp8"), ("length", 2048)],
+    ("field", "theirs", "said"),
+    [
+        ("version", "0.1", "its version is '0.1'"),
+        ("block_size", "32", "its block_size is '32'"),
+        ("cache_dtype", "fp8", "its cache_dtype is 'fp8'"),
+        ("length", 2048, "its max_model_len is 2048"),
+        ("models", ("large",), "its model is 'large', expected 'tiny' as at the think engine"),
+    ],
 )
-def test_an_engine_that_differs_rests_and_is_named(field, theirs, caplog):
+def test_an_engine_that_differs_rests_and_is_named(field, theirs, said, caplog):
     async def script(home, server):
         home.think()
         await home.until_finished()
@@ -356,8 +363,7 @@ def test_an_engine_that_differs_rests_and_is_named(field, theirs, caplog):
 
     with logged(caplog):
         play(AnswerServer(same=SAME._replace(**{field: theirs})), script)
-    named = {"length": "max_model_len", "models": "model"}.get(field, field)
-    assert f"its {named} is {theirs!r}, expected " in caplog.text
+    assert said in caplog.text
 
 
 def test_requests_that_do_not_move_pass_as_they_are():
@@ -366,23 +372,6 @@ def test_requests_that_do_not_move_pass_as_they_are():
     home = Home(["http://127.0.0.1:9"])
     home.legs.take(outputs)
     assert outputs.outputs is before
-
-
-def test_another_model_is_not_asked(caplog):
-    async def script(home, server):
-        home.think()
-        await home.until_finished()
-        assert not server.bodies
-
-    with logged(caplog):
-        play(AnswerServer(same=SAME._replace(models=("large",))), script)
-    assert "its model is 'large', expected 'tiny' as here" in caplog.text
-
-
-def test_offline_a_model_is_the_folder_of_its_name():
-    same = SAME._replace(models=("/hub/models--Qwen--Qwen3-8B/snapshots/abc",))
-    assert same.has_model("Qwen/Qwen3-8B")
-    assert not same.has_model("Qwen/Qwen3-4B")
 
 
 def test_many_that_fail_alike_wait_once_and_count_once(caplog):

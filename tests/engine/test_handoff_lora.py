@@ -18,8 +18,8 @@ from run_server import Server
 
 from meridian_patch.demo.problems import make_problems
 from meridian_patch.demo.tokenizer import build_tokenizer
+from meridian_patch.handoff.answer_engine import TOKENS
 from meridian_patch.handoff.requests import ingest, offload, ticket_in
-from meridian_patch.handoff.second_leg import PATH
 from meridian_patch.handoff.ticket import FACTS
 
 pytestmark = [
@@ -65,7 +65,7 @@ def engines(demo_model, tmp_path_factory):
 
 
 def generated(server: Server, body: dict) -> dict:
-    reply = httpx.post(f"{server.url}{PATH}", json=body, timeout=120)
+    reply = httpx.post(f"{server.url}{TOKENS}", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     return reply.json()
 

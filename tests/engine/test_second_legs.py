@@ -14,6 +14,7 @@ import psutil
 import pytest
 from handoff_runs import (
     CHAT,
+    MERIDIAN,
     both_engines,
     check_a_lost_answer_engine,
     check_streams,
@@ -27,6 +28,7 @@ from handoff_runs import (
     wait_until_empty,
 )
 from run_engine import clean_environment
+from run_server import Server, free_port
 
 from meridian_patch.envs import environment
 
@@ -242,6 +244,41 @@ def taken_s(engines) -> float:
     """Processor time that the API servers have taken."""
     times = [psutil.Process(server.pid).cpu_times() for server in engines]
     return sum(each.user + each.system for each in times)
+
+
+def doctor(server: Server, *options: str) -> dict[str, tuple[str, str]]:
+    """What ``meridian doctor`` finds of a hand-off, by what it looked at."""
+    command = [MERIDIAN, "doctor", "--quick", "--json", "--url", server.url, *options]
+    env = clean_environment(server.status_directory.parent)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    areas = ("hand-off", "answer engine")
+    told = [each for each in json.loads(done.stdout)["findings"] if each["area"].startswith(areas)]
+    return {each["check"]: (each["state"], each["found"]) for each in told}
+
+
+def test_the_doctor_finds_both_sides_in_order(engines):
+    think, answer = engines
+    found = doctor(think, "--answer", answer.url)
+    assert {state for state, _ in found.values()} == {"ok"}, found
+    assert found["connector"][1].startswith("NIXL")
+    assert "counted moved 1" in found["one request"][1]
+    assert "tokens of it" in found["KV cache"][1]
+    assert found["role"][1].startswith("think")
+
+
+def test_the_doctor_names_what_is_no_answer_engine(engines):
+    """The think server has no token endpoint, and nothing listens at the other address."""
+    think, _ = engines
+    wrong = f"http://127.0.0.1:{free_port()}"
+    found = doctor(think, "--answer", think.url, "--answer", wrong)
+    assert found["token endpoint"] == ("fail", "not there")
+    assert found["reachable"][0] == "fail"
+    assert f"{wrong} cannot be reached" in found["reachable"][1]
+    # Its own answer engine took the request.
+    assert found["one request"][0] == "ok"
+    assert found["KV cache"][0] == "warn"
 
 
 def test_a_lost_answer_engine_loses_nothing(engines):

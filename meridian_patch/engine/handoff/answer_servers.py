@@ -1,16 +1,12 @@
 """The answer engines of a think engine: which one takes a request, and what it streams back."""
 
 import asyncio
-import json
-import re
-import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiohttp
 import vllm
@@ -18,8 +14,16 @@ from vllm.logger import init_logger
 
 from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff.layout import Reasons
-from meridian_patch.errors import ConfigError
-from meridian_patch.handoff.second_leg import PATH, LegLost, Piece, read_event
+from meridian_patch.handoff.answer_engine import (
+    PAGES,
+    TOKENS,
+    Same,
+    compare,
+    key_of,
+    served_name,
+    tls_of,
+)
+from meridian_patch.handoff.second_leg import LegLost, Piece, read_event
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -28,8 +32,6 @@ _LONGEST_REST_S: Final = 30.0
 _CONNECT_S: Final = 2.0
 # A line holds one chunk: log-probabilities make it long.
 _LONGEST_LINE: Final = 1 << 22
-# Whole labels: others end in the same words.
-_CACHE_INFO: Final = re.compile(r'[{,](block_size|cache_dtype)="([^"]*)"')
 # What an engine says of every request, not of one.
 _REFUSES_ALL: Final = frozenset(
     (
@@ -37,31 +39,6 @@ _REFUSES_ALL: Final = frozenset(
         HTTPStatus.TOO_MANY_REQUESTS,
     )
 )
-_HUB: Final = "models--"
-
-
-class Same(NamedTuple):
-    """What an answer engine must have in common with the think engine.
-
-    Attributes:
-        version: vLLM's.
-        block_size: tokens per KV block.
-        cache_dtype: vLLM's ``cache_config.cache_dtype``.
-        models: paths and names under which the engine loaded its model.
-        length: vLLM's ``max_model_len``; an answer engine's is as large or larger.
-    """
-
-    version: str
-    block_size: str
-    cache_dtype: str
-    models: tuple[str, ...]
-    length: int
-
-    def has_model(self, root: str) -> bool:
-        """Whether a server that was started with this model has ours."""
-        # Load-bearing: offline, vLLM replaces a name by its folder in the hub's cache.
-        hub = _HUB + root.replace("/", "--")
-        return any(each == root or hub in Path(each).parts for each in self.models)
 
 
 def same_as(vllm_config: Any) -> Same:
@@ -134,8 +111,9 @@ class AnswerServers:
         self._servers = [AnswerServer(url) for url in urls[first:] + urls[:first]]
         self._same = same
         self._wait_s = config.answer_wait_s
-        self._headers = _authorization(config)
-        self._ssl = _ssl_context(config)
+        key = key_of(config)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._ssl = tls_of(config) or True
         self._http: aiohttp.ClientSession | None = None
 
     def pick(self) -> AnswerServer | None:
@@ -161,7 +139,7 @@ class AnswerServers:
         try:
             body = body_for(await self._checked(server))
             is_asked = True
-            async with self._session().post(f"{server.url}{PATH}", data=body) as response:
+            async with self._session().post(f"{server.url}{TOKENS}", data=body) as response:
                 if response.status != HTTPStatus.OK:
                     raise await _refusal(server, response)
                 yield Stream(response)
@@ -200,57 +178,23 @@ class AnswerServers:
             return server.model
 
     async def _check(self, server: AnswerServer) -> str:
-        version = await self._json(server, "/version")
-        models = await self._json(server, "/v1/models")
-        async with self._session().get(f"{server.url}/metrics") as reply:
-            lines = (await reply.text()).splitlines()
-        # Load-bearing: with nothing in the body it is refused, where the endpoint is there at all.
-        async with self._session().post(f"{server.url}{PATH}", data=b"{}") as reply:
-            has_endpoint = reply.status != HTTPStatus.NOT_FOUND
-        infos = [line for line in lines if line.startswith("vllm:cache_config_info{")]
-        info = dict(_CACHE_INFO.findall(infos[0])) if infos else {}
-        listed = [each for each in models.get("data", ()) if isinstance(each, dict)]
-        ours = [each for each in listed if self._same.has_model(str(each.get("root")))]
-        length = max((each.get("max_model_len") or 0 for each in ours), default=0)
-        found = {
-            "version": (version.get("version"), self._same.version),
-            "block_size": (info.get("block_size", "not in /metrics"), self._same.block_size),
-            "cache_dtype": (info.get("cache_dtype", "not in /metrics"), self._same.cache_dtype),
-        }
-        why = next(
-            (f"its {name} is {theirs!r}, expected {our!r} as here"
-             for name, (theirs, our) in found.items() if theirs != our), "",
-        )  # fmt: skip
-        if not ours:
-            roots = ", ".join(repr(each.get("root")) for each in listed)
-            why = f"its model is {roots or 'none'}, expected {self._same.models[0]!r} as here"
-        elif not why and length < self._same.length:
-            why = f"its max_model_len is {length}, expected at least {self._same.length} as here"
-        elif not why and not has_endpoint:
-            why = f"it has no {PATH}, expected a server of --role answer or --enable-scale-out"
-        if why:
+        pages = {path: await self._page("GET", f"{server.url}{path}") for path in PAGES}
+        pages[TOKENS] = await self._page("POST", f"{server.url}{TOKENS}", b"{}")
+        why = next((fact.why for fact in compare(self._same, pages) if fact.expected), None)
+        if why is not None:
             server.failed(why)
             raise LegLost(why, may_read=False)
-        return str(ours[0]["id"])
+        return served_name(self._same, pages)
 
-    async def _json(self, server: AnswerServer, path: str) -> Mapping[str, Any]:
-        async with self._session().get(f"{server.url}{path}") as reply:
-            text = await reply.text(errors="replace")
-        try:
-            value = json.loads(text) if reply.status == HTTPStatus.OK else None
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            why = f"{path} is HTTP {reply.status} {text[:80]!r}, expected a vLLM server's"
-            server.failed(why)
-            raise LegLost(why, may_read=False)
-        return value
+    async def _page(self, method: str, url: str, data: bytes | None = None) -> tuple[int, str]:
+        async with self._session().request(method, url, data=data) as reply:
+            return reply.status, await reply.text(errors="replace")
 
 
 async def _refusal(server: AnswerServer, response: aiohttp.ClientResponse) -> LegLost:
     """What a server's refusal means: it rests if it would refuse others, too."""
     text = (await response.text(errors="replace"))[:300]
-    why = f"HTTP {response.status} from {PATH}: {text}"
+    why = f"HTTP {response.status} from {TOKENS}: {text}"
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR or response.status in _REFUSES_ALL:
         server.failed(why)
     return LegLost(why, may_read=False)
@@ -271,27 +215,3 @@ class Stream:
         async for line in self._response.content:
             if pieces := read_event(line):
                 yield pieces
-
-
-def _authorization(config: HandoffConfig) -> dict[str, str]:
-    if config.api_key_file is None:
-        return {}
-    try:
-        key = config.api_key_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"handoff.api_key_file {config.api_key_file}: {error}, expected a file that holds the "
-            "key of the answer engines"
-        ) from error
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _ssl_context(config: HandoffConfig) -> ssl.SSLContext | bool:
-    if config.ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(config.ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"handoff.ca_file {config.ca_file}: {error}, expected certificates in PEM"
-        ) from error

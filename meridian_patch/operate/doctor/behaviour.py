@@ -14,8 +14,8 @@ AREA = Area("server")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CAP_TOKENS = 8
 # The cap, the text that closes a thought, and some tokens of the answer.
-_REPLY_TOKENS = 96
-_QUESTION = "What is 17 * 23? Think step by step, then give the number."
+REPLY_TOKENS = 96
+QUESTION = "What is 17 * 23? Think step by step, then give the number."
 _HITS = "vllm:prefix_cache_hits_total"
 _BLOCK_TOKENS = 16
 _WORD_TOKENS = 6
@@ -64,26 +64,29 @@ def check_close(client: ServerClient, model: str) -> Iterator[Finding]:
     Raises:
         ServerError: there is no reply.
     """
-    check = "forced close"
-    body = {
+    reply = client.post(CHAT, body_to_close(model, QUESTION))
+    if not reply.is_ok:
+        yield refused("forced close", reply)
+        return
+    told = read_object(reply.text)
+    summary = summary_of(told)
+    yield judge_close(summary)
+    yield judge_reasoning_tokens(told.get("usage") or {}, summary)
+
+
+def body_to_close(model: str, question: str) -> dict[str, Any]:
+    """A chat request whose thought is closed after ``CAP_TOKENS`` tokens."""
+    return {
         "model": model,
-        "messages": [{"role": "user", "content": _QUESTION}],
+        "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": _REPLY_TOKENS,
+        "max_tokens": REPLY_TOKENS,
         "vllm_xargs": {
             "meridian_exit": "enforce",
             "meridian_max_think_tokens": CAP_TOKENS,
             "meridian_min_think_tokens": 0,
         },
     }
-    reply = client.post(CHAT, body)
-    if not reply.is_ok:
-        yield _refused(check, reply)
-        return
-    told = read_object(reply.text)
-    summary = _first_choice(told).get("meridian") or {}
-    yield judge_close(summary)
-    yield judge_reasoning_tokens(told.get("usage") or {}, summary)
 
 
 def judge_close(summary: dict[str, Any]) -> Finding:
@@ -112,7 +115,7 @@ def judge_close(summary: dict[str, Any]) -> Finding:
         return AREA.fail(
             check,
             "the reply says nothing of a thought: the model's boundaries are not known, its "
-            f"prompt opens no thought, or it did not think within {_REPLY_TOKENS} tokens",
+            f"prompt opens no thought, or it did not think within {REPLY_TOKENS} tokens",
             expected=expected,
             fix="meridian doctor MODEL says which boundaries it has and what its template opens",
         )
@@ -165,10 +168,12 @@ def check_prefix_cache(client: ServerClient, model: dict[str, Any], scrape: Scra
     before = parse(client.metrics(), 0.0).total(_HITS) or 0.0
     second = client.post(COMPLETIONS, body, _TO_FIRST_ENGINE) if first.is_ok else first
     if not second.is_ok:
-        return _refused(check, second)
+        return refused(check, second)
     tokens = int((read_object(second.text).get("usage") or {}).get("prompt_tokens") or 0)
-    hits = _hits_after(client, before) if tokens > block else 0.0
-    return judge_hits(hits, tokens, block)
+    if tokens <= block:
+        return judge_hits(0.0, tokens, block)
+    after = scrape_once(client, lambda scrape: (scrape.total(_HITS) or 0.0) > before)
+    return judge_hits((after.total(_HITS) or 0.0) - before, tokens, block)
 
 
 def judge_hits(hits: float, tokens: int, block: int) -> Finding:
@@ -193,13 +198,25 @@ def _prompt(block: int, model: dict[str, Any]) -> str:
     return f"{uuid.uuid4().hex[:8]} " + " ".join(str(100 + index) for index in range(words))
 
 
-def _hits_after(client: ServerClient, before: float, clock: Clock = time.monotonic) -> float:
-    """Hit tokens since ``before``; waits for the server to count them."""
+def scrape_once(
+    client: ServerClient, is_counted: Callable[[Scrape], bool], clock: Clock = time.monotonic
+) -> Scrape:
+    """The server's metrics once it has counted something, or after 5 s.
+
+    Args:
+        client: for the server's address.
+        is_counted: whether a page has it.
+        clock: in seconds.
+
+    Raises:
+        ServerError: there is no page.
+        ScrapeError: it cannot be read.
+    """
     end = clock() + _COUNTED_WITHIN_S
     while True:
-        hits = (parse(client.metrics(), 0.0).total(_HITS) or 0.0) - before
-        if hits > 0 or clock() > end:
-            return hits
+        scrape = parse(client.metrics(), 0.0)
+        if is_counted(scrape) or clock() > end:
+            return scrape
         time.sleep(_POLL_S)
 
 
@@ -209,10 +226,11 @@ def _served_model(client: ServerClient) -> dict[str, Any] | None:
     return first if isinstance(first, dict) and "id" in first else None
 
 
-def _refused(check: str, reply: Reply) -> Finding:
+def refused(check: str, reply: Reply, area: Area = AREA) -> Finding:
+    """The finding for a request that the server did not serve."""
     if "allowed_fields" in reply.text:
-        return AREA.skip(check, f"requests may not ask for it: {reply.begin}")
-    return AREA.fail(
+        return area.skip(check, f"requests may not ask for it: {reply.begin}")
+    return area.fail(
         check,
         reply.begin,
         expected="HTTP 200",
@@ -220,10 +238,11 @@ def _refused(check: str, reply: Reply) -> Finding:
     )
 
 
-def _first_choice(reply: dict[str, Any]) -> dict[str, Any]:
+def summary_of(reply: dict[str, Any]) -> dict[str, Any]:
+    """The field ``meridian`` of a reply's first choice; empty: there is none."""
     choices = reply.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else {}
+    return (first.get("meridian") or {}) if isinstance(first, dict) else {}
 
 
 def _whole_number(value: Any) -> int | None:

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from meridian_patch import __version__, envs
+from meridian_patch.config.key_file import read_key
+from meridian_patch.errors import ConfigError
 from meridian_patch.operate.doctor.finding import Finding, State
 from meridian_patch.operate.doctor.run import Plan, find_all
-from meridian_patch.operate.http_client import read_key
 from meridian_patch.operate.options import seconds
 
 # As shells report a program that an interrupt ended.
@@ -34,6 +35,14 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("model", nargs="?", help="model directory, or a cached name")
     doctor.add_argument("--reasoning-parser", help="as given to vLLM")
     doctor.add_argument("--url", help="also ask a running server: http://host:port")
+    doctor.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="also check the hand-off from that server to this answer engine; may be given several "
+        "times (handoff.answer_urls)",
+    )
     doctor.add_argument("--api-key-file", type=Path, help="file with the server's API key")
     doctor.add_argument(
         "--limit-s",
@@ -49,11 +58,14 @@ def add_doctor(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    if parsed.answer and parsed.url is None:
+        raise ConfigError("meridian doctor: --answer needs --url, the think server's address")
     plan = Plan(
         model=parsed.model,
         reasoning_parser=parsed.reasoning_parser,
         url=parsed.url,
-        api_key=read_key(parsed.api_key_file),
+        api_key=read_key(parsed.api_key_file, "--api-key-file"),
+        answer_urls=tuple(parsed.answer),
         limit_s=parsed.limit_s,
         is_quick=parsed.quick,
     )

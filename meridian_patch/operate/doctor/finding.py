@@ -19,7 +19,8 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        area: what it belongs to: ``environment``, ``configuration``, ``model`` or ``server``.
+        area: what it belongs to: ``environment``, ``configuration``, ``model``, ``server``,
+            ``hand-off``, or ``answer engine`` with its address.
         check: what was looked at, in a few words.
         state: ``fail``: it does not work; ``warn``: it works otherwise than most want; ``skip``:
             it could not be looked at.

@@ -2,18 +2,21 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from meridian_patch import envs
+from meridian_patch.config.load import load_config
 from meridian_patch.engine.status import read_all
-from meridian_patch.errors import MeridianError
+from meridian_patch.errors import ConfigError, MeridianError
 from meridian_patch.operate.doctor.configuration import check_configuration
 from meridian_patch.operate.doctor.environment import check_environment, check_gpu
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.doctor.gpus import find_gpus
+from meridian_patch.operate.doctor.handoff import check_handoff
 from meridian_patch.operate.doctor.installed import Installed, read_installed
 from meridian_patch.operate.doctor.model import check_model
 from meridian_patch.operate.doctor.patches import check_binding, check_contracts
@@ -33,6 +36,7 @@ class Plan:
         reasoning_parser: as given to the server.
         url: address of a running server; None: no server.
         api_key: sent to that server; None: none is sent.
+        answer_urls: its answer engines; empty: those of the configuration.
         limit_s: most seconds that one read of its replies may take.
         is_quick: leave out the process that binds the patches.
     """
@@ -43,6 +47,7 @@ class Plan:
     api_key: str | None
     limit_s: float
     is_quick: bool
+    answer_urls: tuple[str, ...] = ()
 
 
 def find_all(plan: Plan, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -66,6 +71,7 @@ def find_all(plan: Plan, env: Mapping[str, str]) -> Iterator[Finding]:
         yield from _guarded("model", lambda: _quietly(check_model(model, plan.reasoning_parser)))
     if url is not None:
         yield from _guarded("server", lambda: _check_url(plan, url))
+        yield from _guarded("hand-off", lambda: _check_handoff(plan, url, env))
 
 
 def _check_patches(installed: Installed, env: Mapping[str, str], plan: Plan) -> Iterator[Finding]:
@@ -102,6 +108,25 @@ def _check_url(plan: Plan, url: str) -> Iterator[Finding]:
             "status files", str(error), expected="reports of this user", fix="delete that file"
         )
     yield from check_server(client, reports)
+
+
+def _check_handoff(plan: Plan, url: str, env: Mapping[str, str]) -> Iterator[Finding]:
+    try:
+        config = load_config(env).config.handoff
+    except ConfigError as error:
+        if plan.answer_urls:
+            yield Area("hand-off").skip("configuration", str(error))
+        return
+    urls = plan.answer_urls or config.answer_urls
+    # Found to be wrong as an address of the server.
+    with suppress(ServerError):
+        think = ServerClient(url, plan.api_key, plan.limit_s)
+        reports: list[dict[str, Any]] = []
+        if urls and think.is_local:
+            with suppress(MeridianError):
+                reports = read_all()
+        if urls:
+            yield from check_handoff(think, urls, config, reports)
 
 
 def _quietly(findings: Iterable[Finding]) -> list[Finding]:

@@ -12,8 +12,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from meridian_patch.config.key_file import read_key
 from meridian_patch.errors import ConfigError, MeridianError
-from meridian_patch.operate.http_client import ServerClient, read_key
+from meridian_patch.operate.http_client import ServerClient
 from meridian_patch.operate.options import port, seconds
 from meridian_patch.operate.top.keys import is_asked_to_quit, single_keys
 from meridian_patch.operate.top.render import WIDTH, render
@@ -70,7 +71,8 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _server(parsed: argparse.Namespace) -> LiveServer:
-    return LiveServer(ServerClient(parsed.url, read_key(parsed.api_key_file)), parsed.record)
+    key = read_key(parsed.api_key_file, "--api-key-file")
+    return LiveServer(ServerClient(parsed.url, key), parsed.record)
 
 
 def _web(parsed: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """An HTTP server in this process that replies what a test says, as vLLM's would."""
 
 import json
+import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +19,8 @@ class Page:
         changes: what is not 0, by name and value of the metric's label.
         is_patched: whether our metrics are on it.
         has_stats: whether vLLM's metrics of requests are on it.
+        block_size: tokens per KV block.
+        lines: further ones.
     """
 
     def __init__(self) -> None:
@@ -25,13 +28,17 @@ class Page:
         self.changes: dict[tuple[str, str], float] = {}
         self.is_patched = True
         self.has_stats = True
+        self.block_size = 16
+        self.lines: list[str] = []
 
     def text(self) -> str:
+        cache = f'block_size="{self.block_size}",cache_dtype="auto",enable_prefix_caching="True"'
         lines = [
             "# TYPE vllm:prefix_cache_hits counter",
             f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}',
             "# TYPE vllm:cache_config_info gauge",
-            'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0',
+            f"vllm:cache_config_info{{{cache}}} 1.0",
+            *self.lines,
         ]
         if self.has_stats:
             lines += [
@@ -61,6 +68,7 @@ class FakeServer:
         headers: of each request.
         sent: headers of every reply, beside its length.
         missing_bytes: by how much a reply is shorter than its length says.
+        on_asked: called with the path of each POST before the reply.
     """
 
     def __init__(self) -> None:
@@ -70,11 +78,12 @@ class FakeServer:
         self.headers: list[Mapping[str, str]] = []
         self.sent: dict[str, str] = {}
         self.missing_bytes = 0
+        self.on_asked: Callable[[str], Any] = str
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
         self.replies: dict[str, Any] = {
             "/health": (200, ""),
             "/version": (200, {"version": "0.32.0"}),
-            "/v1/models": (200, {"data": [{"id": "m", "max_model_len": 1024}]}),
+            "/v1/models": (200, {"data": [{"id": "m", "root": "tiny", "max_model_len": 1024}]}),
             "/v1/chat/completions": (200, closed_reply()),
             "/v1/completions": (200, {"usage": {"prompt_tokens": 100}}),
         }
@@ -83,6 +92,7 @@ class FakeServer:
         self.num_asked += 1
         if body is not None:
             self.asked.append((path, body))
+            self.on_asked(path)
             if path == "/v1/completions":
                 # The first one fills the cache.
                 self.page.hits += 0 if [p for p, _ in self.asked].count(path) == 1 else 96
@@ -102,7 +112,7 @@ def closed_reply(reason: str | None = "hard_cap", reasoning_tokens: int | None =
 
 
 @contextmanager
-def serving() -> Iterator[FakeServer]:
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[FakeServer]:
     """A server that listens on this machine until the block ends."""
     fake = FakeServer()
 
@@ -130,6 +140,9 @@ def serving() -> Iterator[FakeServer]:
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     fake.url = f"http://127.0.0.1:{listener.server_address[1]}"
+    if tls is not None:
+        listener.socket = tls.wrap_socket(listener.socket, server_side=True)
+        fake.url = fake.url.replace("http", "https")
     thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
