@@ -219,8 +219,7 @@ def play(server, script, urls=None):
         try:
             return await script(home, server)
         finally:
-            home.legs.close()
-            await home.servers.close()
+            await home.legs.close()
             await server.runner.cleanup()
 
     return asyncio.run(run())
@@ -320,6 +319,19 @@ def test_an_abort_reaches_the_request_wherever_it_is():
         assert server.is_left
         assert home.outcomes() == {"aborted": 1}
         assert not home.legs._moving
+
+    play(AnswerServer("silent", 1), script)
+
+
+def test_legs_end_with_their_server():
+    async def script(home, server):
+        home.think()
+        await server.is_asked.wait()
+        await asyncio.to_thread(home.legs.end)
+        await home.until_finished()
+        await asyncio.sleep(0.1)
+        assert home.delivered[-1].finish_reason == FinishReason.ABORT
+        assert server.is_left
 
     play(AnswerServer("silent", 1), script)
 

@@ -58,7 +58,12 @@ def build_engine_client(original: type) -> type:
                 client.meridian_legs.take(outputs)
 
         def shutdown(self, timeout: float | None = None) -> None:
-            super().shutdown(_drained(self.meridian_legs, timeout))
+            left_s = _drained(self.meridian_legs, timeout)
+            if self.meridian_legs is not None:
+                # Load-bearing: vLLM's server ends when its requests have, and EngineCore does not
+                # know these.
+                self.meridian_legs.end()
+            super().shutdown(left_s)
 
     return MovingClient
 

@@ -115,6 +115,7 @@ class SecondLegs:
         # The ids of requests that came back, in the own engine.
         self._home_names: dict[str, str] = {}
         self._batch: dict[int, list[Any]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._guard = ApiGuard("a request was not moved to an answer engine")
 
     @property
@@ -181,6 +182,7 @@ class SecondLegs:
         moving.num_thought = len(moving.token_ids)
         moving.ended_at_s = time.monotonic()
         moving.leg = asyncio.create_task(self._go(name, moving, ticket))
+        self._loop = moving.leg.get_loop()
         return bool(output.new_token_ids or riders or output.prefill_stats)
 
     def _come_home(self, name: str, output: Any) -> None:
@@ -334,12 +336,19 @@ class SecondLegs:
             self._forget(name)
         return own
 
-    def close(self) -> None:
-        """End all legs."""
-        for moving in self._moving.values():
+    def end(self) -> None:
+        """End all legs, as EngineCore ends its requests when it stops; from any thread."""
+        if self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.close(), self._loop)
+
+    async def close(self) -> None:
+        """End all legs, and their connections."""
+        for name, moving in list(self._moving.items()):
             if moving.leg is not None:
                 moving.leg.cancel()
-        self._moving.clear()
+                self._end(name, moving, FinishReason.ABORT)
+        self._flush()
+        await self._servers.close()
 
 
 def _plain(params: Any) -> dict[str, Any]:
