@@ -96,3 +96,24 @@ def test_two_hundred_streams_behind_a_gateway(demo_model, tmp_path):
         assert all(share and share % 5 == 0 for share in shares)
         assert ended["moved"] + ended["answered_at_home"] == 200
         assert 0 < ended["answered_at_home"] < 60
+        check_stop(thinks[0])
+
+
+def check_stop(think) -> None:
+    """A think server that is stopped ends at once, also while its requests answer elsewhere."""
+    body = {"messages": [{"role": "user", "content": questions(1)[0]}], "stream": True}
+    body |= {"min_tokens": 700, "max_tokens": 900, "temperature": 0}
+    with httpx.stream("POST", f"{think.url}{CHAT}", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        for line in lines:
+            if '"content":"' in line and '"content":""' not in line:
+                break
+        began_at = time.monotonic()
+        think.ask_to_stop()
+        with suppress(httpx.HTTPError):
+            list(lines)
+        think.wait(40)
+    print(f"\nstopped after {time.monotonic() - began_at:.1f} s")
+    log = think.log.read_text()
+    assert "Unclosed" not in log
+    assert "Traceback" not in log[-4000:]

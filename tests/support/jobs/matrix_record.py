@@ -94,8 +94,7 @@ REMARKS = {
     "offloading connector": "prompts and thoughts are offloaded; the test gives vLLM's CPU build "
     "the copies between tiers that it lacks",
     "NIXL connector, CPU to CPU": "one engine computes prompts, another answers",
-    "engines of role think and role answer": "behind `meridian route`, over NIXL; compared with "
-    "one engine, patched as well",
+    "engines of role think and role answer": "over NIXL; compared with one engine, patched as well",
 }
 HEAD = """# Compatibility
 

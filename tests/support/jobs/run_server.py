@@ -80,6 +80,14 @@ class Server:
                 process.kill()
         self._process.wait()
 
+    def ask_to_stop(self) -> None:
+        """As a supervisor does; ``wait`` says when it has ended."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, limit_s: float) -> int:
+        """Its exit code, once it has ended."""
+        return self._process.wait(limit_s)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
