@@ -62,6 +62,7 @@ def test_a_think_servers_pages_say_what_its_answer_engines_need():
         ({"models": (200, '{"data": 5}')}, "its model is none, expected 'tiny' as at the think"),
         ({"metrics": (200, "")}, "its block_size is 'not in /metrics', expected '16' as at"),
         ({"tokens": (404, "")}, "its token endpoint is not there, expected /inference/v1/generate"),
+        ({"tokens": (403, "")}, "its token endpoint is not there, expected /inference/v1/generate"),
     ),
 )
 def test_one_sentence_says_why_an_engine_is_not_used(changed, said):
