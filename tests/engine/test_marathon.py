@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 @pytest.mark.timeout(1200)
 def test_ten_minutes_of_faults(tmp_path):
-    """All demands but that on memory are met, and only a killed router fails requests.
+    """All demands but that on memory are met.
 
     How soon memory is flat, and so whether it grows, is up to the machine's cores.
     """
@@ -24,8 +24,6 @@ def test_ten_minutes_of_faults(tmp_path):
         "8",
         "--pause-s",
         "4",
-        "--routers",
-        "2",
         "--out",
         str(tmp_path / "report"),
     ]
@@ -40,11 +38,8 @@ def test_ten_minutes_of_faults(tmp_path):
     assert "report.md" in ended.stdout, ended.stdout[-4000:] + ended.stderr[-4000:]
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert {fault["fault"]["kind"] for fault in report["faults"]} == {
-        *("peer", "router", "api-server", "frozen", "disk", "collector", "resets"),
+        *("peer", "api-server", "frozen", "disk", "collector", "resets"),
     }
     assert report["outcomes"]["ok"] > 300
     unmet = {check["name"] for check in report["checks"] if not check["is_met"]}
     assert unmet <= {"growth of an EngineCore's memory"}, report["checks"]
-    for fault in report["faults"]:
-        if fault["fault"]["kind"] != "router":
-            assert fault["errors"] <= 0.1 * fault["requests"], fault

@@ -15,23 +15,31 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from meridian_patch.bench.marathon.collector import Collector
+from meridian_patch.bench.marathon import fleet
 from meridian_patch.bench.marathon.command import parse, read_settings
-from meridian_patch.bench.marathon.faults import REST_S, SHAPES, Fault, plan_faults
+from meridian_patch.bench.marathon.faults import REST_S, SHAPES, STRUCK, Fault, plan_faults
 from meridian_patch.bench.marathon.load import Canary, Load, know
 from meridian_patch.bench.marathon.logs import read_logs
+from meridian_patch.bench.marathon.network import Collector, Proxy
 from meridian_patch.bench.marathon.processes import Supervised, processes_of
-from meridian_patch.bench.marathon.proxy import Proxy
-from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
+from meridian_patch.bench.marathon.records import (
+    Asked,
+    Injected,
+    LogLine,
+    Result,
+    Sample,
+    Settings,
+)
 from meridian_patch.bench.marathon.report import write_report
-from meridian_patch.bench.marathon.run import Result, Settings
-from meridian_patch.bench.marathon.verdict import growth_of, judge, router_us_per_token, windows_of
+from meridian_patch.bench.marathon.verdict import growth_of, judge, mark_lost, windows_of
 from meridian_patch.errors import BenchError
 
 KINDS = tuple(SHAPES)
 FAULT = Fault("peer", "answer", 100)
 WARM = {"think-1": 0.0}
 KILLED = Injected(FAULT, 100.0, back_s=118.0, must_return=True)
+SEEN = replace(KILLED, fault=Fault("peer", "think-1", 100))
+UNSEEN = "errors within each window in which no think server is killed"
 
 
 def asked(begin_s: float, end_s: float, outcome="ok", **more) -> Asked:
@@ -45,7 +53,8 @@ def flat(mib: float = 900.0, last_s: int = 300, name: str = "think-1") -> list[S
 def verdicts(requests=None, injections=(KILLED,), samples=None, lines=()) -> dict[str, bool]:
     requests = steady() if requests is None else requests
     samples = flat() if samples is None else samples
-    checks = judge(requests, list(injections), samples, list(lines), {"peer"}, WARM)
+    noted = Result(requests, list(injections), samples, list(lines), WARM, {"moved": 9})
+    checks = judge(noted, {"peer"})
     return {check.name: check.is_met for check in checks}
 
 
@@ -61,11 +70,12 @@ def failing(names: dict[str, bool]) -> list[str]:
     return [name for name, is_met in names.items() if not is_met]
 
 
-def test_a_plan_goes_round_and_changes_sides():
+def test_a_plan_goes_round_and_strikes_each_engine():
     faults = plan_faults(3600, KINDS)
     assert [fault.kind for fault in faults[: len(KINDS)]] == list(KINDS)
-    assert {fault.role for fault in faults[: len(KINDS)]} == {"answer"}
-    assert faults[len(KINDS)].role == "think"
+    for number, engine in enumerate(STRUCK):
+        round_of = faults[number * len(KINDS) : (number + 1) * len(KINDS)]
+        assert {fault.engine for fault in round_of} == {engine}
     for one, two in pairwise(faults):
         assert two.at_s == pytest.approx(one.window_end_s + REST_S)
     assert faults[-1].window_end_s <= 3600
@@ -85,7 +95,7 @@ def test_too_short_a_marathon_is_refused():
         (["--minutes", "0"], "--minutes is '0'"),
         (["--concurrency", "none"], "--concurrency is 'none'"),
         (["--pause-s", "-1"], "--pause-s is '-1'"),
-        (["--faults", "peer,flood"], "expected some of peer, router"),
+        (["--faults", "peer,flood"], "expected some of peer, api-server"),
     ],
 )
 def test_wrong_options_are_refused(options, said):
@@ -103,10 +113,45 @@ def test_errors_count_where_they_happen():
     assert failing(verdicts(steady() + wrong)) == ["errors outside of windows"]
     cancelled = [asked(10, 11, "cancelled") for _ in range(40)]
     assert failing(verdicts(steady() + cancelled)) == []
-    few = [asked(95, 101, "error") for _ in range(4)]
-    assert failing(verdicts(steady() + few)) == []
-    many = [asked(95, 101, "error") for _ in range(8)]
-    assert failing(verdicts(steady() + many)) == ["errors within each window"]
+    one = [asked(95, 101, "error")]
+    assert failing(verdicts(steady() + one)) == [UNSEEN]
+    assert failing(verdicts(steady() + one * 4, [SEEN])) == []
+    many = failing(verdicts(steady() + one * 8, [SEEN]))
+    assert many == ["errors within each window of a killed think server"]
+
+
+def test_what_breaks_off_with_a_think_server_is_lost():
+    """Soon after it was killed, and with it alone; most of those in flight must go on."""
+    cut = {"outcome": "error", "is_cut": True}
+    there, late = asked(95, 101, **cut), asked(95, 108, **cut)
+    sent_later, refused = asked(100.5, 101, **cut), asked(95, 101, "error")
+    mark_lost([there, late, sent_later, refused], [SEEN])
+    assert [each.outcome for each in (there, late, sent_later, refused)] == ["lost", *["error"] * 3]
+    elsewhere = asked(95, 101, **cut)
+    mark_lost([elsewhere], [KILLED])
+    assert elsewhere.outcome == "error"
+    (window,) = windows_of([SEEN], [*steady(), there])
+    assert (window.num_lost, window.num_errors, window.num_in_flight) == (1, 0, 3)
+    assert failing(verdicts([*steady(), there], [SEEN])) == []
+    all_of_them = [*steady(), *[there] * 12]
+    name = "requests lost with their think server, of those in flight then"
+    assert failing(verdicts(all_of_them, [SEEN])) == [name]
+
+
+def test_some_request_must_have_moved():
+    noted = Result(steady(), [KILLED], flat(), warmed=WARM, handoffs={"answered_at_home": 3})
+    failed = [check for check in judge(noted, {"peer"}) if not check.is_met]
+    assert [(check.name, check.value) for check in failed] == [
+        ("requests that answered at the answer engine", "0 of 3 (0%)")
+    ]
+
+
+@pytest.mark.parametrize(("program", "package"), [(None, "nixl"), ("/bin/vllm-router", None)])
+def test_what_is_missing_is_said(monkeypatch, program, package):
+    monkeypatch.setattr(fleet.shutil, "which", lambda *_, **__: program)
+    monkeypatch.setattr(fleet.importlib.util, "find_spec", lambda _: package)
+    with pytest.raises(BenchError, match=r"vllm-router|nixl.*scripts/setup --nightly"):
+        fleet.find_gateway()
 
 
 def test_the_service_recovers_with_the_last_error_or_wrong_token():
@@ -119,8 +164,8 @@ def test_the_service_recovers_with_the_last_error_or_wrong_token():
     wrong = [*ended, asked(111, 112.5, is_canary=True, is_equal=False)]
     assert recovery_s(KILLED, wrong) == pytest.approx(13)
     late = [*ended, asked(120, 131.5, "error")]
-    assert recovery_s(KILLED, late) == pytest.approx(32)
-    assert failing(verdicts(late)) == ["recovery of the service"]
+    assert recovery_s(SEEN, late) == pytest.approx(32)
+    assert failing(verdicts(late, [SEEN])) == ["recovery of the service"]
     lost = [replace(KILLED, back_s=None)]
     assert failing(verdicts(injections=lost)) == ["killed processes are back"]
     # What was sent before the fault does not show that it is over.
@@ -170,14 +215,6 @@ def test_memory_must_be_flat_once_warm():
     assert failing(verdicts(samples=flat(last_s=100))) == ["growth of an EngineCore's memory"]
 
 
-def test_the_routers_time_is_shared_among_tokens():
-    samples = [replace(each, router_cpu_s=s / 10) for s, each in enumerate(flat(last_s=11))]
-    again = [replace(each, router_cpu_s=s / 10) for s, each in enumerate(flat(last_s=11))]
-    requests = [asked(0, 1, num_tokens=500), asked(0, 1, num_tokens=1500)]
-    assert router_us_per_token([*samples, *again], requests) == pytest.approx(1000)
-    assert router_us_per_token(samples, []) is None
-
-
 def test_missing_faults_and_log_lines_fail():
     assert "kinds of fault injected" in failing(verdicts(injections=[]))
     lines = [LogLine("think.log", "Traceback (most recent call last)")]
@@ -225,10 +262,9 @@ def test_a_record_with_a_known_reason_is_known_as_a_whole(tmp_path):
 
 
 def test_the_report_has_all_of_it(tmp_path):
-    settings = Settings(tmp_path, 300, 8, 0, [FAULT], True, 2, 1)
-    result = Result(
-        [*steady(), asked(101, 102, "error", why="HTTP 503")], [KILLED], flat(), warmed=WARM
-    )
+    settings = Settings(tmp_path, 300, 8, 0, [FAULT], 1)
+    requests = [*steady(), asked(101, 102, "error", why="HTTP 503")]
+    result = Result(requests, [SEEN], flat(), warmed=WARM, handoffs={"moved": 250})
     checks = write_report(tmp_path, settings, result, "`scripts/marathon`, `measured-cpu`.")
     page = (tmp_path / "report.md").read_text()
     assert all(check.name in page for check in checks)
@@ -335,7 +371,7 @@ def play(stub: Server, length_s: float = 1.0) -> Load:
     loads = []
 
     async def use(url: str) -> None:
-        load = Load([url], "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
+        load = Load(url, "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
         await load.run(length_s)
         loads.append(load)
 
@@ -359,23 +395,6 @@ def test_a_request_is_sent_again_before_its_response_only():
     assert sum(each.num_retries for each in load.asked) == 2
     assert "error" not in {each.outcome for each in load.asked}
     assert {each.outcome for each in play(Server(num_failures=1000), 0.2).asked} == {"error"}
-
-
-def test_a_request_that_no_router_took_goes_to_the_other_one():
-    """One of two routers is gone: requests that meet it are sent again, and none fails."""
-    loads = []
-
-    async def use(url: str) -> None:
-        gone = f"http://127.0.0.1:{_free_port()}"
-        load = Load([gone, url], "m", [Canary("q", (1, 2), ("hm", "6"))], ["r"], 2)
-        await load.run(1.5)
-        loads.append(load)
-
-    asyncio.run(_served(Server().app(), use))
-    outcomes = [each.outcome for each in loads[0].asked]
-    assert "ok" in outcomes
-    assert "error" not in outcomes
-    assert any(each.num_retries for each in loads[0].asked)
 
 
 def test_a_canary_is_learned():

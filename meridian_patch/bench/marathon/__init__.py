@@ -1,1 +1,1 @@
-"""The marathon: engines and routers under load, while parts of them are killed or hindered."""
+"""The marathon: a fleet under load, while parts of it are killed or hindered."""

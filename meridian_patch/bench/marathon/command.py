@@ -1,4 +1,4 @@
-"""``scripts/marathon``: engines and their routers under load, while parts of them fail.
+"""``scripts/marathon``: think servers and their answer engine under load, while parts fail.
 
 The load is requests of the tiny reasoner, streamed and whole, in bursts, a tenth of them cancelled.
 A fifth are canaries, whose tokens must be those of one engine. The verdict is the exit code.
@@ -16,9 +16,10 @@ from typing import get_args
 from meridian_patch.bench.interrupts import EXIT_FAILED, run_program
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.marathon.faults import SHAPES, Kind, plan_faults
-from meridian_patch.bench.marathon.fleet import can_hand_off
+from meridian_patch.bench.marathon.fleet import find_gateway
+from meridian_patch.bench.marathon.records import Settings
 from meridian_patch.bench.marathon.report import write_report
-from meridian_patch.bench.marathon.run import Settings, run_marathon
+from meridian_patch.bench.marathon.run import run_marathon
 from meridian_patch.bench.options import read_positive, read_whole
 from meridian_patch.bench.served.plan import packaged_model
 from meridian_patch.errors import BenchError
@@ -37,7 +38,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options."""
     faults = "; ".join(f"{kind}: {shape.title}" for kind, shape in SHAPES.items())
     parser = argparse.ArgumentParser(prog=_SCRIPT, description=__doc__, epilog=f"Faults: {faults}.")
-    parser.add_argument("--minutes", default="120", help="of load (%(default)s)")
+    parser.add_argument("--minutes", default="30", help="of load (%(default)s)")
     parser.add_argument(
         "--concurrency",
         default="64",
@@ -54,19 +55,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=",".join(_KINDS),
         help="to inject, in rounds, in this order; an empty list for none (%(default)s)",
     )
-    parser.add_argument(
-        "--fleet",
-        choices=("auto", "handoff", "pair"),
-        default="auto",
-        help="handoff: think on one engine and answer on the other; pair: both do both; auto: "
-        "handoff where the package nixl is there",
-    )
-    parser.add_argument(
-        "--routers",
-        default="4",
-        help="that share nothing, as behind a service's address; a client that gets no response "
-        "from one asks another; one that is killed breaks the streams it carries (%(default)s)",
-    )
     parser.add_argument("--seed", default="1", help="of all choices (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder of the report (out/marathon/DATE)"
@@ -77,6 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _run(arguments: list[str]) -> int:
     options = parse(arguments)
     settings = read_settings(options)
+    find_gateway()
     machine = describe_machine()
     folder: Path = (
         options.out or Path("out/marathon") / f"{datetime.now().astimezone():%Y-%m-%d-%H%M%S}"
@@ -102,17 +91,12 @@ def read_settings(options: argparse.Namespace) -> Settings:
         BenchError: a wrong value.
     """
     length_s = read_positive("--minutes", options.minutes) * 60
-    hands_off = can_hand_off() if options.fleet == "auto" else options.fleet == "handoff"
-    if hands_off and not can_hand_off():
-        raise BenchError("--fleet is handoff, which needs the package nixl; 'pip install nixl'")
     return Settings(
         packaged_model(),
         length_s,
         read_whole("--concurrency", options.concurrency),
         read_seconds("--pause-s", options.pause_s),
         plan_faults(length_s, _kinds(options.faults)),
-        hands_off,
-        read_whole("--routers", options.routers),
         read_whole("--seed", options.seed),
     )
 

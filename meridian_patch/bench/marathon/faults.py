@@ -6,8 +6,11 @@ from typing import Final, Literal
 
 from meridian_patch.errors import BenchError
 
-Kind = Literal["peer", "router", "api-server", "frozen", "disk", "collector", "resets"]
-Role = Literal["think", "answer"]
+Kind = Literal["peer", "api-server", "frozen", "disk", "collector", "resets"]
+Engine = Literal["think-1", "think-2", "answer"]
+
+STRUCK: Final[tuple[Engine, ...]] = ("answer", "think-1", "answer", "think-2")
+"""Which engine each round strikes, over and over."""
 
 REST_S: Final = 12.0
 """Seconds between a fault, when its window and what it killed are over, and the next one."""
@@ -31,12 +34,11 @@ class Shape:
 
 SHAPES: Final[dict[Kind, Shape]] = {
     "peer": Shape("all processes of an engine killed", 0, 45),
-    "router": Shape("a router killed", 0, 40),
     "api-server": Shape("an API server killed, its EngineCore left", 0, 45),
     "frozen": Shape("an EngineCore stopped and continued", 15, 40),
     "disk": Shape("no byte can be written to a file of an engine", 15, 30),
     "collector": Shape("the trace collector and a metrics scraper are slow", 20, 35),
-    "resets": Shape("connections between router and engines reset", 8, 30),
+    "resets": Shape("connections to the answer engine reset", 8, 30),
 }
 
 
@@ -46,12 +48,12 @@ class Fault:
 
     Attributes:
         kind: of the fault.
-        role: of the engine it strikes, where it strikes one.
+        engine: that it strikes, where it strikes one.
         at_s: when it begins at the earliest, seconds from the start of the load.
     """
 
     kind: Kind
-    role: Role
+    engine: Engine
     at_s: float
 
     @property
@@ -62,9 +64,13 @@ class Fault:
     @property
     def strikes(self) -> str:
         """What it strikes, for people."""
-        if self.kind == "router":
-            return "one router"
-        return "both engines" if self.kind in {"collector", "resets"} else f"{self.role} engine"
+        at_large = {"collector": "all engines", "resets": "think servers and answer engine"}
+        return at_large.get(self.kind, self.engine)
+
+    @property
+    def kills_think_server(self) -> bool:
+        """Whether it ends a think server, and with it the requests that are there."""
+        return self.kind in {"peer", "api-server"} and self.engine != "answer"
 
     @property
     def window_end_s(self) -> float:
@@ -73,7 +79,7 @@ class Fault:
 
 
 def plan_faults(length_s: float, kinds: Sequence[Kind], warm_up_s: float = 45.0) -> list[Fault]:
-    """Faults in rounds of all kinds; each round strikes the engine of the other role.
+    """Faults in rounds of all kinds; each round strikes another engine.
 
     Args:
         length_s: of the load.
@@ -86,9 +92,8 @@ def plan_faults(length_s: float, kinds: Sequence[Kind], warm_up_s: float = 45.0)
     faults: list[Fault] = []
     at_s, round_number = warm_up_s, 0
     while kinds:
-        role: Role = "think" if round_number % 2 else "answer"
         for kind in kinds:
-            fault = Fault(kind, role, at_s)
+            fault = Fault(kind, STRUCK[round_number % len(STRUCK)], at_s)
             if fault.window_end_s > length_s:
                 if round_number == 0:
                     raise BenchError(

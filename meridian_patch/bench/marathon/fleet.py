@@ -1,9 +1,11 @@
-"""The servers of a marathon: two engines, each behind a proxy, and their routers."""
+"""The servers of a marathon: two think servers behind a gateway, and their answer engine."""
 
 import asyncio
 import importlib.util
 import re
+import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,32 +14,49 @@ from typing import Final, Self
 import aiohttp
 
 from meridian_patch import envs
-from meridian_patch.bench.marathon.collector import Collector
-from meridian_patch.bench.marathon.faults import Role
+from meridian_patch.bench.marathon.faults import Engine
+from meridian_patch.bench.marathon.network import Collector, Proxy
 from meridian_patch.bench.marathon.processes import Supervised
-from meridian_patch.bench.marathon.proxy import Proxy
-from meridian_patch.bench.served.server import pick_port, server_environment
+from meridian_patch.bench.served.server import HOST, pick_port, server_environment
 from meridian_patch.errors import BenchError
 
 MODEL: Final = "tiny-reasoner"
-ROLES: Final[tuple[Role, ...]] = ("think", "answer")
-_BIN: Final = Path(sys.executable).parent
 SEATS: Final = 64
 """Requests that an engine runs at once."""
+
+_THINKS: Final[tuple[Engine, ...]] = ("think-1", "think-2")
+_BIN: Final = Path(sys.executable).parent
+_GATEWAY: Final = "vllm-router"
 _OPTIONS: Final = (
     *("--served-model-name", MODEL, "--dtype", "float32", "--block-size", "32"),
     *("--max-model-len", "1024", "--num-gpu-blocks-override", "513", "--max-num-seqs", str(SEATS)),
     *("--enforce-eager", "--gpu-memory-utilization", "0.2", "--reasoning-parser", "qwen3"),
-    "--disable-uvicorn-access-log",
+    *("--offload-threshold-blocks", "0", "--disable-uvicorn-access-log"),
 )
-_HEALTHY: Final = re.compile(
-    r'^meridian_route_engines\{.*state="healthy"\} ([0-9.]+)$', re.MULTILINE
+# With its defaults a think server that is back would get no request for up to a minute.
+_GATEWAY_OPTIONS: Final = (
+    *("--policy", "round_robin", "--cb-timeout-duration-secs", "5"),
+    *("--health-check-interval-secs", "2"),
 )
+_HANDOFFS: Final = re.compile(
+    r'^meridian_handoffs_total\{.*outcome="(\w+)".*\} ([0-9.e+]+)$', re.MULTILINE
+)
+_SCRAPE_S: Final = 10.0
 
 
-def can_hand_off() -> bool:
-    """Whether vLLM's NIXL connector has its package here."""
-    return importlib.util.find_spec("nixl") is not None
+def find_gateway() -> str:
+    """The program of the gateway, beside this interpreter or on the path.
+
+    Raises:
+        BenchError: it is missing, or the package that moves the KV cache is.
+    """
+    found = shutil.which(_GATEWAY, path=str(_BIN)) or shutil.which(_GATEWAY)
+    if found is None or importlib.util.find_spec("nixl") is None:
+        missing = "the program vllm-router" if found is None else "the package nixl"
+        raise BenchError(
+            f"{missing} is missing, which the marathon needs; 'scripts/setup --nightly' installs it"
+        )
+    return found
 
 
 class Fleet:
@@ -46,26 +65,26 @@ class Fleet:
     Args:
         model: folder of the model.
         folder: takes logs, traces and status files.
-        hands_off: think on one engine and answer on the other; otherwise both do both.
-        num_routers: that share nothing, each with both engines.
 
     Attributes:
-        engines: by role.
-        proxies: between the routers and each engine.
-        routers: behind which clients are.
-        collector: to which both engines export traces.
+        engines: think servers and answer engine.
+        gateway: behind which clients are.
+        proxy: between think servers and answer engine.
+        collector: to which all engines export traces.
+
+    Raises:
+        BenchError: a part is missing.
     """
 
-    def __init__(self, model: Path, folder: Path, *, hands_off: bool, num_routers: int) -> None:
+    def __init__(self, model: Path, folder: Path) -> None:
         self._model = model
         self._folder = folder
-        self._hands_off = hands_off
-        self._num_routers = num_routers
         self._keepers: list[asyncio.Task[None]] = []
+        self._ports: dict[Engine, int] = {name: pick_port() for name in ("answer", *_THINKS)}
         self.collector = Collector()
-        self.engines: dict[Role, Supervised] = {}
-        self.proxies: dict[Role, Proxy] = {}
-        self.routers: list[Supervised] = []
+        self.proxy = Proxy(self._ports["answer"])
+        self.engines: dict[Engine, Supervised] = {}
+        self.gateway = self._make_gateway()
 
     async def __aenter__(self) -> Self:
         try:
@@ -83,8 +102,8 @@ class Fleet:
 
     @property
     def servers(self) -> list[Supervised]:
-        """Engines and routers."""
-        return [*self.engines.values(), *self.routers]
+        """Engines and gateway."""
+        return [*self.engines.values(), self.gateway]
 
     def supervise(self) -> None:
         """From now on, start again what ends."""
@@ -97,47 +116,50 @@ class Fleet:
                 keeper.result()
                 raise BenchError("a supervisor of the marathon ended")
 
-    async def num_healthy(self, http: aiohttp.ClientSession) -> int | None:
-        """Engines that the first router that answers calls healthy; None if none answers."""
-        timeout = aiohttp.ClientTimeout(total=2)
-        for router in self.routers:
+    async def num_healthy(self, http: aiohttp.ClientSession) -> int:
+        """Engines that answer their health check now."""
+        return sum(
+            await asyncio.gather(*(engine.is_healthy(http) for engine in self.engines.values()))
+        )
+
+    async def handoffs(self, http: aiohttp.ClientSession) -> dict[str, int]:
+        """What became of requests after their thought, by outcome, as think servers count it."""
+        handoffs: Counter[str] = Counter()
+        timeout = aiohttp.ClientTimeout(total=_SCRAPE_S)
+        for name in _THINKS:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with http.get(f"{router.url}/metrics", timeout=timeout) as reply:
-                    return int(sum(map(float, _HEALTHY.findall(await reply.text()))))
-        return None
+                async with http.get(f"{self.engines[name].url}/metrics", timeout=timeout) as reply:
+                    for outcome, number in _HANDOFFS.findall(await reply.text()):
+                        handoffs[outcome] += int(float(number))
+        return dict(handoffs)
 
     async def _start(self) -> None:
         await self.collector.start()
-        for role in ROLES:
-            port = pick_port()
-            self.engines[role] = self._engine(role, port)
-            self.engines[role].start()
-            self.proxies[role] = Proxy(port, seed=len(self.proxies))
-            await self.proxies[role].start()
-        self.routers = [self._router(number) for number in range(1, self._num_routers + 1)]
+        await self.proxy.start()
+        self.engines = {name: self._make_engine(name) for name in self._ports}
         async with aiohttp.ClientSession() as http:
-            waits = [engine.wait_until_healthy(http) for engine in self.engines.values()]
-            await asyncio.gather(*waits)
-            for router in self.routers:
-                router.start()
-            await asyncio.gather(*(router.wait_until_healthy(http) for router in self.routers))
+            for server in self.servers:
+                server.start()
+                await server.wait_until_healthy(http)
 
-    def _router(self, number: int) -> Supervised:
-        port, name = pick_port(), f"router-{number}"
-        command = [str(_BIN / "meridian"), "route", "--port", str(port)]
-        for role, proxy in self.proxies.items():
-            command += [f"--{role if self._hands_off else 'think'}"]
-            command += [f"http://127.0.0.1:{proxy.port}"]
+    def _make_engine(self, name: Engine) -> Supervised:
+        port = self._ports[name]
+        command = [str(_BIN / "meridian"), "serve", str(self._model), *_OPTIONS, "--role"]
+        if name == "answer":
+            command += ["answer"]
+        else:
+            command += ["think", "--answer", f"http://{HOST}:{self.proxy.port}"]
+        command += ["--port", str(port), "--otlp-traces-endpoint", self.collector.endpoint]
         log = self._folder / f"{name}.log"
         return Supervised(name, command, self._environment(name), log, port)
 
-    def _engine(self, role: Role, port: int) -> Supervised:
-        command = [str(_BIN / "meridian"), "serve", str(self._model), *_OPTIONS]
-        command += ["--port", str(port), "--otlp-traces-endpoint", self.collector.endpoint]
-        if self._hands_off:
-            command += ["--role", role, "--offload-threshold-blocks", "0"]
-        log = self._folder / f"{role}.log"
-        return Supervised(f"{role} engine", command, self._environment(role), log, port)
+    def _make_gateway(self) -> Supervised:
+        port = pick_port()
+        thinks = [f"http://{HOST}:{self._ports[name]}" for name in _THINKS]
+        command = [find_gateway(), "--worker-urls", *thinks, *_GATEWAY_OPTIONS]
+        command += ["--host", HOST, "--port", str(port), "--prometheus-port", str(pick_port())]
+        log = self._folder / f"{_GATEWAY}.log"
+        return Supervised(_GATEWAY, command, self._environment(_GATEWAY), log, port)
 
     def _environment(self, name: str) -> Mapping[str, str]:
         given = {
@@ -162,6 +184,5 @@ class Fleet:
     def _stop(self) -> None:
         for server in self.servers:
             server.stop()
-        for proxy in self.proxies.values():
-            proxy.close()
+        self.proxy.close()
         self.collector.close()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import count
 from typing import Any, Final
 
 import aiohttp
@@ -28,15 +27,18 @@ _SHARE_CANARIES: Final = 0.2
 _SHARE_CANCELLED: Final = 0.1
 _LONGEST_UNTIL_CANCEL_S: Final = 3.0
 _BURST_EVERY_S: Final = 20.0
-_AGAIN: Final = frozenset((429, 500, 502, 503, 504))
 
 
 class _NoResponse(Exception):  # noqa: N818 - the name is what happened
     """No response began: the request may be sent again."""
 
 
-class _Broken(Exception):  # noqa: N818 - the name is what happened
-    """A response was wrong, or broke off."""
+class _Wrong(Exception):  # noqa: N818 - the name is what happened
+    """A response says that something failed."""
+
+
+class _Cut(Exception):  # noqa: N818 - the name is what happened
+    """A response began well and broke off."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,23 @@ class Canary:
     text: tuple[str, str]
 
 
-async def know(url: str, model: str, question: str) -> Canary:
+async def know(url: str, model: str, question: str, **sampling: float) -> Canary:
     """Ask one engine, and take what it says for right.
+
+    Args:
+        url: of the engine.
+        model: served name.
+        question: to ask.
+        sampling: other fields of the request.
 
     Raises:
         BenchError: it did not answer.
     """
+    body = _body(model, question) | {"stream": True, **sampling}
     async with aiohttp.ClientSession() as http:
         try:
-            ids, text = await _streamed(http, url, _body(model, question) | {"stream": True})
-        except (_NoResponse, _Broken, aiohttp.ClientError) as error:
+            ids, text = await _streamed(http, url, body)
+        except (_NoResponse, _Wrong, _Cut) as error:
             raise BenchError(f"an engine did not answer a canary: {error}") from error
     return Canary(question, tuple(ids), text)
 
@@ -72,8 +81,7 @@ class Load:
     """Keeps a number of requests in flight.
 
     Args:
-        urls: of the routers. A request goes to the next one in turn, and to another when it is sent
-            again.
+        url: of the gateway.
         model: served name.
         canaries: questions whose tokens are known.
         questions: all others.
@@ -88,7 +96,7 @@ class Load:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        url: str,
         model: str,
         canaries: Sequence[Canary],
         questions: Sequence[str],
@@ -96,8 +104,7 @@ class Load:
         pause_s: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._urls = urls
-        self._turns = count()
+        self._url = url
         self._model = model
         self._canaries = canaries
         self._questions = questions
@@ -144,14 +151,14 @@ class Load:
         try:
             async with asyncio.timeout(cancel_s or _PATIENCE_S):
                 ids, text = await self._answered(http, asked, question)
-            asked.outcome, asked.num_tokens = "ok", len(ids)
+            asked.outcome = "ok"
             if canary is not None:
                 asked.is_equal = (tuple(ids), text) == (canary.token_ids, canary.text)
         except TimeoutError:
             asked.outcome = "error" if cancel_s is None else "cancelled"
             asked.why = "" if cancel_s else f"no end after {_PATIENCE_S:.0f} s"
-        except (_NoResponse, _Broken) as error:
-            asked.outcome, asked.why = "error", str(error)
+        except (_NoResponse, _Wrong, _Cut) as error:
+            asked.outcome, asked.why, asked.is_cut = "error", str(error), isinstance(error, _Cut)
         finally:
             asked.end_s = self.now_s
             self.in_flight -= 1
@@ -161,13 +168,11 @@ class Load:
         self, http: aiohttp.ClientSession, asked: Asked, question: str
     ) -> tuple[list[int], tuple[str, str]]:
         body = _body(self._model, question)
-        turn = next(self._turns)
         while True:
-            url = self._urls[(turn + asked.num_retries) % len(self._urls)]
             try:
                 if asked.is_stream:
-                    return await _streamed(http, url, body | {"stream": True})
-                return await _whole(http, url, body)
+                    return await _streamed(http, self._url, body | {"stream": True})
+                return await _whole(http, self._url, body)
             except _NoResponse:
                 if asked.num_retries == _MAX_RETRIES:
                     raise
@@ -201,16 +206,16 @@ async def _streamed(
                     break
                 chunk = json.loads(text)
                 if "error" in chunk:
-                    raise _Broken(f"error event: {_message(chunk)}")
+                    raise _Wrong(f"error event: {_message(chunk)}")
                 for choice in chunk["choices"]:
                     ids += choice.get("token_ids") or ()
                     thought += choice["delta"].get("reasoning") or ""
                     answer += choice["delta"].get("content") or ""
                     finish = choice.get("finish_reason") or finish
         except (aiohttp.ClientError, ValueError) as error:
-            raise _Broken(f"{type(error).__name__} within the stream") from error
+            raise _Cut(f"{type(error).__name__} within the stream") from error
     if finish is None:
-        raise _Broken("the stream ended without a finish reason")
+        raise _Cut("the stream ended without a finish reason")
     return ids, (thought, answer)
 
 
@@ -220,8 +225,10 @@ async def _whole(
     async with _Posted(http, url, body) as reply:
         try:
             choice = json.loads(await reply.read())["choices"][0]
-        except (aiohttp.ClientError, ValueError, LookupError) as error:
-            raise _Broken(f"{type(error).__name__} in the response") from error
+        except aiohttp.ClientError as error:
+            raise _Cut(f"{type(error).__name__} within the response") from error
+        except (ValueError, LookupError) as error:
+            raise _Wrong(f"{type(error).__name__} in the response") from error
     message = choice["message"]
     text = message.get("reasoning") or "", message.get("content") or ""
     return list(choice.get("token_ids") or ()), text
@@ -244,7 +251,9 @@ class _Posted:
             with suppress(aiohttp.ClientError):
                 text = await reply.text()
             reply.close()
-            kind = _NoResponse if reply.status in _AGAIN else _Broken
+            is_busy = reply.status == HTTPStatus.TOO_MANY_REQUESTS
+            has_failed = reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            kind = _NoResponse if is_busy or has_failed else _Wrong
             raise kind(f"HTTP {reply.status}: {text[:200]}")
         return reply
 

@@ -18,9 +18,20 @@ _KNOWN: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
         re.compile(r"NIXL_ERR_REMOTE_DISCONNECT"),
         "an engine was killed while its blocks were read: vLLM computes them again",
     ),
+    (
+        re.compile(r"answer engine \S+ rests for \d+ s, and requests answer here: \w*Error\b"),
+        "the answer engine was killed, frozen or cut off: its requests answer where they thought",
+    ),
+    (
+        re.compile(r"Failed to send typed request .* error=error sending request"),
+        "a think server was killed: vllm-router sends the request to the other one",
+    ),
 )
-# Failures of the plug-in and ends of engines, whatever they come from.
-_NEVER_KNOWN: Final = re.compile(r"meridian_patch: |EngineDeadError|fatal error")
+# Other failures of the plug-in, and ends of engines, whatever they come from.
+_NEVER_KNOWN: Final = re.compile(
+    r"meridian_patch: (?!answer engine \S+ rests)|EngineDeadError|fatal error"
+)
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 # vLLM puts this before each line of a record: process, level, time, file and line.
 _HEAD: Final = re.compile(r"(?P<head>(?:\([^)]*\) )?[A-Z]+ \S+ \S+ \[[^\]]+\]) ?(?P<message>.*)")
 # Characters of a record's first line that begin the next record of the same place.
@@ -34,10 +45,11 @@ def read_logs(logs: Sequence[Path]) -> list[LogLine]:
     """
     lines = []
     for log in logs:
-        for record in _records(log.read_text(errors="replace").splitlines()):
+        text = _COLOUR.sub("", log.read_text(errors="replace"))
+        for record in _records(text.splitlines()):
             known = _known(record)
             found = filter(_FORBIDDEN.search, record)
-            lines += [LogLine(log.name, text[:300], known) for text in found]
+            lines += [LogLine(log.name, line[:300], known) for line in found]
     return lines
 
 

@@ -83,7 +83,7 @@ class Supervised:
             await self._has_started.wait()
 
     async def wait_until_healthy(self, http: aiohttp.ClientSession) -> None:
-        """Wait for its first health check that succeeds.
+        """Wait for its first health check that succeeds, and let it run on all cores then.
 
         Raises:
             BenchError: it ended, or took too long.
@@ -92,13 +92,13 @@ class Supervised:
             async with asyncio.timeout(_START_LIMIT_S):
                 while not await self.is_healthy(http):
                     if self.has_ended:
-                        raise BenchError(f"the {self.name} ended. {log_tail(self.log)}")
+                        raise BenchError(f"{self.name} ended. {log_tail(self.log)}")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise BenchError(
-                f"the {self.name} was not healthy after {_START_LIMIT_S:.0f} s. "
-                f"{log_tail(self.log)}"
+                f"{self.name} was not healthy after {_START_LIMIT_S:.0f} s. {log_tail(self.log)}"
             ) from None
+        self._use_all_cores()
 
     async def is_healthy(self, http: aiohttp.ClientSession) -> bool:
         """Whether it answers its health check now."""
@@ -140,6 +140,14 @@ class Supervised:
         """Process ids of its EngineCores."""
         return [process for process in processes_of(self.pid) if _is_core(process)]
 
+    def _use_all_cores(self) -> None:
+        # Load-bearing: on a CPU, vLLM's NIXL connector binds each EngineCore to the last core.
+        cores = os.sched_getaffinity(0)
+        for process in processes_of(self.pid):
+            for thread in Path(f"/proc/{process}/task").glob("[0-9]*"):
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), cores)
+
     def limit_files(self, most_bytes: int | None) -> None:
         """Let none of its processes write beyond this offset of a file; None: without a limit.
 
@@ -151,20 +159,10 @@ class Supervised:
                 soft = hard if most_bytes is None else most_bytes
                 resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))
 
-    def memory_mib(self, process: int | None = None) -> float | None:
-        """Resident memory of one of its processes; None: of the leader. None if it is gone."""
-        with suppress(OSError, ValueError, IndexError):
-            text = Path(f"/proc/{process or self.pid}/statm").read_text()
-            # A process that is about to end has given its memory back.
-            return int(text.split()[1]) * resource.getpagesize() / _MIB or None
-        return None
-
-    def cpu_s(self) -> float | None:
-        """Processor time that its leader has taken; None if it is gone."""
-        with suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return None
+    def core_mib(self) -> dict[str, float]:
+        """Resident memory of each of its EngineCores, by ``NAME-PID``."""
+        found = {f"{self.name}-{core}": _memory_mib(core) for core in self.cores()}
+        return {name: mib for name, mib in found.items() if mib is not None}
 
     def stop(self) -> None:
         """End it and all that it started."""
@@ -188,6 +186,14 @@ def _is_core(process: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{process}/comm").read_text().strip() == _ENGINE_CORE
     return False
+
+
+def _memory_mib(process: int) -> float | None:
+    with suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{process}/statm").read_text()
+        # A process that is about to end has given its memory back.
+        return int(text.split()[1]) * resource.getpagesize() / _MIB or None
+    return None
 
 
 def _is_ended(folder: Path) -> bool:

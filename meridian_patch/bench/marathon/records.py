@@ -1,11 +1,34 @@
-"""What a marathon notes: requests, faults as they happened, and samples of processes."""
+"""What a marathon does, and what it notes: requests, faults, and samples of processes."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from meridian_patch.bench.marathon.faults import Fault
 
-Outcome = Literal["ok", "cancelled", "error"]
+Outcome = Literal["ok", "cancelled", "error", "lost"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a marathon does.
+
+    Attributes:
+        model: folder of the model.
+        length_s: of the load.
+        concurrency: clients.
+        pause_s: between two requests of a client.
+        faults: to inject.
+        seed: of all choices.
+    """
+
+    model: Path
+    length_s: float
+    concurrency: int
+    pause_s: float
+    faults: Sequence[Fault]
+    seed: int
 
 
 @dataclass
@@ -17,11 +40,11 @@ class Asked:
         is_canary: whether its tokens are known.
         is_stream: whether it was streamed.
         end_s: when it ended; None while it is in flight.
-        outcome: how it ended.
+        outcome: how it ended; ``lost`` with its think server.
         why: the error, for people.
+        is_cut: whether its response began and broke off.
         is_equal: for a canary that ended well, whether its tokens are those of one engine.
         num_retries: how often it was sent again before its first byte came.
-        num_tokens: that it got, if it ended well.
     """
 
     begin_s: float
@@ -30,9 +53,9 @@ class Asked:
     end_s: float | None = None
     outcome: Outcome | None = None
     why: str = ""
+    is_cut: bool = False
     is_equal: bool | None = None
     num_retries: int = 0
-    num_tokens: int = 0
 
 
 @dataclass
@@ -66,18 +89,14 @@ class Sample:
     Attributes:
         at_s: seconds from the start of the load.
         in_flight: requests that clients wait for.
-        healthy: engines that a router calls healthy; None while none can be asked.
-        core_mib: resident memory of each EngineCore, by ``ROLE-PID``.
-        router_mib: resident memory of all routers; None while there is none.
-        router_cpu_s: processor time that all routers have taken.
+        num_healthy: engines that answer ``/health``.
+        core_mib: resident memory of each EngineCore, by ``ENGINE-PID``.
     """
 
     at_s: float
     in_flight: int
-    healthy: int | None
-    core_mib: dict[str, float] = field(default_factory=dict)
-    router_mib: float | None = None
-    router_cpu_s: float | None = None
+    num_healthy: int
+    core_mib: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -93,3 +112,25 @@ class LogLine:
     log: str
     text: str
     known: str = ""
+
+
+@dataclass
+class Result:
+    """What a marathon noted.
+
+    Attributes:
+        asked: all requests.
+        injected: all faults.
+        samples: of processes, in order of time.
+        lines: of logs, forbidden ones and known ones.
+        warmed: when each EngineCore had served alone, by ``ENGINE-PID``.
+        handoffs: what became of requests after their thought, by outcome, as think servers counted
+            it since each was started last.
+    """
+
+    asked: list[Asked] = field(default_factory=list)
+    injected: list[Injected] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    lines: list[LogLine] = field(default_factory=list)
+    warmed: dict[str, float] = field(default_factory=dict)
+    handoffs: dict[str, int] = field(default_factory=dict)

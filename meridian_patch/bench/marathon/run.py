@@ -1,21 +1,19 @@
 """Runs a marathon: starts the fleet, learns the canaries, keeps the load up, injects the faults."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import aiohttp
 
-from meridian_patch.bench.marathon.faults import REST_S, Fault
+from meridian_patch.bench.marathon.faults import REST_S
 from meridian_patch.bench.marathon.fleet import MODEL, SEATS, Fleet
 from meridian_patch.bench.marathon.inject import Injector
 from meridian_patch.bench.marathon.load import Canary, Load, know
 from meridian_patch.bench.marathon.logs import read_logs
-from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
+from meridian_patch.bench.marathon.records import Result, Sample, Settings
+from meridian_patch.bench.marathon.verdict import mark_lost
 from meridian_patch.bench.marathon.warm_up import WarmUp
 from meridian_patch.demo.problems import make_problems
 
@@ -24,52 +22,6 @@ _SAY_EVERY_S: Final = 15.0
 _NUM_CANARIES: Final = 24
 _NUM_QUESTIONS: Final = 400
 _CANARIES_AT_A_TIME: Final = 4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a marathon does.
-
-    Attributes:
-        model: folder of the model.
-        length_s: of the load.
-        concurrency: clients.
-        pause_s: between two requests of a client.
-        faults: to inject.
-        hands_off: think on one engine and answer on the other.
-        num_routers: that clients spread their requests over.
-        seed: of all choices.
-    """
-
-    model: Path
-    length_s: float
-    concurrency: int
-    pause_s: float
-    faults: Sequence[Fault]
-    hands_off: bool
-    num_routers: int
-    seed: int
-
-
-@dataclass
-class Result:
-    """What a marathon noted.
-
-    Attributes:
-        asked: all requests.
-        injected: all faults.
-        samples: of processes.
-        lines: of logs.
-        warmed: when each EngineCore had served alone, by ``ROLE-PID``.
-        num_moved: hand-offs that the routers counted, by outcome, since each was started last.
-    """
-
-    asked: list[Asked] = field(default_factory=list)
-    injected: list[Injected] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    lines: list[LogLine] = field(default_factory=list)
-    warmed: dict[str, float] = field(default_factory=dict)
-    num_moved: dict[str, int] = field(default_factory=dict)
 
 
 async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], None]) -> Result:
@@ -83,21 +35,19 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
     Raises:
         BenchError: a server does not start, or a canary has no answer.
     """
-    say(f"starting two engines and {settings.num_routers} routers")
-    fleet = Fleet(
-        settings.model, folder, hands_off=settings.hands_off, num_routers=settings.num_routers
-    )
+    say("starting the answer engine, two think servers and their gateway")
+    fleet = Fleet(settings.model, folder)
     result = Result()
     async with fleet, aiohttp.ClientSession() as http:
-        say("asking one engine for the canaries' tokens")
+        say("asking the answer engine for the canaries' tokens")
         canaries = await _canaries(fleet, settings.seed)
         questions = [each.question for each in make_problems(_NUM_QUESTIONS, settings.seed + 1)]
         say("letting each engine serve alone, in all its seats")
         warm_up = WarmUp(MODEL, SEATS, settings.seed + 2)
-        for role, engine in fleet.engines.items():
-            await warm_up.warm(role, engine, lambda: 0.0)
+        for engine in fleet.engines.values():
+            await warm_up.warm(engine, lambda: 0.0)
         load = Load(
-            [router.url for router in fleet.routers],
+            fleet.gateway.url,
             MODEL,
             canaries,
             questions,
@@ -111,7 +61,7 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         watches = [
             asyncio.ensure_future(_sample(fleet, load, http, result.samples)),
             asyncio.ensure_future(_inject(settings, injector, load, say)),
-            asyncio.ensure_future(_report(fleet, load, say)),
+            asyncio.ensure_future(_report(fleet, load, result, say)),
         ]
         say(f"load for {settings.length_s / 60:g} minutes, {settings.concurrency} at a time")
         work = asyncio.ensure_future(load.run(settings.length_s))
@@ -123,9 +73,10 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
             await asyncio.gather(work, *watches, return_exceptions=True)
             await warm_up.close()
         result.warmed = warm_up.warmed
-        result.num_moved = await _moved(fleet, http)
+        result.handoffs = await fleet.handoffs(http)
         # Before the servers end: what they say then is about that.
         result.lines = read_logs([server.log for server in fleet.servers])
+    mark_lost(result.asked, result.injected)
     return result
 
 
@@ -139,7 +90,7 @@ async def _until_done(work: asyncio.Future[None], watches: Sequence[asyncio.Futu
 
 
 async def _canaries(fleet: Fleet, seed: int) -> list[Canary]:
-    engine = fleet.engines["think"]
+    engine = fleet.engines["answer"]
     problems = make_problems(_NUM_CANARIES, seed)
     places = asyncio.Semaphore(_CANARIES_AT_A_TIME)
 
@@ -155,16 +106,11 @@ async def _sample(
 ) -> None:
     while True:
         fleet.check_supervisors()
-        cores = {
-            f"{role}-{core}": mib
-            for role, engine in fleet.engines.items()
-            for core in engine.cores()
-            if (mib := engine.memory_mib(core)) is not None
-        }
-        healthy = await fleet.num_healthy(http)
-        router_mib = _total(router.memory_mib() for router in fleet.routers)
-        cpu_s = _total(router.cpu_s() for router in fleet.routers)
-        samples.append(Sample(load.now_s, load.in_flight, healthy, cores, router_mib, cpu_s))
+        core_mib: dict[str, float] = {}
+        for engine in fleet.engines.values():
+            core_mib |= engine.core_mib()
+        num_healthy = await fleet.num_healthy(http)
+        samples.append(Sample(load.now_s, load.in_flight, num_healthy, core_mib))
         await asyncio.sleep(_SAMPLE_S)
 
 
@@ -188,30 +134,15 @@ async def _inject(
         free_s = max(injected.end_s, load.now_s) + REST_S
 
 
-async def _report(fleet: Fleet, load: Load, say: Callable[[str], None]) -> None:
+async def _report(fleet: Fleet, load: Load, result: Result, say: Callable[[str], None]) -> None:
     while True:
         await asyncio.sleep(_SAY_EVERY_S)
-        outcomes = [each.outcome for each in load.asked]
-        wrong = sum(each.is_equal is False for each in load.asked)
+        mark_lost(result.asked, result.injected)
+        outcomes = [each.outcome for each in result.asked]
+        wrong = sum(each.is_equal is False for each in result.asked)
         say(
             f"{load.now_s:5.0f} s  {outcomes.count('ok')} ok, {outcomes.count('error')} errors, "
-            f"{outcomes.count('cancelled')} cancelled, {load.in_flight} in flight, "
-            f"{wrong} canaries differ, exports {fleet.collector.num_exports}"
+            f"{outcomes.count('lost')} lost, {outcomes.count('cancelled')} cancelled, "
+            f"{load.in_flight} in flight, {wrong} canaries differ, "
+            f"exports {fleet.collector.num_exports}"
         )
-
-
-def _total(numbers: Iterable[float | None]) -> float | None:
-    """Sum of what is known; None if nothing is."""
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known else None
-
-
-async def _moved(fleet: Fleet, http: aiohttp.ClientSession) -> dict[str, int]:
-    moved: Counter[str] = Counter()
-    for router in fleet.routers:
-        with suppress(aiohttp.ClientError):
-            async with http.get(f"{router.url}/metrics") as reply:
-                page = await reply.text()
-            lines = [line for line in page.splitlines() if "handoffs_total{" in line]
-            moved.update({line.split('"')[1]: int(float(line.split()[-1])) for line in lines})
-    return dict(moved)

@@ -1,16 +1,21 @@
-"""Judges a marathon: pure arithmetic over what it noted."""
+"""Judges a marathon: arithmetic over what it noted."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Final
 
 from meridian_patch.bench.marathon.faults import Kind
-from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Sample
+from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Result, Sample
 
-MOST_ERRORS_OUTSIDE: Final = 0.01
-MOST_ERRORS_WITHIN: Final = 0.10
+MOST_ERRORS: Final = 0.01
+"""As a share of requests, outside of windows and within those of faults that clients do not see."""
+MOST_ERRORS_SEEN: Final = 0.10
+"""As a share of requests within the window of a killed think server, beside those lost with it."""
+LOST_WITHIN_S: Final = 5.0
+"""After a think server was killed: what was there has broken off by then."""
+MOST_LOST: Final = 0.75
+"""As a share of those in flight when a think server was killed: one of two has about half."""
 MOST_RECOVERY_S: Final = 30.0
 MOST_GROWTH: Final = 0.05
 """What the memory of an EngineCore may grow by, as a share, after it is warm."""
@@ -18,6 +23,8 @@ MOST_GROWTH: Final = 0.05
 _WARM_S: Final = 60.0
 # Shorter lives of a warm EngineCore say nothing about its memory.
 _LEAST_WARM_S: Final = 60.0
+# Requests whose end no client chose.
+_ENDED: Final = frozenset(("ok", "error", "lost"))
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,10 @@ class Window:
 
     Attributes:
         injected: the fault.
-        num_requests: that ended and belong to the window, without cancelled ones.
+        num_requests: that ended and belong to the window, without lost and cancelled ones.
         num_errors: of these.
+        num_lost: requests that broke off because their think server was killed.
+        num_in_flight: when the fault began.
         recovery_s: from the fault until the service answers again: requests succeed, and none fails
             or has wrong tokens any more; None: not within the window.
     """
@@ -52,12 +61,32 @@ class Window:
     injected: Injected
     num_requests: int
     num_errors: int
+    num_lost: int
+    num_in_flight: int
     recovery_s: float | None
 
     @property
     def error_share(self) -> float:
         """Errors by request; 0 without requests."""
         return self.num_errors / self.num_requests if self.num_requests else 0.0
+
+
+def mark_lost(asked: Sequence[Asked], injections: Sequence[Injected]) -> None:
+    """Let what broke off with a think server be lost, which is no error.
+
+    No gateway goes on with a response that has begun. A request is lost if it was in flight when a
+    think server was killed, and broke off within `LOST_WITHIN_S`.
+
+    Args:
+        asked: all requests; their outcome is set.
+        injections: all faults that happened.
+    """
+    kills = [each.begin_s for each in injections if each.fault.kills_think_server]
+    for each in asked:
+        if each.outcome == "error" and each.is_cut and each.end_s is not None:
+            since_s = [each.end_s - kill_s for kill_s in kills if kill_s >= each.begin_s]
+            if any(0 <= seconds <= LOST_WITHIN_S for seconds in since_s):
+                each.outcome = "lost"
 
 
 def windows_of(injections: Sequence[Injected], asked: Sequence[Asked]) -> list[Window]:
@@ -68,39 +97,38 @@ def windows_of(injections: Sequence[Injected], asked: Sequence[Asked]) -> list[W
     """
     own: list[list[Asked]] = [[] for _ in injections]
     for each in asked:
-        if _counts(each) and (place := _place_of(each, injections)) is not None:
+        if each.outcome in _ENDED and (place := _place_of(each, injections)) is not None:
             own[place].append(each)
-    return [_window_of(injected, ended) for injected, ended in zip(injections, own, strict=True)]
+    return [
+        _window_of(injected, ended, sum(_is_in_flight(each, injected.begin_s) for each in asked))
+        for injected, ended in zip(injections, own, strict=True)
+    ]
 
 
-def judge(
-    asked: Sequence[Asked],
-    injections: Sequence[Injected],
-    samples: Sequence[Sample],
-    lines: Sequence[LogLine],
-    planned: Collection[Kind],
-    warmed: Mapping[str, float],
-) -> list[Check]:
+def judge(result: Result, planned: Collection[Kind]) -> list[Check]:
     """All demands on a marathon.
 
     Args:
-        asked: all requests.
-        injections: all faults that happened.
-        samples: of processes, in order of time.
-        lines: of logs, forbidden ones and known ones.
+        result: what was noted.
         planned: kinds of fault that should have happened.
-        warmed: when each EngineCore was warm, as `WarmUp` has it.
     """
-    windows = windows_of(injections, asked)
+    windows = windows_of(result.injected, result.asked)
+    seen = [window for window in windows if window.injected.fault.kills_think_server]
+    unseen = [window for window in windows if window not in seen]
     return [
-        _all_injected(injections, planned),
-        _canaries(asked),
-        _outside(asked, injections),
-        _within(windows),
+        _all_injected(result.injected, planned),
+        _canaries(result.asked),
+        _moved(result.handoffs),
+        _outside(result.asked, result.injected),
+        _within(
+            "errors within each window in which no think server is killed", unseen, MOST_ERRORS
+        ),
+        _within("errors within each window of a killed think server", seen, MOST_ERRORS_SEEN),
+        _lost(seen),
         _recovery(windows),
-        _back(injections),
-        _memory(samples, warmed),
-        _log(lines),
+        _back(result.injected),
+        _memory(result.samples, result.warmed),
+        _log(result.lines),
     ]
 
 
@@ -130,21 +158,8 @@ def growth_of(samples: Sequence[Sample], warmed: Mapping[str, float]) -> Mapping
     return growth
 
 
-def router_us_per_token(samples: Sequence[Sample], asked: Sequence[Asked]) -> float | None:
-    """Processor time of the routers by token of a request that ended well; None without tokens.
-
-    The work for requests that failed or were cancelled is in it, so that it is rather too high.
-    """
-    taken = [sample.router_cpu_s for sample in samples if sample.router_cpu_s is not None]
-    # A router that was started again begins at zero.
-    cpu_s = sum(max(after - before, 0.0) for before, after in pairwise(taken))
-    tokens = sum(each.num_tokens for each in asked)
-    return cpu_s / tokens * 1e6 if tokens else None
-
-
-def _counts(each: Asked) -> bool:
-    """Whether a request ended by itself: it counts for shares of errors."""
-    return each.outcome in {"ok", "error"}
+def _is_in_flight(each: Asked, at_s: float) -> bool:
+    return each.begin_s <= at_s and (each.end_s is None or each.end_s >= at_s)
 
 
 def _place_of(each: Asked, injections: Sequence[Injected]) -> int | None:
@@ -157,9 +172,12 @@ def _place_of(each: Asked, injections: Sequence[Injected]) -> int | None:
     return last if each.begin_s <= injections[last].end_s else None
 
 
-def _window_of(injected: Injected, ended: Sequence[Asked]) -> Window:
-    errors = [each for each in ended if each.outcome == "error"]
-    return Window(injected, len(ended), len(errors), _recovery_s(injected, ended))
+def _window_of(injected: Injected, ended: Sequence[Asked], num_in_flight: int) -> Window:
+    lasting = [each for each in ended if each.outcome != "lost"]
+    num_errors = sum(each.outcome == "error" for each in lasting)
+    num_lost = len(ended) - len(lasting)
+    recovery_s = _recovery_s(injected, lasting)
+    return Window(injected, len(lasting), num_errors, num_lost, num_in_flight, recovery_s)
 
 
 def _recovery_s(injected: Injected, ended: Sequence[Asked]) -> float | None:
@@ -193,26 +211,47 @@ def _canaries(asked: Sequence[Asked]) -> Check:
 
 
 def _outside(asked: Sequence[Asked], injections: Sequence[Injected]) -> Check:
-    outside = [each for each in asked if _counts(each) and _place_of(each, injections) is None]
+    ended = [each for each in asked if each.outcome in _ENDED]
+    outside = [each for each in ended if _place_of(each, injections) is None]
     errors = sum(each.outcome == "error" for each in outside)
     share = errors / len(outside) if outside else 0.0
     return Check(
         "errors outside of windows",
-        f"< {MOST_ERRORS_OUTSIDE:.0%}",
+        f"< {MOST_ERRORS:.0%}",
         f"{share:.2%} ({errors} of {len(outside)})",
-        bool(outside) and share < MOST_ERRORS_OUTSIDE,
+        bool(outside) and share < MOST_ERRORS,
     )
 
 
-def _within(windows: Sequence[Window]) -> Check:
-    name, bar = "errors within each window", f"< {MOST_ERRORS_WITHIN:.0%}"
+def _within(name: str, windows: Sequence[Window], most: float) -> Check:
+    bar = f"< {most:.0%}"
     if not windows:
         return Check(name, bar, "no window", is_met=True)
     worst = max(windows, key=lambda window: window.error_share)
     value = f"at most {worst.error_share:.2%} ({worst.injected.fault.kind})"
     # A window without requests shows nothing.
     is_met = all(window.num_requests for window in windows)
-    return Check(name, bar, value, is_met and worst.error_share < MOST_ERRORS_WITHIN)
+    return Check(name, bar, value, is_met and worst.error_share < most)
+
+
+def _lost(windows: Sequence[Window]) -> Check:
+    """All windows together: a window of few requests may have most of them at one server."""
+    lost = sum(window.num_lost for window in windows)
+    in_flight = sum(window.num_in_flight for window in windows)
+    share = lost / in_flight if in_flight else 0.0
+    return Check(
+        "requests lost with their think server, of those in flight then",
+        f"<= {MOST_LOST:.0%}",
+        f"{share:.0%} ({lost} of {in_flight}, {len(windows)} times)",
+        share <= MOST_LOST,
+    )
+
+
+def _moved(handoffs: Mapping[str, int]) -> Check:
+    moved, ended = handoffs.get("moved", 0), sum(handoffs.values())
+    share = f" ({moved / ended:.0%})" if ended else ""
+    name = "requests that answered at the answer engine"
+    return Check(name, "> 0", f"{moved} of {ended}{share}", moved > 0)
 
 
 def _recovery(windows: Sequence[Window]) -> Check:

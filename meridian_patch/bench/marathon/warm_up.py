@@ -1,7 +1,7 @@
 """Lets an engine serve alone, in all its seats, before its memory counts.
 
-An engine grows until it has used all its code, its widest batch and every block of its KV pool. One
-that has only answered grows when it thinks for the first time, because the other one was killed.
+An engine grows until it has used all its code, its widest batch and every block of its KV pool. A
+think engine also answers when its answer engine is lost: here it answers all that it thinks.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from meridian_patch.bench.marathon.faults import Role
 from meridian_patch.bench.marathon.load import know
 from meridian_patch.bench.marathon.processes import Supervised
 from meridian_patch.demo.problems import make_problems
@@ -18,10 +17,12 @@ from meridian_patch.errors import BenchError
 _ROUNDS: Final = 2
 # Characters, which are tokens of the tiny reasoner, before one question in four.
 _LONG: Final = 700
+# A request with a penalty answers where it thinks. This one changes no choice of a token.
+_STAYS: Final = {"presence_penalty": 1e-6}
 
 
 class WarmUp:
-    """Asks engines, each directly, so that it thinks and answers.
+    """Asks engines, each directly, to think and to answer.
 
     Args:
         model: served name.
@@ -29,8 +30,8 @@ class WarmUp:
         seed: of the questions.
 
     Attributes:
-        warmed: when each EngineCore had answered all, by ``ROLE-PID``, in seconds of load; 0 before
-            the load began.
+        warmed: when each EngineCore had answered all, by ``ENGINE-PID``, in seconds of load; 0
+            before the load began.
     """
 
     def __init__(self, model: str, seats: int, seed: int) -> None:
@@ -43,7 +44,7 @@ class WarmUp:
         self._tasks: list[asyncio.Task[None]] = []
         self.warmed: dict[str, float] = {}
 
-    async def warm(self, role: Role, engine: Supervised, now: Callable[[], float]) -> None:
+    async def warm(self, engine: Supervised, now: Callable[[], float]) -> None:
         """Ask this engine everything.
 
         Raises:
@@ -51,11 +52,11 @@ class WarmUp:
         """
         cores = engine.cores()
         await asyncio.gather(*(self._ask(engine.url, each) for each in self._questions))
-        self.warmed |= {f"{role}-{core}": now() for core in cores}
+        self.warmed |= {f"{engine.name}-{core}": now() for core in cores}
 
-    def start(self, role: Role, engine: Supervised, now: Callable[[], float]) -> None:
+    def start(self, engine: Supervised, now: Callable[[], float]) -> None:
         """Ask an engine that is back, beside the load; one that is killed again stays cold."""
-        self._tasks.append(asyncio.create_task(self._warm_if_it_stays(role, engine, now)))
+        self._tasks.append(asyncio.create_task(self._warm_if_it_stays(engine, now)))
 
     async def close(self) -> None:
         """Ask no more."""
@@ -63,15 +64,13 @@ class WarmUp:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _warm_if_it_stays(
-        self, role: Role, engine: Supervised, now: Callable[[], float]
-    ) -> None:
+    async def _warm_if_it_stays(self, engine: Supervised, now: Callable[[], float]) -> None:
         with suppress(BenchError):
-            await self.warm(role, engine, now)
+            await self.warm(engine, now)
 
     async def _ask(self, url: str, question: str) -> None:
         async with self._places:
-            await know(url, self._model, question)
+            await know(url, self._model, question, **_STAYS)
 
 
 def _preface(number: int) -> str:
