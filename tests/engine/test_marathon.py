@@ -7,7 +7,20 @@ import sys
 import pytest
 from run_engine import clean_environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+from meridian_patch.bench.marathon.fleet import find_gateway
+from meridian_patch.errors import BenchError
+
+try:
+    find_gateway()
+    MISSING = ""
+except BenchError as error:
+    MISSING = str(error)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
 
 
 @pytest.mark.timeout(1200)

@@ -16,7 +16,7 @@ from meridian_patch.bench.marathon.warm_up import WarmUp
 _SLOW_REPLY_S = 15.0
 _RESET_EVERY_S = 1.0
 # Of the connections that are open, each time.
-_RESET_SHARE = 0.15
+_RESET_SHARE = 0.3
 
 
 class Injector:
