@@ -261,6 +261,28 @@ def test_a_record_with_a_known_reason_is_known_as_a_whole(tmp_path):
     }
 
 
+RESTS = "ERROR meridian_patch: answer engine http://a:1 rests for 2 s, and requests answer here:"
+GATEWAY = "\x1b[31mERROR\x1b[0m router.rs:"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_known"),
+    [
+        (f"{RESTS} ServerDisconnectedError Server disconnected", True),
+        (f"{RESTS} its block_size is '16', expected '32' as here", False),
+        ("ERROR meridian_patch: requests answer where they thought: http://a:1: HTTP 400", False),
+        (f"{GATEWAY} Failed to send typed request url=a error=error sending request for a", True),
+        (f"{GATEWAY} no worker is left", False),
+    ],
+)
+def test_a_lost_server_is_known_and_a_wrong_one_is_not(tmp_path, line, is_known):
+    """Also in vllm-router's log, which has colours."""
+    log = tmp_path / "log"
+    log.write_text(line)
+    (found,) = read_logs([log])
+    assert bool(found.known) == is_known
+
+
 def test_the_report_has_all_of_it(tmp_path):
     settings = Settings(tmp_path, 300, 8, 0, [FAULT], 1)
     requests = [*steady(), asked(101, 102, "error", why="HTTP 503")]
