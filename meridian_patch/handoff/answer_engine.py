@@ -22,7 +22,10 @@ VERSION: Final = "/version"
 MODELS: Final = "/v1/models"
 METRICS: Final = "/metrics"
 PAGES: Final = (VERSION, MODELS, METRICS)
-"""What is read of an engine; ``TOKENS`` is sent an empty object beside them."""
+"""What is read of an engine; ``ASKED`` is sent to ``TOKENS`` beside them."""
+
+ASKED: Final = '{"token_ids": [0], "sampling_params": {"max_tokens": 1}}'
+"""Asks for one token. What vLLM finds wrong would leave a traceback in the engine's log."""
 
 _CACHE: Final = "vllm:cache_config_info{"
 # Whole labels: others end in the same words.
@@ -106,10 +109,15 @@ def compare(same: Same, pages: Pages) -> Iterator[Fact]:
     length = _length(ours)
     expected = f"at least {same.length}"
     yield _fact("max_model_len", str(length), expected, is_same=length >= same.length)
-    # Load-bearing: vLLM forbids a disabled endpoint, and finds an empty body wrong at another.
-    has_endpoint = pages[TOKENS][0] not in _DISABLED
-    expected = f"{TOKENS}: start it with --role answer or --enable-scale-out"
-    yield Fact("token endpoint", *((TOKENS,) if has_endpoint else ("not there", expected)))
+    status, text = pages[TOKENS]
+    if status == HTTPStatus.OK:
+        yield Fact("token endpoint", TOKENS)
+    elif status in _DISABLED:
+        # Load-bearing: vLLM forbids what is disabled.
+        expected = f"{TOKENS}: start it with --role answer or --enable-scale-out"
+        yield Fact("token endpoint", "not there", expected)
+    else:
+        yield Fact("token endpoint", f"HTTP {status} {text[:_MOST_SHOWN]!r}", "a token")
 
 
 def served_name(same: Same, pages: Pages) -> str:

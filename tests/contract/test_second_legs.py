@@ -21,7 +21,7 @@ from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff import answer_servers
 from meridian_patch.engine.handoff.answer_servers import AnswerServers
 from meridian_patch.engine.handoff.second_legs import SecondLegs
-from meridian_patch.handoff.answer_engine import Same
+from meridian_patch.handoff.answer_engine import ASKED, Same
 from meridian_patch.handoff.ticket import ANSWERED, FACTS, OFFER, RELEASE
 from meridian_patch.telemetry.handoffs import Handoffs
 
@@ -56,8 +56,8 @@ class AnswerServer:
 
     async def play(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if not body:
-            return web.json_response({"error": "empty"}, status=400)
+        if body == json.loads(ASKED):
+            return web.json_response({"choices": []})
         self.bodies.append(body)
         self.is_asked.set()
         if self.fault in {"http", "busy"}:

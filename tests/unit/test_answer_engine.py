@@ -34,7 +34,7 @@ def pages(**changed):
         "version": (200, json.dumps({"version": "0.32.0"})),
         "models": (200, json.dumps({"data": [ADAPTER, CARD]})),
         "metrics": (200, CACHE),
-        "tokens": (400, "{}"),
+        "tokens": (200, "{}"),
         **changed,
     }
     return dict(zip((VERSION, MODELS, METRICS, TOKENS), found.values(), strict=True))
@@ -63,6 +63,7 @@ def test_a_think_servers_pages_say_what_its_answer_engines_need():
         ({"metrics": (200, "")}, "its block_size is 'not in /metrics', expected '16' as at"),
         ({"tokens": (404, "")}, "its token endpoint is not there, expected /inference/v1/generate"),
         ({"tokens": (403, "")}, "its token endpoint is not there, expected /inference/v1/generate"),
+        ({"tokens": (500, "dead")}, "its token endpoint is HTTP 500 'dead', expected a token"),
     ),
 )
 def test_one_sentence_says_why_an_engine_is_not_used(changed, said):

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff.layout import Reasons
 from meridian_patch.handoff.answer_engine import (
+    ASKED,
     PAGES,
     TOKENS,
     Same,
@@ -179,7 +180,7 @@ class AnswerServers:
 
     async def _check(self, server: AnswerServer) -> str:
         pages = {path: await self._page("GET", f"{server.url}{path}") for path in PAGES}
-        pages[TOKENS] = await self._page("POST", f"{server.url}{TOKENS}", b"{}")
+        pages[TOKENS] = await self._page("POST", f"{server.url}{TOKENS}", ASKED.encode())
         why = next((fact.why for fact in compare(self._same, pages) if fact.expected), None)
         if why is not None:
             server.failed(why)

@@ -1,5 +1,6 @@
 """Judges both sides of a hand-off: each answer engine, then one request that moves."""
 
+import json
 import ssl
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.answer_engine import (
+    ASKED,
     METRICS,
     MODELS,
     PAGES,
@@ -121,7 +123,7 @@ def check_answer(
     area = Area(f"answer engine {answer.url}")
     try:
         pages = {path: answer.get(path) for path in PAGES}
-        pages[TOKENS] = answer.post(TOKENS, {})
+        pages[TOKENS] = answer.post(TOKENS, json.loads(ASKED))
     except ServerError as error:
         yield _unreachable(area, error, trust)
         return
