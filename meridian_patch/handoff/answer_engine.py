@@ -110,7 +110,7 @@ def compare(same: Same, pages: Pages) -> Iterator[Fact]:
     expected = f"at least {same.length}"
     yield _fact("max_model_len", str(length), expected, is_same=length >= same.length)
     status, text = pages[TOKENS]
-    if status == HTTPStatus.OK:
+    if status == HTTPStatus.OK and _has_token(pages[TOKENS]):
         yield Fact("token endpoint", TOKENS)
     elif status in _DISABLED:
         # Load-bearing: vLLM forbids what is disabled.
@@ -179,6 +179,13 @@ def _object(page: tuple[int, str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {}
+
+
+def _has_token(page: tuple[int, str]) -> bool:
+    """Load-bearing: an engine that drains answers with HTTP 200 and no token."""
+    choices = _object(page).get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(first, dict) and bool(first.get("token_ids"))
 
 
 def _version(pages: Pages) -> str:

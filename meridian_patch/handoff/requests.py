@@ -14,6 +14,7 @@ each other. Bodies are those of vLLM's token endpoint, which both need ``--enabl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.second_leg import TRANSFER, extra_args_after, limits_after
 from meridian_patch.handoff.ticket import FACTS, OFFER, Facts, facts_in
 
@@ -24,9 +25,16 @@ def offload(body: Mapping[str, Any]) -> Json:
     """The request for the think engine: it may end after its thought, and leave a ticket.
 
     Args:
-        body: ``token_ids`` of the prompt and ``sampling_params``, for one choice.
+        body: ``token_ids`` of the prompt and ``sampling_params``. The response is not streamed:
+            vLLM's streams of tokens have no tickets.
+
+    Raises:
+        ConfigError: it asks for several choices, which would have one ticket.
     """
-    return {**body, TRANSFER: dict(OFFER)}
+    number = body["sampling_params"].get("n", 1)
+    if number != 1:
+        raise ConfigError(f"sampling_params field n is {number!r}, expected 1 for a hand-off")
+    return {**body, "stream": False, TRANSFER: dict(OFFER)}
 
 
 def ticket_in(reply: Mapping[str, Any]) -> Json | None:

@@ -75,11 +75,13 @@ class LegLost(Exception):  # noqa: N818 - the name is what happened
 
     Attributes:
         may_read: whether the engine may have got the request, and so read what is kept for it.
+        is_engines: whether it is about the engine, so that other requests would be lost, too.
     """
 
-    def __init__(self, message: str, *, may_read: bool = True) -> None:
+    def __init__(self, message: str, *, may_read: bool = True, is_engines: bool = False) -> None:
         super().__init__(message)
         self.may_read = may_read
+        self.is_engines = is_engines
 
 
 _decode: Final = msgspec.json.Decoder(_Chunk).decode
@@ -102,7 +104,10 @@ def read_event(line: bytes) -> Sequence[Piece]:
         raise LegLost(str(chunk.error)[:300])
     for piece in chunk.choices:
         if piece.finish_reason in {"abort", "error"}:
-            raise LegLost(f"it ended the request: {piece.finish_reason}")
+            # Load-bearing: an engine that drains aborts what comes.
+            is_engines = piece.finish_reason == "abort"
+            why = f"it ended the request: {piece.finish_reason}"
+            raise LegLost(why, is_engines=is_engines)
     return chunk.choices
 
 

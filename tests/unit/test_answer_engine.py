@@ -34,7 +34,7 @@ def pages(**changed):
         "version": (200, json.dumps({"version": "0.32.0"})),
         "models": (200, json.dumps({"data": [ADAPTER, CARD]})),
         "metrics": (200, CACHE),
-        "tokens": (200, "{}"),
+        "tokens": (200, '{"choices": [{"token_ids": [5]}]}'),
         **changed,
     }
     return dict(zip((VERSION, MODELS, METRICS, TOKENS), found.values(), strict=True))
@@ -64,6 +64,7 @@ def test_a_think_servers_pages_say_what_its_answer_engines_need():
         ({"tokens": (404, "")}, "its token endpoint is not there, expected /inference/v1/generate"),
         ({"tokens": (403, "")}, "its token endpoint is not there, expected /inference/v1/generate"),
         ({"tokens": (500, "dead")}, "its token endpoint is HTTP 500 'dead', expected a token"),
+        ({"tokens": (200, "{}")}, "its token endpoint is HTTP 200 '{}', expected a token"),
     ),
 )
 def test_one_sentence_says_why_an_engine_is_not_used(changed, said):

@@ -45,7 +45,7 @@ def think():
 def answer():
     with serving() as server:
         server.page.lines = [NIXL]
-        server.replies[TOKENS] = (200, {"choices": []})
+        server.replies[TOKENS] = (200, {"choices": [{"token_ids": [5]}]})
         yield server
 
 
@@ -199,7 +199,7 @@ def test_certificates(think, tmp_path):
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "ca", pem)
     with serving(tls) as answer:
-        answer.replies[TOKENS] = (200, {})
+        answer.replies[TOKENS] = (200, {"choices": [{"token_ids": [5]}]})
         finding = by_check(think, answer.url)["TLS"]
         assert finding.state is State.FAIL
         assert "CERTIFICATE_VERIFY_FAILED" in finding.found

@@ -24,8 +24,13 @@ def body_of(**sampling) -> dict:
 
 def test_an_offered_request_is_the_clients_otherwise():
     body = body_of(temperature=0)
-    assert offload(body) == {**body, "kv_transfer_params": dict(OFFER)}
+    assert offload(body) == {**body, "stream": False, "kv_transfer_params": dict(OFFER)}
     assert "kv_transfer_params" not in body
+
+
+def test_several_choices_would_have_one_ticket():
+    with pytest.raises(ConfigError, match="field n is 2, expected 1"):
+        offload(body_of(n=2))
 
 
 def test_the_rest_goes_on_behind_the_thought():

@@ -30,6 +30,8 @@ logger = init_logger("vllm.meridian_patch")
 
 _FIRST_REST_S: Final = 1.0
 _LONGEST_REST_S: Final = 30.0
+# After so long without a request an engine is checked again.
+_IDLE_S: Final = 30.0
 _CONNECT_S: Final = 2.0
 # A line holds one chunk: log-probabilities make it long.
 _LONGEST_LINE: Final = 1 << 22
@@ -61,6 +63,7 @@ class AnswerServer:
         rests_until_s: before this time of ``time.monotonic`` it is asked for nothing.
         num_failures: in a row.
         model: the name under which it serves our model; None until it was checked.
+        asked_at_s: when the last request went there.
         check: held by the request that checks it.
         losses: why it lost requests without resting, each reason once in the log.
     """
@@ -70,6 +73,7 @@ class AnswerServer:
     rests_until_s: float = 0.0
     num_failures: int = 0
     model: str | None = None
+    asked_at_s: float = 0.0
     check: asyncio.Lock = field(default_factory=asyncio.Lock)
     losses: Reasons = field(default_factory=lambda: Reasons("requests answer where they thought"))
 
@@ -118,9 +122,12 @@ class AnswerServers:
         self._http: aiohttp.ClientSession | None = None
 
     def pick(self) -> AnswerServer | None:
-        """The address with the fewest requests of ours that does not rest; None: there is none."""
+        """The address with the fewest requests of ours that does not rest; None: there is none.
+
+        One that is being checked comes last: a request would wait for the check.
+        """
         awake = [server for server in self._servers if not server.rests]
-        return min(awake, key=lambda server: server.num_legs, default=None)
+        return min(awake, key=lambda each: (each.check.locked(), each.num_legs), default=None)
 
     @asynccontextmanager
     async def asked(
@@ -145,6 +152,10 @@ class AnswerServers:
                     raise await _refusal(server, response)
                 yield Stream(response)
                 server.served()
+        except LegLost as lost:
+            if lost.is_engines:
+                server.failed(str(lost))
+            raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = f"{type(error).__name__} {error}".strip()
             server.failed(why)
@@ -174,8 +185,11 @@ class AnswerServers:
         async with server.check:
             if server.rests:
                 raise LegLost("it rests", may_read=False)
-            if server.model is None:
+            now_s = time.monotonic()
+            # An engine may be another one by now.
+            if server.model is None or now_s - server.asked_at_s > _IDLE_S:
                 server.model = await self._check(server)
+            server.asked_at_s = now_s
             return server.model
 
     async def _check(self, server: AnswerServer) -> str:
@@ -198,6 +212,9 @@ async def _refusal(server: AnswerServer, response: aiohttp.ClientResponse) -> Le
     why = f"HTTP {response.status} from {TOKENS}: {text}"
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR or response.status in _REFUSES_ALL:
         server.failed(why)
+    elif response.status == HTTPStatus.NOT_FOUND:
+        # It serves the model by another name now.
+        server.model = None
     return LegLost(why, may_read=False)
 
 

@@ -1,5 +1,6 @@
 """The client of EngineCore, of a server whose requests answer at other engines."""
 
+import asyncio
 import functools
 import time
 from typing import Any
@@ -58,7 +59,7 @@ def build_engine_client(original: type) -> type:
                 client.meridian_legs.take(outputs)
 
         def shutdown(self, timeout: float | None = None) -> None:
-            left_s = _drained(self.meridian_legs, timeout)
+            left_s = _drained(self, timeout)
             if self.meridian_legs is not None:
                 # Load-bearing: vLLM's server ends when its requests have, and EngineCore does not
                 # know these.
@@ -68,15 +69,25 @@ def build_engine_client(original: type) -> type:
     return MovingClient
 
 
-def _drained(legs: SecondLegs | None, timeout: float | None) -> float | None:
+def _drained(client: Any, timeout: float | None) -> float | None:
     """Wait for legs, of which EngineCore does not know; what is left of the time."""
-    if legs is None or not timeout:
+    legs = client.meridian_legs
+    if legs is None or not timeout or _is_on_loop():
         return timeout
     until_s = time.monotonic() + timeout
     legs.is_draining = True
-    while legs.num_away and time.monotonic() < until_s:
+    while legs.num_away and time.monotonic() < until_s and not client.resources.engine_dead:
         time.sleep(_POLL_S)
     return max(until_s - time.monotonic(), 0.0)
+
+
+def _is_on_loop() -> bool:
+    """Whether the loop that legs need waits for us: vLLM shuts down once more at the very end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _most_logprobs(vllm_config: Any) -> int | None:

@@ -111,6 +111,7 @@ class SecondLegs:
             why_it_stays, binds_thoughts=binds_thoughts, most_logprobs=most_logprobs
         )
         self.is_draining = False
+        self._is_ended = False
         self._moving: dict[str, _Moving] = {}
         # The ids of requests that came back, in the own engine.
         self._home_names: dict[str, str] = {}
@@ -138,6 +139,7 @@ class SecondLegs:
             if rest == (params.extra_args or {}):
                 return request
         else:
+            self._loop = asyncio.get_running_loop()
             self._moving[request.request_id] = _Moving(request)
             rest |= {TRANSFER: dict(OFFER)}
         return _with_params(request, extra_args=rest or None)
@@ -181,8 +183,11 @@ class SecondLegs:
         output.kv_transfer_params = riders or None
         moving.num_thought = len(moving.token_ids)
         moving.ended_at_s = time.monotonic()
-        moving.leg = asyncio.create_task(self._go(name, moving, ticket))
-        self._loop = moving.leg.get_loop()
+        if self._is_ended:
+            # EngineCore ends, and its last step ended a thought.
+            self._end(name, moving, FinishReason.ABORT)
+        else:
+            moving.leg = asyncio.create_task(self._go(name, moving, ticket))
         return bool(output.new_token_ids or riders or output.prefill_stats)
 
     def _come_home(self, name: str, output: Any) -> None:
@@ -208,6 +213,9 @@ class SecondLegs:
             else:
                 self._handoffs.ended("moved")
                 return
+        if self._is_ended:
+            self._end(name, moving, FinishReason.ABORT)
+            return
         try:
             await self._back(name, moving, None if may_read else ticket)
         except Exception as error:
@@ -237,7 +245,7 @@ class SecondLegs:
                 for piece in pieces:
                     if self._put(name, moving, piece):
                         return
-            raise LegLost("its stream ended before the answer")
+            raise LegLost("its stream ended before the answer", is_engines=True)
 
     def _put(self, name: str, moving: _Moving, piece: Piece) -> bool:
         """Give a piece to the client; whether it was the last."""
@@ -338,6 +346,7 @@ class SecondLegs:
 
     def end(self) -> None:
         """End all legs, as EngineCore ends its requests when it stops; from any thread."""
+        self._is_ended = self.is_draining = True
         if self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self.close(), self._loop)
 

@@ -4,6 +4,7 @@ import json
 import ssl
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from itertools import cycle, islice
 from string import ascii_lowercase
 from typing import Any, Final, NamedTuple
@@ -123,10 +124,14 @@ def check_answer(
     area = Area(f"answer engine {answer.url}")
     try:
         pages = {path: answer.get(path) for path in PAGES}
-        pages[TOKENS] = answer.post(TOKENS, json.loads(ASKED))
     except ServerError as error:
         yield _unreachable(area, error, trust)
         return
+    try:
+        pages[TOKENS] = answer.post(TOKENS, json.loads(ASKED))
+    except ServerError as error:
+        # It has the endpoint or not, and may have too much to do.
+        pages[TOKENS] = Reply(HTTPStatus.GATEWAY_TIMEOUT, str(error))
     yield area.ok("reachable", answer.url)
     if answer.url.startswith("https:"):
         yield area.ok("TLS", f"verified by {trust}")
