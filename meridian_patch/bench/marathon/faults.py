@@ -64,7 +64,7 @@ class Fault:
     @property
     def strikes(self) -> str:
         """What it strikes, for people."""
-        at_large = {"collector": "all engines", "resets": "think servers and answer engine"}
+        at_large = {"collector": "all engines", "resets": "between engines"}
         return at_large.get(self.kind, self.engine)
 
     @property

@@ -196,7 +196,7 @@ def _plot(result: Result, caption: str) -> bytes:
     flight.set_ylabel("requests")
     _draw_memory(memory, result)
     memory.set_xlabel("seconds of load")
-    finish_axes(figure, faults, "Faults and their windows, by what they strike")
+    finish_axes(figure, faults, "Faults, by what they strike")
     finish_axes(figure, ends, "Requests that ended; shaded: windows of faults")
     finish_axes(figure, flight, "In flight")
     finish_axes(figure, memory, "Resident memory of each EngineCore")

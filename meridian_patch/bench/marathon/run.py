@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
@@ -60,15 +60,16 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         fleet.supervise()
         watches = [
             asyncio.ensure_future(_sample(fleet, load, http, result.samples)),
-            asyncio.ensure_future(_inject(settings, injector, load, say)),
             asyncio.ensure_future(_report(fleet, load, result, say)),
         ]
         say(f"load for {settings.length_s / 60:g} minutes, {settings.concurrency} at a time")
-        work = asyncio.ensure_future(load.run(settings.length_s))
+        # What the last fault killed comes back, also after the load.
+        work: asyncio.Future[Any] = asyncio.gather(load.run(settings.length_s), _inject(settings, injector, load, say))
         try:
             await _until_done(work, watches)
         finally:
-            for task in (work, *watches):
+            tasks: list[asyncio.Future[Any]] = [work, *watches]
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(work, *watches, return_exceptions=True)
             await warm_up.close()
@@ -80,9 +81,9 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
     return result
 
 
-async def _until_done(work: asyncio.Future[None], watches: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for the load; what a watch raises ends the marathon."""
-    pending: set[asyncio.Future[None]] = {work, *watches}
+async def _until_done(work: asyncio.Future[Any], watches: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for load and faults; what a watch raises ends the marathon."""
+    pending: set[asyncio.Future[Any]] = {work, *watches}
     while not work.done():
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
