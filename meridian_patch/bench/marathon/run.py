@@ -64,7 +64,9 @@ async def run_marathon(settings: Settings, folder: Path, say: Callable[[str], No
         ]
         say(f"load for {settings.length_s / 60:g} minutes, {settings.concurrency} at a time")
         # What the last fault killed comes back, also after the load.
-        work: asyncio.Future[Any] = asyncio.gather(load.run(settings.length_s), _inject(settings, injector, load, say))
+        work: asyncio.Future[Any] = asyncio.gather(
+            load.run(settings.length_s), _inject(settings, injector, load, say)
+        )
         try:
             await _until_done(work, watches)
         finally:
