@@ -138,9 +138,13 @@ class Fleet:
         await self.proxy.start()
         self.engines = {name: self._make_engine(name) for name in self._ports}
         async with aiohttp.ClientSession() as http:
-            for server in self.servers:
-                server.start()
-                await server.wait_until_healthy(http)
+            for engine in self.engines.values():
+                engine.start()
+                await engine.wait_until_healthy(http)
+            # Ports that were free before the engines started may be taken.
+            self.gateway = self._make_gateway()
+            self.gateway.start()
+            await self.gateway.wait_until_healthy(http)
 
     def _make_engine(self, name: Engine) -> Supervised:
         port = self._ports[name]
