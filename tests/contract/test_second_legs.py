@@ -6,6 +6,7 @@ The answer server is scripted; outputs are vLLM's own structures, and what comes
 import asyncio
 import random
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +29,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from meridian_patch.engine.handoff import answer_servers
 from meridian_patch.engine.handoff.answer_servers import AnswerServers
+from meridian_patch.engine.handoff.engine_client import _drained
 from meridian_patch.handoff.ticket import ANSWERED, OFFER, RELEASE
 
 
@@ -362,3 +364,18 @@ def test_an_engine_is_checked_again_after_a_quiet_time():
         assert server.num_checks == 2
 
     play(AnswerServer(), script)
+
+
+def test_a_drain_waits_only_where_requests_can_still_end():
+    """Not on the loop that they need, nor when their EngineCore is dead."""
+    legs = SimpleNamespace(num_away=1, is_draining=False)
+    client = SimpleNamespace(meridian_legs=legs, resources=SimpleNamespace(engine_dead=False))
+    assert _drained(client, 0.2) == 0
+    assert legs.is_draining
+
+    async def on_the_loop():
+        return _drained(client, 30.0)
+
+    assert asyncio.run(on_the_loop()) == 30.0
+    client.resources.engine_dead = True
+    assert _drained(client, 30.0) > 29

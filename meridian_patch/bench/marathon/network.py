@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import struct
+from abc import ABC, abstractmethod
 from contextlib import suppress
 
 _HOST = "127.0.0.1"
@@ -14,25 +15,16 @@ _OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 _SIP_BYTES = 64
 
 
-class Proxy:
-    """Forwards connections to a port of this machine.
-
-    Args:
-        target: port to forward to.
-        seed: of the choice of connections to reset.
+class _Listener(ABC):
+    """A server on a free port of this machine.
 
     Attributes:
         port: that it listens on; 0 before ``start``.
-        num_reset: connections that were reset.
     """
 
-    def __init__(self, target: int, seed: int = 0) -> None:
-        self._target = target
-        self._random = random.Random(seed)
+    def __init__(self) -> None:
         self._server: asyncio.Server | None = None
-        self._open: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self.port = 0
-        self.num_reset = 0
 
     async def start(self) -> None:
         """Listen."""
@@ -40,9 +32,36 @@ class Proxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """Listen no more, and reset what is open."""
+        """Listen no more."""
         if self._server is not None:
             self._server.close()
+
+    @abstractmethod
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection."""
+
+
+class Proxy(_Listener):
+    """Forwards connections to a port of this machine.
+
+    Args:
+        target: port to forward to.
+        seed: of the choice of connections to reset.
+
+    Attributes:
+        num_reset: connections that were reset.
+    """
+
+    def __init__(self, target: int, seed: int = 0) -> None:
+        self._target = target
+        self._random = random.Random(seed)
+        super().__init__()
+        self._open: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
+        self.num_reset = 0
+
+    def close(self) -> None:
+        """Listen no more, and reset what is open."""
+        super().close()
         self.reset(1.0)
 
     def reset(self, share: float) -> None:
@@ -69,30 +88,18 @@ class Proxy:
                 each.close()
 
 
-class Collector:
+class Collector(_Listener):
     """Takes exports over HTTP and answers them, after ``delay_s``.
 
     Attributes:
-        port: that it listens on; 0 before ``start``.
         delay_s: seconds until an export is answered.
         num_exports: exports that came.
     """
 
     def __init__(self) -> None:
-        self._server: asyncio.Server | None = None
-        self.port = 0
+        super().__init__()
         self.delay_s = 0.0
         self.num_exports = 0
-
-    async def start(self) -> None:
-        """Listen."""
-        self._server = await asyncio.start_server(self._serve, _HOST, 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    def close(self) -> None:
-        """Listen no more."""
-        if self._server is not None:
-            self._server.close()
 
     @property
     def endpoint(self) -> str:
