@@ -8,6 +8,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import anthropic
 import httpx
 import openai
 import psutil
@@ -45,7 +46,9 @@ def engines(demo_model, tmp_path_factory):
     # For two others: how long NIXL's thread waits, and engines bound to cores as vLLM binds them.
     if wait_ms := environment().get("HANDOFF_NIXL_WAIT_MS"):
         env["MERIDIAN_PATCH_SET_HANDOFF__NIXL_WAIT_MS"] = wait_ms
-    with both_engines(demo_model, tmp_path_factory.mktemp("legs"), env=env) as started:
+    # A call that a request names is made by grammar; the parser is what vLLM asks for.
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with both_engines(demo_model, tmp_path_factory.mktemp("legs"), *tools, env=env) as started:
         if not environment().get("HANDOFF_BOUND"):
             let_run_on_all_cores(started)
         yield started
@@ -159,6 +162,53 @@ def test_a_client_that_leaves_frees_both_sides(engines):
                 break
     for server in engines:
         wait_until_empty(server, 40)
+
+
+# Load-bearing: vLLM binds the schema of a strict tool only, so the arguments are any JSON value.
+REPORT = {"type": "function", "function": {"name": "report", "parameters": {"type": "object"}}}
+
+
+def test_streamed_tool_calls_move(engines):
+    """The openai package collects the same call from both servers."""
+    think, answer = engines
+    before = handoffs(think, "moved")
+    calls = []
+    for server in (answer, think):
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        with client.chat.completions.stream(
+            model="m",
+            messages=[{"role": "user", "content": questions(1, seed=13)[0]}],
+            tools=[REPORT],
+            tool_choice={"type": "function", "function": {"name": "report"}},
+            temperature=0,
+        ) as events:
+            message = events.get_final_completion().choices[0].message
+        calls.append([(each.function.name, each.function.arguments) for each in message.tool_calls])
+    assert calls[0] == calls[1]
+    ((name, arguments),) = calls[1]
+    assert name == "report"
+    json.loads(arguments)
+    assert handoffs(think, "moved") == before + 1
+
+
+def test_the_anthropic_package_sees_one_server(engines):
+    """Blocks of thought and text, stop reason and usage of a streamed message."""
+    think, answer = engines
+    before = handoffs(think, "moved")
+    messages = []
+    for server in (answer, think):
+        client = anthropic.Anthropic(base_url=server.url, api_key="none")
+        with client.messages.stream(
+            model="m",
+            max_tokens=400,
+            messages=[{"role": "user", "content": questions(1, seed=17)[0]}],
+            extra_body={"temperature": 0},
+        ) as events:
+            assert "".join(events.text_stream)
+            messages.append(events.get_final_message().model_dump())
+    assert plain(messages[0]) == plain(messages[1])
+    assert [block["type"] for block in messages[1]["content"]] == ["thinking", "text"]
+    assert handoffs(think, "moved") == before + 1
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """Requests that move away from think servers of several ranks, and from engines under pressure."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ import pytest
 from handoff_runs import (
     CHAT,
     LOAD_FAILURE,
+    both_engines,
     engine,
     handoffs,
     let_run_on_all_cores,
@@ -47,11 +49,16 @@ def check_all_move(think, answer, *, width: int, seed: int) -> None:
     with ThreadPoolExecutor(width) as pool:
         alone = list(pool.map(lambda question: stream(answer.url, question), asked))
         moved = list(pool.map(lambda question: stream(think.url, question), asked))
+    check_same(alone, moved)
+    assert LOAD_FAILURE not in answer.log.read_text()
+
+
+def check_same(alone, moved) -> None:
+    """Each stream of a think server is that of one engine."""
     for one, two in zip(alone, moved, strict=True):
         assert two.error is None
         assert (two.reasoning, two.content) == (one.reasoning, one.content)
         assert two.usage == one.usage
-    assert LOAD_FAILURE not in answer.log.read_text()
 
 
 @STARTS_RANKS
@@ -77,6 +84,49 @@ def test_drafts_and_preemptions(demo_model, answer, tmp_path):
         assert total(think, "vllm:num_preemptions_total") > 0
         assert total(think, "vllm:spec_decode_num_accepted_tokens_total") > 0
         for server in (think, answer):
+            wait_until_empty(server, 45)
+
+
+def test_an_answer_engine_that_drains(demo_model, tmp_path):
+    """SIGTERM while requests answer there: their text stays that of one engine."""
+    with (
+        engine(demo_model, tmp_path, "answer", "--shutdown-timeout", "30", env=ENV) as drained,
+        thinking(demo_model, tmp_path, drained) as think,
+    ):
+        let_run_on_all_cores((drained,))
+        asked = questions(24, seed=43)
+        with ThreadPoolExecutor(6) as pool:
+            alone = list(pool.map(lambda question: stream(drained.url, question), asked))
+            futures = [pool.submit(stream, think.url, question) for question in asked]
+            while handoffs(think, "moved") < 4:
+                time.sleep(0.02)
+            drained.ask_to_stop()
+            moved = [future.result() for future in futures]
+        check_same(alone, moved)
+        assert drained.wait(60) == 0
+        assert handoffs(think, "moved") < len(asked)
+        wait_until_empty(think, 45)
+
+
+def test_caches_are_reset_while_requests_are_away(demo_model, tmp_path):
+    """Blocks that wait for a reader, and those that were read, are no cache to be emptied."""
+    env = ENV | {"VLLM_SERVER_DEV_MODE": "1"}
+    with both_engines(demo_model, tmp_path, env=env) as engines, ThreadPoolExecutor(8) as pool:
+        let_run_on_all_cores(engines)
+        think, answer = engines
+        asked = questions(24, seed=47)
+        alone = list(pool.map(lambda question: stream(answer.url, question), asked))
+        futures = [pool.submit(stream, think.url, question) for question in asked]
+        resets = 0
+        while not all(future.done() for future in futures):
+            for server in engines:
+                httpx.post(f"{server.url}/reset_prefix_cache", timeout=30).raise_for_status()
+            resets += 1
+            time.sleep(0.1)
+        check_same(alone, [future.result() for future in futures])
+        assert resets > 3
+        assert handoffs(think, "moved") == len(asked)
+        for server in engines:
             wait_until_empty(server, 45)
 
 

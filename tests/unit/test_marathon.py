@@ -261,6 +261,17 @@ def test_a_record_with_a_known_reason_is_known_as_a_whole(tmp_path):
     }
 
 
+def test_a_handshake_that_a_frozen_engine_did_not_answer_is_known(tmp_path):
+    head = "(EngineCore pid=7) ERROR 11-28 08:57:43 [base_worker.py:1318]"
+    log = tmp_path / "answer.log"
+    log.write_text(
+        f"{head} NIXL transfer failure: handshake_setup_failed | Context: {{}}\n"
+        f"{head} Traceback (most recent call last):\n"
+        f"{head} zmq.error.Again: Resource temporarily unavailable\n"
+    )
+    assert all("frozen" in line.known for line in read_logs([log]))
+
+
 RESTS = "ERROR meridian_patch: answer engine http://a:1 rests for 2 s, and requests answer here:"
 GATEWAY = "\x1b[31mERROR\x1b[0m router.rs:"
 
