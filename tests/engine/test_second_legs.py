@@ -191,24 +191,67 @@ def test_streamed_tool_calls_move(engines):
     assert handoffs(think, "moved") == before + 1
 
 
+def stream_message(url: str, question: str) -> dict:
+    """What the anthropic package makes of a streamed message."""
+    client = anthropic.Anthropic(base_url=url, api_key="none")
+    with client.messages.stream(
+        model="m",
+        max_tokens=400,
+        messages=[{"role": "user", "content": question}],
+        extra_body={"temperature": 0},
+    ) as events:
+        return events.get_final_message().model_dump()
+
+
 def test_the_anthropic_package_sees_one_server(engines):
     """Blocks of thought and text, stop reason and usage of a streamed message."""
     think, answer = engines
     before = handoffs(think, "moved")
-    messages = []
-    for server in (answer, think):
-        client = anthropic.Anthropic(base_url=server.url, api_key="none")
-        with client.messages.stream(
-            model="m",
-            max_tokens=400,
-            messages=[{"role": "user", "content": questions(1, seed=17)[0]}],
-            extra_body={"temperature": 0},
-        ) as events:
-            assert "".join(events.text_stream)
-            messages.append(events.get_final_message().model_dump())
-    assert plain(messages[0]) == plain(messages[1])
-    assert [block["type"] for block in messages[1]["content"]] == ["thinking", "text"]
+    (question,) = questions(1, seed=17)
+    one, two = (stream_message(server.url, question) for server in (answer, think))
+    assert plain(one) == plain(two)
+    assert [block["type"] for block in two["content"]] == ["thinking", "text"]
     assert handoffs(think, "moved") == before + 1
+
+
+def stream_response(url: str, question: str) -> dict:
+    """What the openai package makes of a streamed response."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    with client.responses.stream(
+        model="m", input=question, max_output_tokens=400, temperature=0
+    ) as events:
+        return events.get_final_response().model_dump()
+
+
+def stream_completion(url: str, question: str) -> list:
+    """Text, finish reason and usage of a streamed completion of the model's own template."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    chunks = list(
+        client.completions.create(
+            model="m",
+            prompt=f"<|user|>{question}<|end|><|assistant|><think>\n",
+            max_tokens=400,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    usage = chunks[-1].usage
+    assert usage is not None
+    return ["".join(one.text for one in choices), choices[-1].finish_reason, usage.model_dump()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ask", [stream_message, stream_response, stream_completion])
+def test_two_hundred_streams_of_other_endpoints(engines, ask):
+    """Eight at a time, each as one engine alone streams it; those of chat are below."""
+    think, answer = engines
+    before, asked = handoffs(think, "moved"), questions(200, seed=19)
+    with ThreadPoolExecutor(8) as pool:
+        one, two = (list(pool.map(partial(ask, server.url), asked)) for server in (answer, think))
+    assert [plain(each) for each in two] == [plain(each) for each in one]
+    assert handoffs(think, "moved") == before + 200
 
 
 @pytest.mark.nightly
