@@ -5,7 +5,8 @@ from meridian_patch.config.load import load_config
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.handoff.nixl_wait import let_nixl_poll
 from meridian_patch.engine.upstream import installed_vllm
-from meridian_patch.patches import PATCHES, load_lock
+from meridian_patch.patches import PATCHES
+from meridian_patch.patches.lock import load_lock
 from meridian_patch.patching.registry import Registry, Reports
 
 _registry = Registry()

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attribute_stores import Module, Store, declared_attributes
 
 import meridian_patch
+from meridian_patch.patches import REBINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "meridian_patch"
@@ -19,7 +21,7 @@ BIN = Path(sys.executable).parent
 # Room -> the rooms it may import. Read it top down: an arrow only points up the table.
 PURE = ("errors", "envs", "config", "phase", "policy", "exit", "handoff")
 ENGINE = (*PURE, "telemetry", "kernels", "patching", "engine")
-PLUGIN = (*ENGINE, "patches_engine_core", "patches", "activation", "__init__", "apply", "plugin")
+PLUGIN = (*ENGINE, "patches", "activation", "__init__", "apply", "plugin")
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "kernels": (),
@@ -33,8 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "handoff": ("errors", "envs", "config"),
     "telemetry": PURE,
     "engine": ENGINE,
-    "patches_engine_core": ("errors", "patching"),
-    "patches": ("errors", "patching", "patches_engine_core"),
+    "patches": ("errors", "patching"),
     "activation": ("errors", "envs"),
     "__init__": ("activation",),
     "apply": (*ENGINE, "patches"),
@@ -118,6 +119,97 @@ def test_decisions_do_without_vllm() -> None:
     }
     assert users, "no module imports vllm: this check looks in the wrong place"
     assert {room_of(module).partition(".")[0] for module in users} <= USES_VLLM, sorted(users)
+
+
+def served_modules() -> dict[str, Path]:
+    """Modules of the serving path, but the transaction that applies the patches."""
+    rooms = {*PLUGIN, "serve", "serve_roles"} - {"patching"}
+    return {module: path for module, path in modules().items() if room_of(module) in rooms}
+
+
+def stores_in(sources: dict[str, str]) -> list[Store]:
+    """Assignments of attributes of others in modules of ours, given their sources by name."""
+    declared = declared_attributes(list(sources.values()))
+    return [
+        store
+        for name, text in sources.items()
+        for store in Module(name, text, {}, declared).stores()
+    ]
+
+
+DECLARED = {
+    (place, attribute)
+    for rebinding in REBINDINGS
+    for place in rebinding.places
+    for attribute in rebinding.attributes
+}
+
+
+def test_every_rebinding_is_declared() -> None:
+    """What vLLM's objects and modules are given in place of their own code is in patches/."""
+    found = stores_in({name: path.read_text() for name, path in served_modules().items()})
+    rebound = {(store.place, store.attribute) for store in found if store.rebinds}
+    assert rebound, "nothing is rebound: this check looks in the wrong place"
+    assert rebound <= DECLARED, f"declare in patches/: {sorted(rebound - DECLARED)}"
+    stored = {(store.place, store.attribute) for store in found}
+    assert stored >= DECLARED, f"not done there any more: {sorted(DECLARED - stored)}"
+
+
+PLANTED = (
+    "def put(runner):\n    runner.sample = lambda *args: None",
+    "def put(runner):\n    def ours(): ...\n    runner.sample = ours",
+    "def put(runner):\n    runner.sample = functools.partial(runner.sample, 1)",
+    (
+        "def put(runner):\n    runner.sample, runner.other = wrapped(runner.sample), 1\n"
+        "def wrapped(inner):\n    def call(): ...\n    return call"
+    ),
+    "def put(sampler):\n    sampler.__class__ = type('Ours', (type(sampler),), {})",
+    "class Ours: ...\ndef put(module):\n    module.Scheduler = Ours",
+    "def put(module, ours):\n    vars(module)['Scheduler'] = ours",
+    (
+        "from meridian_patch.engine.worker.worker import put_tap\n"
+        "def put(module):\n    module.put = put_tap"
+    ),
+    (
+        "from vllm.v1.core.sched.scheduler import Scheduler\n"
+        "def put(ours):\n    Scheduler.schedule = ours"
+    ),
+    (
+        "from vllm.v1.core.sched import scheduler\n"
+        "def put(ours):\n    setattr(scheduler, 'Scheduler', ours)"
+    ),
+    (
+        "class Watch:\n    def put(self):\n        self.manager.free = self.freed\n"
+        "    def freed(self): ..."
+    ),
+    (
+        "def build(original):\n    class Ours(original):\n        def put(self):\n"
+        "            self.free = self.freed\n        def freed(self): ..."
+    ),
+)
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_a_planted_rebinding_is_found(text: str) -> None:
+    """A function, a class or a method of ours, bound by any of the ways that Python has."""
+    assert [store for store in stores_in({"planted": text}) if store.rebinds]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def put(request):\n    request.max_tokens = 3",
+        "def put(output, plan):\n    setattr(output, 'meridian_plan', plan)",
+        (
+            "class Close:\n    gave_up: object\n"
+            "class Part:\n    def put(self, close):\n        close.gave_up = self.refused\n"
+            "    def refused(self): ..."
+        ),
+    ],
+)
+def test_data_and_callbacks_of_ours_are_no_rebinding(text: str) -> None:
+    """Fields of requests and outputs, and what our own classes declare as a callback."""
+    assert not [store for store in stores_in({"planted": text}) if store.rebinds]
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 
 from meridian_patch.exit.strategies.build import LISTED, REASONS
-from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
+from meridian_patch.patches import PATCHES, REBINDINGS
+from meridian_patch.patches.lock import LOCKED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -62,6 +63,16 @@ def test_page_tells_all_of_every_patch(gen_docs: ModuleType) -> None:
         ):
             assert text in section
     assert ", ".join(LOCKED_VERSIONS) in page
+
+
+def test_page_lists_every_rebinding(gen_docs: ModuleType) -> None:
+    """Each is a row with its owner, its reason and the place that does it."""
+    section = gen_docs.render_patches().partition("\n## Bound while a process runs\n")[2]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    for rebinding, row in zip(REBINDINGS, rows, strict=True):
+        names = (rebinding.owner, *rebinding.attributes, *rebinding.places)
+        for text in (*(name.replace(":", ".") for name in names), rebinding.lasts, rebinding.why):
+            assert text in row
 
 
 def test_page_of_requests_names_every_reason():
