@@ -17,6 +17,7 @@ from meridian_patch.config.docs import render_configuration
 from meridian_patch.config.family_docs import render_families
 from meridian_patch.config.policy import RULES, PolicyConfig, PolicyName
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.wire import RIDERS, Rider
 from meridian_patch.exit.strategies.base import Strategy
 from meridian_patch.exit.strategies.build import REASONS, STRATEGIES
 from meridian_patch.patches import PATCHES, REBINDINGS
@@ -46,7 +47,7 @@ method differ, vLLM does not start and says why; `MERIDIAN_PATCH=0` switches the
 To take up a new release: build it, run it, read what fails
 ([steps](contributing.md#a-new-vllm-release)).
 """
-    return "\n".join([intro, *map(_patch_section, PATCHES), _rebindings()])
+    return "\n".join([intro, *map(_patch_section, PATCHES), _rebindings(), _riders()])
 
 
 def _patch_section(patch: Patch) -> str:
@@ -88,6 +89,29 @@ def _rebinding_row(rebinding: Rebinding) -> str:
         rebinding.lasts,
         rebinding.why,
         _code(place.replace(":", ".") for place in rebinding.places),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _riders() -> str:
+    about = (
+        "Fields, keys and marks in ids that are ours, with the modules that set and read them. "
+        "Their names stand in `meridian_patch/engine/wire.py` alone."
+    )
+    head = "| on | name | what | type | way | set by | read by |\n|---|---|---|---|---|---|---|\n"
+    rows = "".join(map(_rider_row, RIDERS))
+    return f"## What travels on vLLM's objects\n\n{about}\n\n{head}{rows}"
+
+
+def _rider_row(rider: Rider) -> str:
+    cells = (
+        _code(rider.carrier.split(", ")),
+        _code(rider.name.split(", ")),
+        rider.what,
+        rider.type,
+        rider.way,
+        _code(rider.writers),
+        _code(rider.readers) or "-",
     )
     return f"| {' | '.join(cells)} |\n"
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from attribute_stores import Module, Store, declared_attributes
 
 import meridian_patch
+from meridian_patch.engine import wire
 from meridian_patch.patches import REBINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +21,7 @@ KERNELS = ROOT / "triton_kernels"
 BIN = Path(sys.executable).parent
 
 # Room -> the rooms it may import. Read it top down: an arrow only points up the table.
-PURE = ("errors", "envs", "config", "phase", "policy", "exit", "handoff")
+PURE = ("errors", "envs", "config", "phase", "policy", "exit", "engine.wire", "handoff")
 ENGINE = (*PURE, "telemetry", "kernels", "patching", "engine")
 PLUGIN = (*ENGINE, "patches", "activation", "__init__", "apply", "plugin")
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -32,7 +34,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "phase": ("errors", "envs", "config"),
     "policy": ("errors", "envs", "config", "phase"),
     "exit": ("errors", "envs", "config", "phase"),
-    "handoff": ("errors", "envs", "config"),
+    "engine.wire": (),  # names alone, also of what goes from engine to engine
+    "handoff": ("errors", "envs", "config", "engine.wire"),
     "telemetry": PURE,
     "engine": ENGINE,
     "patches": ("errors", "patching"),
@@ -121,6 +124,14 @@ def test_decisions_do_without_vllm() -> None:
     assert {room_of(module).partition(".")[0] for module in users} <= USES_VLLM, sorted(users)
 
 
+# Constants of wire.py, by their names there.
+RIDER_NAMES = {
+    name: value
+    for name, value in vars(wire).items()
+    if name[0].isupper() and isinstance(value, str)
+}
+
+
 def served_modules() -> dict[str, Path]:
     """Modules of the serving path, but the transaction that applies the patches."""
     rooms = {*PLUGIN, "serve", "serve_roles"} - {"patching"}
@@ -133,8 +144,57 @@ def stores_in(sources: dict[str, str]) -> list[Store]:
     return [
         store
         for name, text in sources.items()
-        for store in Module(name, text, {}, declared).stores()
+        for store in Module(name, text, RIDER_NAMES, declared).stores()
     ]
+
+
+def literals_of_riders(text: str) -> set[str]:
+    """Strings of a source that name a rider, or look like one; those in docstrings are longer."""
+    strings = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    # The bare word is the product's name, too.
+    names = {*RIDER_NAMES.values()} - {wire.SUMMARY}
+    return {
+        each
+        for each in strings
+        if isinstance(each, str) and (each in names or re.fullmatch(r"meridian_\w+", each))
+    }
+
+
+def test_names_of_riders_stand_in_one_place() -> None:
+    """What travels on vLLM's objects is named in wire.py alone."""
+    found = {
+        module: literals_of_riders(path.read_text())
+        for module, path in served_modules().items()
+        if room_of(module) == "engine"
+    }
+    assert not {module: names for module, names in found.items() if names}
+
+
+def test_a_planted_name_of_a_rider_is_found() -> None:
+    """As an attribute of an output, and as a key; not as a text that holds it."""
+    assert literals_of_riders("setattr(output, 'meridian_new', 1)") == {"meridian_new"}
+    assert literals_of_riders("params = {**params, 'meridian_plan': 1}") == {"meridian_plan"}
+    assert not literals_of_riders("why = 'field meridian_exit is wrong'")
+
+
+def test_table_of_riders_is_complete() -> None:
+    """Each name of wire.py is used by the modules that the table says, and by no others."""
+    named = {value: set[str]() for value in RIDER_NAMES.values()}
+    for rider in wire.RIDERS:
+        if rider.name in named:
+            named[rider.name] |= {*rider.writers, *rider.readers}
+        for module in (*rider.writers, *rider.readers):
+            assert f"meridian_patch.{module}" in modules(), f"{rider.name}: there is no {module}"
+    found = {value: set[str]() for value in RIDER_NAMES.values()}
+    for module, path in modules().items():
+        if room_of(module) in {"engine", "handoff", "emulation"}:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+            used |= {name.removeprefix("meridian_patch.engine.") for name in imported(path, module)}
+            for name, value in RIDER_NAMES.items():
+                if f"wire.{name}" in used:
+                    found[value].add(module.removeprefix("meridian_patch."))
+    assert found == named
 
 
 DECLARED = {

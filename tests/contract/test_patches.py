@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import request_check, stats_field
+from meridian_patch.engine import request_check, wire
 from meridian_patch.engine.api import (
     chat,
     completion,
@@ -352,6 +352,6 @@ def test_what_is_rebound_is_there(rebinding: Rebinding) -> None:
     cls = tree.find_class(module, name)
     assigned = assigned_attributes(tree, cls)
     # Every class has these; what we add ourselves is not vLLM's.
-    added = {"__class__", "__annotations__", stats_field.FIELD}
+    added = {"__class__", "__annotations__", wire.COUNTS}
     for attribute in set(rebinding.attributes) - added - assigned:
         assert tree.find_method(cls, attribute)

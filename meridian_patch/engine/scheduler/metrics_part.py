@@ -49,7 +49,7 @@ class Exporter:
         self._engine = engine
         self._metrics = PhaseMetrics(model_name, self.registry)
         self._metrics.initialize(engine)
-        self.count({f"{counters.INFO}:{version('meridian_patch')}": 1})
+        self.count({f"{counters.INFO}:{version(envs.PLUGIN_NAME)}": 1})
         # Requests under way, with what the code of the API server reads of its request states.
         self._states: dict[str, Any] = {}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
-from meridian_patch.engine import stats_field, status
+from meridian_patch.engine import stats_field, status, wire
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probes import hide_end
 from meridian_patch.engine.scheduler.assembly import assemble
@@ -260,7 +260,7 @@ class PhaseScheduling(UpstreamScheduler):
             self._parts.call("before_stats")
             entered, counts = self.phase_tracker.drain_entered(), self.phase_tracker.counts
             payload = self.phase_counters.drain_with(entered.items(), counts.items())
-            setattr(stats, stats_field.FIELD, payload or None)
+            setattr(stats, wire.COUNTS, payload or None)
             if payload and self._metrics is not None:
                 self._metrics.count(payload)
         return stats

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 _UPSTREAM = "vllm"
-_MAKERS = {"type", "partial", "partialmethod", "MethodType"}
+_MAKERS = {"type", "partial", "partialmethod", "classmethod", "staticmethod", "MethodType"}
 _NAMESPACES = {"__dict__", "__annotations__", "__dataclass_fields__"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.ClassDef
