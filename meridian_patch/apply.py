@@ -1,7 +1,7 @@
 """Applies the declared patches to the installed vLLM, in this process."""
 
 from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.handoff.nixl_wait import let_nixl_poll
 from meridian_patch.engine.upstream import installed_vllm
@@ -19,7 +19,7 @@ def apply_patches() -> Reports:
     """
     env = envs.environment()
     envs.check_names(env)
-    config = load_config(env).config
+    config = process_config().config
     upstream = installed_vllm(load_lock())
     front_end.check_config(config, env)
     reports = _registry.apply(PATCHES, upstream, strict=envs.is_strict(env))

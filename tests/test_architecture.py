@@ -197,6 +197,14 @@ def test_table_of_riders_is_complete() -> None:
     assert found == named
 
 
+def test_engine_code_asks_one_accessor_of_the_configuration() -> None:
+    """Engine code calls ``process_config``; commands may load a file, or another environment."""
+    load = "meridian_patch.config.load.load_config"
+    users = {module for module, path in modules().items() if load in imported(path, module)}
+    assert users, "no module loads a configuration: this check looks in the wrong place"
+    assert not [module for module in users if room_of(module) in {"engine", "apply", "plugin"}]
+
+
 DECLARED = {
     (place, attribute)
     for rebinding in REBINDINGS

@@ -18,8 +18,7 @@ from typing import Any, Final
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import output_processor
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.request_options import (
     NO_OPTIONS,
     allowed_names,
@@ -51,7 +50,7 @@ class RequestRefused(VLLMValidationError, ValueError):  # noqa: N818 - the name 
 @cache
 def allowed_fields() -> frozenset[str]:
     """The fields that this process's configuration allows; read once."""
-    return allowed_names(load_config(envs.environment()).config.requests.allowed_fields)
+    return allowed_names(process_config().config.requests.allowed_fields)
 
 
 def check_fields(

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.schema import ResponsesConfig
 from meridian_patch.engine import wire
 from meridian_patch.phase.progress import ANSWER, THINK, PhaseProgress
@@ -30,7 +29,7 @@ def responses_config() -> ResponsesConfig:
     Raises:
         ConfigError: the configuration is wrong.
     """
-    return load_config(envs.environment()).config.responses
+    return process_config().config.responses
 
 
 def milliseconds(progress: PhaseProgress) -> dict[str, float]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
@@ -53,7 +52,7 @@ class PhaseKVCaching(UpstreamManager):
         # Without prefix caching a free block holds nothing that could be hit.
         if not self.enable_caching:
             return
-        retain_s = load_config(envs.environment()).config.kv.retain_s
+        retain_s = process_config().config.kv.retain_s
         self.pools += {id(m.block_pool): m.block_pool for m in managers}.values()
         for pool in self.pools:
             # Load-bearing: only the pool refers to its queue, and reads the attribute in each call.

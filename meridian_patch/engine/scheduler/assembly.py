@@ -7,8 +7,7 @@ from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
@@ -87,7 +86,7 @@ def assemble(
     """
     # What an earlier engine of this process could not have, or lost.
     status.publish(kv_tiers_off=None, rules_off={}, parts_off=[], exit_signals=None, probes=None)
-    loaded = load_config(envs.environment())
+    loaded = process_config()
     config, limited_by = decide_alike(loaded.config, scheduler.vllm_config)
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
     tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
