@@ -1,7 +1,7 @@
 """Builds the parts of a phase-aware scheduler from its configuration, and reports them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -41,6 +41,9 @@ from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
 from meridian_patch.telemetry.counters import PhaseCounters
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
 logger = init_logger("vllm.meridian_patch")
 
 
@@ -73,7 +76,7 @@ class Assembly(NamedTuple):
 
 
 def assemble(
-    scheduler: Any,
+    scheduler: "Scheduler",
     guard: StepGuard,
     counters: PhaseCounters,
     on_phase_changed: Callable[[str], None],
@@ -156,7 +159,7 @@ def _vocabulary(model_config: Any) -> Vocabulary:
 
 
 def _build_policy(
-    scheduler: Any,
+    scheduler: "Scheduler",
     config: PolicyConfig,
     rules: PolicyRules,
     tracker: PhaseTracker,
@@ -185,7 +188,7 @@ def _build_policy(
     )
 
 
-def _rules_of(scheduler: Any, config: PolicyConfig) -> tuple[PolicyRules, Exchange | None]:
+def _rules_of(scheduler: "Scheduler", config: PolicyConfig) -> tuple[PolicyRules, Exchange | None]:
     """The rules that this engine can follow, and where it meets the ranks to balance with."""
     rules, exchange = choose_rules(config), None
     off = {}
