@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attribute_stores import Module, Store, declared_attributes
+from attribute_stores import Module, Store, declared_callbacks
 
 import meridian_patch
 from meridian_patch.engine import wire
@@ -140,11 +140,11 @@ def served_modules() -> dict[str, Path]:
 
 def stores_in(sources: dict[str, str]) -> list[Store]:
     """Assignments of attributes of others in modules of ours, given their sources by name."""
-    declared = declared_attributes(list(sources.values()))
+    callbacks = declared_callbacks(list(sources.values()))
     return [
         store
         for name, text in sources.items()
-        for store in Module(name, text, RIDER_NAMES, declared).stores()
+        for store in Module(name, text, RIDER_NAMES, callbacks).stores()
     ]
 
 
@@ -167,7 +167,8 @@ def test_names_of_riders_stand_in_one_place() -> None:
         for module, path in served_modules().items()
         if room_of(module) == "engine"
     }
-    assert not {module: names for module, names in found.items() if names}
+    wrong = {module: names for module, names in found.items() if names}
+    assert not wrong, f"name it in engine/wire.py: {wrong}"
 
 
 def test_a_planted_name_of_a_rider_is_found() -> None:
@@ -202,7 +203,8 @@ def test_engine_code_asks_one_accessor_of_the_configuration() -> None:
     load = "meridian_patch.config.load.load_config"
     users = {module for module, path in modules().items() if load in imported(path, module)}
     assert users, "no module loads a configuration: this check looks in the wrong place"
-    assert not [module for module in users if room_of(module) in {"engine", "apply", "plugin"}]
+    wrong = [module for module in users if room_of(module) in {"engine", "apply", "plugin"}]
+    assert not wrong, f"call process_config instead: {wrong}"
 
 
 DECLARED = {
@@ -269,7 +271,7 @@ def test_a_planted_rebinding_is_found(text: str) -> None:
         "def put(request):\n    request.max_tokens = 3",
         "def put(output, plan):\n    setattr(output, 'meridian_plan', plan)",
         (
-            "class Close:\n    gave_up: object\n"
+            "class Close:\n    gave_up: Callable[[], None]\n"
             "class Part:\n    def put(self, close):\n        close.gave_up = self.refused\n"
             "    def refused(self): ..."
         ),

@@ -41,7 +41,7 @@ class Rider:
         writers: modules of this package that set it.
         readers: modules of this package that read it, or take it out.
         way: the processes that it goes through.
-        what: what it says.
+        what: its meaning.
     """
 
     name: str

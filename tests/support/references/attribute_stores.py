@@ -40,13 +40,13 @@ class Module:
         name: full name of the module.
         text: its source.
         constants: names with values that attributes may be named by.
-        declared: attributes that our own classes declare, whose values may be functions.
+        callbacks: attributes of our own classes that hold functions to call.
     """
 
     name: str
     text: str
     constants: Mapping[str, str] = field(default_factory=dict)
-    declared: frozenset[str] = frozenset()
+    callbacks: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Read the module's imports, constants and functions."""
@@ -77,7 +77,7 @@ class Module:
                 name == "__class__"
                 or isinstance(target, ast.Subscript)
                 or _root(owner) in self.upstream
-                or (name not in self.declared and self._is_code(value, scopes))
+                or (name not in self.callbacks and self._is_code(value, scopes))
             )
             if not is_own or (rebinds and self._is_upstream_class(scopes)):
                 yield Store(place, name, rebinds)
@@ -125,12 +125,16 @@ class Module:
         return is_computed or any(_root(base) in {*self.upstream, "original"} for base in bases)
 
 
-def declared_attributes(texts: list[str]) -> frozenset[str]:
-    """Attributes that classes declare with a type, in the given sources."""
+def declared_callbacks(texts: list[str]) -> frozenset[str]:
+    """Attributes that classes declare as functions to call, in the given sources."""
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    targets = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
-    own = {each.attr for each in targets if isinstance(each, ast.Attribute)}
-    return frozenset(own | {each.id for each in targets if isinstance(each, ast.Name)})
+    declared = [
+        node
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Callable[")
+    ]
+    names = {getattr(node.target, "attr", None) or ast.unparse(node.target) for node in declared}
+    return frozenset(names)
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
