@@ -1,11 +1,12 @@
 """Applies the declared patches to the installed vLLM, in this process."""
 
 from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.handoff.nixl_wait import let_nixl_poll
 from meridian_patch.engine.upstream import installed_vllm
-from meridian_patch.patches import PATCHES, load_lock
+from meridian_patch.patches import PATCHES
+from meridian_patch.patches.lock import load_lock
 from meridian_patch.patching.registry import Registry, Reports
 
 _registry = Registry()
@@ -18,7 +19,7 @@ def apply_patches() -> Reports:
     """
     env = envs.environment()
     envs.check_names(env)
-    config = load_config(env).config
+    config = process_config().config
     upstream = installed_vllm(load_lock())
     front_end.check_config(config, env)
     reports = _registry.apply(PATCHES, upstream, strict=envs.is_strict(env))

@@ -36,8 +36,6 @@ EMULATE = "MERIDIAN_PATCH_EMULATE"
 EMULATE_TOKENS = "MERIDIAN_PATCH_EMULATE_TOKENS"
 EMULATE_REPORT = "MERIDIAN_PATCH_EMULATE_REPORT"
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
-# Key of vLLM's additional configuration: most tokens of a step that an emulated graph runs.
-EMULATED_GRAPH = "meridian_graph_tokens"
 KNOWN = (
     "MERIDIAN_PATCH",
     "MERIDIAN_PATCH_MODE",

@@ -12,7 +12,7 @@ from meridian_patch.config.load import load_config
 from meridian_patch.emulation.options import split_emulation
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.errors import ConfigError
-from meridian_patch.patches import load_lock
+from meridian_patch.patches.lock import load_lock
 from meridian_patch.serve_roles import split_role
 
 # The module is imported in the server's process alone: it is that program.

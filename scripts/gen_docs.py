@@ -17,10 +17,12 @@ from meridian_patch.config.docs import render_configuration
 from meridian_patch.config.family_docs import render_families
 from meridian_patch.config.policy import RULES, PolicyConfig, PolicyName
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine.wire import RIDERS, Rider
 from meridian_patch.exit.strategies.base import Strategy
 from meridian_patch.exit.strategies.build import REASONS, STRATEGIES
-from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
-from meridian_patch.patching.spec import Patch
+from meridian_patch.patches import PATCHES, REBINDINGS
+from meridian_patch.patches.lock import LOCKED_VERSIONS
+from meridian_patch.patching.spec import Patch, Rebinding
 from meridian_patch.telemetry.dashboards import render_dashboard
 from meridian_patch.telemetry.docs import render_metrics
 
@@ -35,7 +37,8 @@ def render_patches() -> str:
 
 What `meridian_patch` replaces in vLLM when it is active. Each replacement is a subclass of the
 class that it replaces. All are applied together or none is: before anything is bound, every class
-is compared with what was recorded of the vLLM release (`meridian_patch/upstream_lock.json`).
+is compared with what was recorded of the vLLM release in
+`meridian_patch/patches/upstream_lock.json`.
 
 Checked releases: {", ".join(LOCKED_VERSIONS)}. On another release, or where the parameters of a
 method differ, vLLM does not start and says why; `MERIDIAN_PATCH=0` switches the patches off,
@@ -44,7 +47,7 @@ method differ, vLLM does not start and says why; `MERIDIAN_PATCH=0` switches the
 To take up a new release: build it, run it, read what fails
 ([steps](contributing.md#a-new-vllm-release)).
 """
-    return "\n".join([intro, *(_patch_section(patch) for patch in PATCHES)])
+    return "\n".join([intro, *map(_patch_section, PATCHES), _rebindings(), _riders()])
 
 
 def _patch_section(patch: Patch) -> str:
@@ -67,6 +70,52 @@ def _patch_section(patch: Patch) -> str:
     return f"## `{patch.name}`\n\n{patch.why}\n\n| | |\n|---|---|\n{table}\n"
 
 
+def _rebindings() -> str:
+    about = (
+        "Objects and modules that have attributes bound anew while a process runs, because what is "
+        "bound exists only then. Nothing else of vLLM's is bound anew: "
+        "`tests/test_architecture.py` looks for it."
+    )
+    head = "| what | in | bound | why | by |\n|---|---|---|---|---|\n"
+    rows = "".join(map(_rebinding_row, REBINDINGS))
+    return f"## Bound while a process runs\n\n{about}\n\n{head}{rows}"
+
+
+def _rebinding_row(rebinding: Rebinding) -> str:
+    owner = rebinding.owner.replace(":", ".")
+    cells = (
+        _code(f"{owner}.{attribute}" for attribute in rebinding.attributes),
+        rebinding.process.replace("_", " "),
+        rebinding.lasts,
+        rebinding.why,
+        _code(place.replace(":", ".") for place in rebinding.places),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _riders() -> str:
+    about = (
+        "Fields, keys and marks in ids that are ours, with the modules that set and read them. "
+        "Their names stand in `meridian_patch/engine/wire.py` alone."
+    )
+    head = "| on | name | what | type | way | set by | read by |\n|---|---|---|---|---|---|---|\n"
+    rows = "".join(map(_rider_row, RIDERS))
+    return f"## What travels on vLLM's objects\n\n{about}\n\n{head}{rows}"
+
+
+def _rider_row(rider: Rider) -> str:
+    cells = (
+        _code(rider.carrier.split(", ")),
+        _code(rider.name.split(", ")),
+        rider.what,
+        rider.type,
+        rider.way,
+        _code(rider.writers),
+        _code(rider.readers) or "-",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
 # Folders by role, in the order of the page. A new folder of the package is a new name here.
 ROLES = {
     "On the serving path": (
@@ -78,6 +127,7 @@ ROLES = {
         "meridian_patch/engine",
         "triton_kernels",
         "meridian_patch/telemetry",
+        "meridian_patch/patches",
         "meridian_patch/patching",
     ),
     "Between engines": ("meridian_patch/handoff",),

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from meridian_patch.patches import LOCK_FILE, PATCHES, load_lock
+from meridian_patch.patches import PATCHES
+from meridian_patch.patches.lock import LOCK_FILE, load_lock
 from meridian_patch.patching.lock import Entry, Kind, compute_entry
 from meridian_patch.patching.source import SourceTree, installed_root
 
-LOCK_PATH = Path(__file__).resolve().parent.parent / "meridian_patch" / LOCK_FILE
+LOCK_PATH = Path(__file__).resolve().parent.parent / "meridian_patch" / "patches" / LOCK_FILE
 
 
 def read_version(tree: SourceTree) -> str:

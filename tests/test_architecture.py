@@ -2,14 +2,18 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attribute_stores import Module, Store, declared_callbacks
 
 import meridian_patch
+from meridian_patch.engine import wire
+from meridian_patch.patches import REBINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "meridian_patch"
@@ -17,9 +21,9 @@ KERNELS = ROOT / "triton_kernels"
 BIN = Path(sys.executable).parent
 
 # Room -> the rooms it may import. Read it top down: an arrow only points up the table.
-PURE = ("errors", "envs", "config", "phase", "policy", "exit", "handoff")
+PURE = ("errors", "envs", "config", "phase", "policy", "exit", "engine.wire", "handoff")
 ENGINE = (*PURE, "telemetry", "kernels", "patching", "engine")
-PLUGIN = (*ENGINE, "patches_engine_core", "patches", "activation", "__init__", "apply", "plugin")
+PLUGIN = (*ENGINE, "patches", "activation", "__init__", "apply", "plugin")
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "kernels": (),
@@ -30,11 +34,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "phase": ("errors", "envs", "config"),
     "policy": ("errors", "envs", "config", "phase"),
     "exit": ("errors", "envs", "config", "phase"),
-    "handoff": ("errors", "envs", "config"),
+    "engine.wire": (),  # names alone, also of what goes from engine to engine
+    "handoff": ("errors", "envs", "config", "engine.wire"),
     "telemetry": PURE,
     "engine": ENGINE,
-    "patches_engine_core": ("errors", "patching"),
-    "patches": ("errors", "patching", "patches_engine_core"),
+    "patches": ("errors", "patching"),
     "activation": ("errors", "envs"),
     "__init__": ("activation",),
     "apply": (*ENGINE, "patches"),
@@ -118,6 +122,164 @@ def test_decisions_do_without_vllm() -> None:
     }
     assert users, "no module imports vllm: this check looks in the wrong place"
     assert {room_of(module).partition(".")[0] for module in users} <= USES_VLLM, sorted(users)
+
+
+# Constants of wire.py, by their names there.
+RIDER_NAMES = {
+    name: value
+    for name, value in vars(wire).items()
+    if name[0].isupper() and isinstance(value, str)
+}
+
+
+def served_modules() -> dict[str, Path]:
+    """Modules of the serving path, but the transaction that applies the patches."""
+    rooms = {*PLUGIN, "serve", "serve_roles"} - {"patching"}
+    return {module: path for module, path in modules().items() if room_of(module) in rooms}
+
+
+def stores_in(sources: dict[str, str]) -> list[Store]:
+    """Assignments of attributes of others in modules of ours, given their sources by name."""
+    callbacks = declared_callbacks(list(sources.values()))
+    return [
+        store
+        for name, text in sources.items()
+        for store in Module(name, text, RIDER_NAMES, callbacks).stores()
+    ]
+
+
+def literals_of_riders(text: str) -> set[str]:
+    """Strings of a source that name a rider, or look like one; those in docstrings are longer."""
+    strings = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    # The bare word is the product's name, too.
+    names = {*RIDER_NAMES.values()} - {wire.SUMMARY}
+    return {
+        each
+        for each in strings
+        if isinstance(each, str) and (each in names or re.fullmatch(r"meridian_\w+", each))
+    }
+
+
+def test_names_of_riders_stand_in_one_place() -> None:
+    """What travels on vLLM's objects is named in wire.py alone."""
+    found = {
+        module: literals_of_riders(path.read_text())
+        for module, path in served_modules().items()
+        if room_of(module) == "engine"
+    }
+    wrong = {module: names for module, names in found.items() if names}
+    assert not wrong, f"name it in engine/wire.py: {wrong}"
+
+
+def test_a_planted_name_of_a_rider_is_found() -> None:
+    """As an attribute of an output, and as a key; not as a text that holds it."""
+    assert literals_of_riders("setattr(output, 'meridian_new', 1)") == {"meridian_new"}
+    assert literals_of_riders("params = {**params, 'meridian_plan': 1}") == {"meridian_plan"}
+    assert not literals_of_riders("why = 'field meridian_exit is wrong'")
+
+
+def test_table_of_riders_is_complete() -> None:
+    """Each name of wire.py is used by the modules that the table says, and by no others."""
+    named = {value: set[str]() for value in RIDER_NAMES.values()}
+    for rider in wire.RIDERS:
+        if rider.name in named:
+            named[rider.name] |= {*rider.writers, *rider.readers}
+        for module in (*rider.writers, *rider.readers):
+            assert f"meridian_patch.{module}" in modules(), f"{rider.name}: there is no {module}"
+    found = {value: set[str]() for value in RIDER_NAMES.values()}
+    for module, path in modules().items():
+        if room_of(module) in {"engine", "handoff", "emulation"}:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+            used |= {name.removeprefix("meridian_patch.engine.") for name in imported(path, module)}
+            for name, value in RIDER_NAMES.items():
+                if f"wire.{name}" in used:
+                    found[value].add(module.removeprefix("meridian_patch."))
+    assert found == named
+
+
+def test_engine_code_asks_one_accessor_of_the_configuration() -> None:
+    """Engine code calls ``process_config``; commands may load a file, or another environment."""
+    load = "meridian_patch.config.load.load_config"
+    users = {module for module, path in modules().items() if load in imported(path, module)}
+    assert users, "no module loads a configuration: this check looks in the wrong place"
+    wrong = [module for module in users if room_of(module) in {"engine", "apply", "plugin"}]
+    assert not wrong, f"call process_config instead: {wrong}"
+
+
+DECLARED = {
+    (place, attribute)
+    for rebinding in REBINDINGS
+    for place in rebinding.places
+    for attribute in rebinding.attributes
+}
+
+
+def test_every_rebinding_is_declared() -> None:
+    """What vLLM's objects and modules are given in place of their own code is in patches/."""
+    found = stores_in({name: path.read_text() for name, path in served_modules().items()})
+    rebound = {(store.place, store.attribute) for store in found if store.rebinds}
+    assert rebound, "nothing is rebound: this check looks in the wrong place"
+    assert rebound <= DECLARED, f"declare in patches/: {sorted(rebound - DECLARED)}"
+    stored = {(store.place, store.attribute) for store in found}
+    assert stored >= DECLARED, f"not done there any more: {sorted(DECLARED - stored)}"
+
+
+PLANTED = (
+    "def put(runner):\n    runner.sample = lambda *args: None",
+    "def put(runner):\n    def ours(): ...\n    runner.sample = ours",
+    "def put(runner):\n    runner.sample = functools.partial(runner.sample, 1)",
+    (
+        "def put(runner):\n    runner.sample, runner.other = wrapped(runner.sample), 1\n"
+        "def wrapped(inner):\n    def call(): ...\n    return call"
+    ),
+    "def put(sampler):\n    sampler.__class__ = type('Ours', (type(sampler),), {})",
+    "class Ours: ...\ndef put(module):\n    module.Scheduler = Ours",
+    "def put(module, ours):\n    vars(module)['Scheduler'] = ours",
+    (
+        "from meridian_patch.engine.worker.worker import put_tap\n"
+        "def put(module):\n    module.put = put_tap"
+    ),
+    (
+        "from vllm.v1.core.sched.scheduler import Scheduler\n"
+        "def put(ours):\n    Scheduler.schedule = ours"
+    ),
+    (
+        "from vllm.v1.core.sched import scheduler\n"
+        "def put(ours):\n    setattr(scheduler, 'Scheduler', ours)"
+    ),
+    (
+        "class Watch:\n    def put(self):\n        self.manager.free = self.freed\n"
+        "    def freed(self): ..."
+    ),
+    (
+        "def build(original):\n    class Ours(original):\n        def put(self):\n"
+        "            self.free = self.freed\n        def freed(self): ..."
+    ),
+)
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_a_planted_rebinding_is_found(text: str) -> None:
+    """A function, a class or a method of ours, bound by any of the ways that Python has."""
+    assert [store for store in stores_in({"planted": text}) if store.rebinds]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def put(request):\n    request.max_tokens = 3",
+        "def put(output, plan):\n    setattr(output, 'meridian_plan', plan)",
+        (
+            "class Close:\n    gave_up: Callable[[], None]\n"
+            "class Part:\n    def put(self, close):\n        close.gave_up = self.refused\n"
+            "    def refused(self): ..."
+        ),
+    ],
+)
+def test_data_and_callbacks_of_ours_are_no_rebinding(text: str) -> None:
+    """Fields of requests and outputs, and what our own classes declare as a callback."""
+    assert not [store for store in stores_in({"planted": text}) if store.rebinds]
 
 
 @pytest.mark.slow

@@ -5,9 +5,8 @@ from typing import Any
 
 from vllm import LLM
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit.signals import (
-    PLAN_FIELD,
-    SIGNALS_FIELD,
     MeasuredSignals,
     MeasurePlan,
 )
@@ -57,11 +56,11 @@ class SampledEntropies:
         output = self._schedule(*args, **kwargs)
         names = [name for name in output.num_scheduled_tokens if caller_id(name) in self._entropies]
         if names:
-            setattr(output, PLAN_FIELD, MeasurePlan(tuple(names), _ANY_TOKEN))
+            setattr(output, wire.PLAN, MeasurePlan(tuple(names), _ANY_TOKEN))
         return output
 
     def _updating(self, scheduler_output: Any, model_output: Any) -> Any:
-        signals: MeasuredSignals | None = getattr(model_output, SIGNALS_FIELD, None)
+        signals: MeasuredSignals | None = getattr(model_output, wire.SIGNALS, None)
         rows = {} if signals is None else signals.by_request()
         requests = self._scheduler.requests
         # A request that ends in this step is gone after it.

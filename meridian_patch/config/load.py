@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,21 @@ def load_config(env: Mapping[str, str]) -> LoadedConfig:
     _check_trace(config, origins)
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:DIGEST_LENGTH]
     return LoadedConfig(config, origins, digest)
+
+
+def process_config() -> LoadedConfig:
+    """The configuration of this process, loaded once for the variables that are set.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    variables = envs.environment().items()
+    return _loaded(frozenset(each for each in variables if each[0].startswith(envs.PREFIX)))
+
+
+@lru_cache(maxsize=1)
+def _loaded(variables: frozenset[tuple[str, str]]) -> LoadedConfig:
+    return load_config(dict(variables))
 
 
 def _read_file(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:

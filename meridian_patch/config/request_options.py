@@ -144,6 +144,7 @@ class RequestOptions(StrictModel):
 NO_OPTIONS: Final = RequestOptions()
 
 HISTORY: Final = "meridian_history"
+WRAP_UP: Final = "meridian_wrap_up"
 
 # Arguments of chat templates, and their values with which earlier thoughts stay in the prompt.
 _KEEPING: Final = {

@@ -11,6 +11,7 @@ from typing import Any
 
 from meridian_patch import envs
 from meridian_patch.emulation.device import EmulatedDevice, check_supported, device_of
+from meridian_patch.engine import wire
 from meridian_patch.errors import ConfigError, MeridianError
 
 MODULE = "meridian_patch.emulation.server"
@@ -51,7 +52,7 @@ def keep_async_scheduling(device: EmulatedDevice) -> None:
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = is_async
         if device.graph_tokens is not None:
-            vllm_config.additional_config[envs.EMULATED_GRAPH] = device.graph_tokens
+            vllm_config.additional_config[wire.GRAPH_TOKENS] = device.graph_tokens
         check_supported(device, vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_keep)

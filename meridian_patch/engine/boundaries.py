@@ -40,7 +40,7 @@ def resolve_boundaries(vllm_config: Any, loaded: LoadedConfig) -> Boundaries | N
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        loaded: from ``load_config``.
+        loaded: the configuration, with the origins of its values.
 
     Returns:
         None when requests have a single phase; the log says why, once.

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from meridian_patch import envs
-from meridian_patch.config.load import LoadedConfig, load_config
+from meridian_patch.config.load import LoadedConfig, process_config
 from meridian_patch.config.matching import ModelIdentity
 from meridian_patch.engine.boundaries import (
     model_names,
@@ -50,7 +49,7 @@ def read_model(model: str, reasoning_parser: str | None, family: str | None) -> 
         BoundaryError: no such directory, no tokenizer, or unresolvable boundaries.
         ConfigError: wrong configuration or family file, unknown family.
     """
-    loaded = _with_family(load_config(envs.environment()), family)
+    loaded = _with_family(process_config(), family)
     if not Path(model).is_dir():
         raise BoundaryError(
             f"model directory {model} does not exist; expected a local directory with config.json "

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-FIELD = "meridian_patch"
+from meridian_patch.engine import wire
 
 
 def install() -> None:
@@ -15,14 +15,14 @@ def install() -> None:
     """
     # Load-bearing: msgspec encodes the `__dataclass_fields__` of a dataclass and drops the rest.
     fields = SchedulerStats.__dataclass_fields__
-    if FIELD in fields:
+    if wire.COUNTS in fields:
         return
     added: Any = field(default=None)
-    added.name = FIELD
+    added.name = wire.COUNTS
     added.type = dict[str, float] | None
     # Load-bearing: `dataclasses.fields()` recognises a field by this marker; it is copied from
     # another field.
     added._field_type = fields["kv_cache_usage"]._field_type
-    fields[FIELD] = added
-    SchedulerStats.__annotations__[FIELD] = dict[str, float] | None
-    setattr(SchedulerStats, FIELD, None)
+    fields[wire.COUNTS] = added
+    SchedulerStats.__annotations__[wire.COUNTS] = dict[str, float] | None
+    setattr(SchedulerStats, wire.COUNTS, None)

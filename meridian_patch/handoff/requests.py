@@ -14,9 +14,10 @@ each other. Bodies are those of vLLM's token endpoint, which both need ``--enabl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meridian_patch.engine import wire
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.second_leg import TRANSFER, extra_args_after, limits_after
-from meridian_patch.handoff.ticket import FACTS, OFFER, Facts, facts_in
+from meridian_patch.handoff.ticket import OFFER, Facts, facts_in
 
 Json = dict[str, Any]
 
@@ -55,7 +56,7 @@ def ingest(body: Mapping[str, Any], thought: Sequence[int], ticket: Mapping[str,
         thought: token ids of the think engine's response.
         ticket: what ``ticket_in`` returned.
     """
-    facts = Facts.model_validate(ticket[FACTS])
+    facts = Facts.model_validate(ticket[wire.FACTS])
     most = facts.num_output_tokens + facts.max_tokens_left
     given = {**body["sampling_params"], "max_tokens": most}
     sampling = {**given, **limits_after(given, len(thought))}

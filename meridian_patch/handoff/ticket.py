@@ -10,16 +10,8 @@ from typing import Any, Final, Self
 from pydantic import Field, ValidationError
 
 from meridian_patch.config.strict_model import StrictModel
+from meridian_patch.engine import wire
 from meridian_patch.errors import ConfigError
-
-FACTS: Final = "meridian_handoff"
-"""Name of our facts among the ``kv_transfer_params``."""
-
-RELEASE: Final = "meridian_release"
-"""Among the ``kv_transfer_params``: the request whose blocks no engine will read."""
-
-ANSWERED: Final = "meridian_answered"
-"""Among the ``kv_transfer_params``: how many of the prompt's last tokens an answer has."""
 
 OFFER: Final[Mapping[str, Any]] = {"do_remote_decode": True}
 """``kv_transfer_params`` of a request that may be handed off."""
@@ -79,13 +71,13 @@ def facts_in(params: Mapping[str, Any] | None) -> Facts | None:
     Raises:
         ConfigError: the field is there, but is not what a think engine writes.
     """
-    if not isinstance(params, Mapping) or FACTS not in params:
+    if not isinstance(params, Mapping) or wire.FACTS not in params:
         return None
     try:
-        return Facts.model_validate(params[FACTS])
+        return Facts.model_validate(params[wire.FACTS])
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in (FACTS, *first["loc"]))
+        where = ".".join(str(part) for part in (wire.FACTS, *first["loc"]))
         raise ConfigError(
             f"kv_transfer_params field {where} is {first['input']!r}, expected what a think "
             f"engine wrote: {first['msg']}"

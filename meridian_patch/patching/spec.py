@@ -1,4 +1,4 @@
-"""What a patch is: data only, so that declaring one imports nothing."""
+"""What a patch and a rebinding are: data only, so that declaring one imports nothing."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -89,3 +89,26 @@ class Patch:
     @property
     def definition(self) -> Site:
         return self.sites[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebinding:
+    """Attributes of a single object, or of a module, that are bound anew while a process runs.
+
+    A patch cannot do it: the object, or the value that is chosen, exists only then.
+
+    Attributes:
+        owner: ``"module:Class"`` of the object, or the module.
+        attributes: what is bound anew.
+        places: ``"module:function"`` or ``"module:Class.method"`` that binds it.
+        process: where it is done.
+        lasts: until when, as an end of a sentence that begins with "bound".
+        why: the reason for binding it anew.
+    """
+
+    owner: str
+    attributes: tuple[str, ...]
+    places: tuple[str, ...]
+    process: Process
+    lasts: str
+    why: str

@@ -12,8 +12,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.accounting import InfiniteCache, RecomputedTokens
@@ -242,10 +242,10 @@ class ReplayEngine:
         result = ModelRunnerOutput(
             req_ids=request_ids, req_id_to_index=positions, sampled_token_ids=sampled
         )
-        plan = getattr(output, PLAN_FIELD, None)
+        plan = getattr(output, wire.PLAN, None)
         if plan is not None:
             signals = made_up_signals(plan.request_ids, self.scheduler.requests)
-            setattr(result, SIGNALS_FIELD, signals)
+            setattr(result, wire.SIGNALS, signals)
         return work, result
 
     def _sample_of_probe(self, request_id: str) -> list[int]:

@@ -13,7 +13,8 @@ from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.operate.doctor.finding import State
 from meridian_patch.operate.doctor.model import check_model, find_model
 from meridian_patch.operate.doctor.patches import check_binding, check_contracts
-from meridian_patch.patches import PATCHES, load_lock
+from meridian_patch.patches import PATCHES
+from meridian_patch.patches.lock import load_lock
 from meridian_patch.patching.source import installed_root
 
 LOCK = load_lock()

@@ -5,8 +5,8 @@ from exit_driver import exit_driver, thinker
 from scheduler_driver import THINK_END
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit import manager
-from meridian_patch.engine.early_exit.signals import SIGNALS_FIELD
 from meridian_patch.phase.tracker import Phase
 
 
@@ -33,7 +33,7 @@ def test_signals_that_cannot_be_read(driver, monkeypatch):
 
     def with_nonsense(output):
         result = plain(output)
-        setattr(result, SIGNALS_FIELD, "no signals")
+        setattr(result, wire.SIGNALS, "no signals")
         return result
 
     with monkeypatch.context() as patched:

@@ -34,9 +34,10 @@ from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
+from meridian_patch.engine.wire import FACTS, RELEASE
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.stays import why_it_stays
-from meridian_patch.handoff.ticket import FACTS, OFFER, RELEASE, facts_in
+from meridian_patch.handoff.ticket import OFFER, facts_in
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.serve_roles import FABRICS
 

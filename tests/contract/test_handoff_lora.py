@@ -21,7 +21,8 @@ from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
-from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, OFFER, facts_in
+from meridian_patch.engine.wire import FACTS
+from meridian_patch.handoff.ticket import NOT_KNOWN, OFFER, facts_in
 
 PROMPT = tuple([WORD] * 49 + [256])
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import request_check
+from meridian_patch.engine import request_check, wire
 from meridian_patch.engine.api import (
     chat,
     completion,
@@ -38,21 +38,25 @@ from meridian_patch.engine.scheduler import (
     step_limits,
 )
 from meridian_patch.engine.worker import worker
-from meridian_patch.patches import (
-    ASYNC_SCHEDULER,
+from meridian_patch.patches import PATCHES, REBINDINGS
+from meridian_patch.patches.api_server import (
     INPUT_PROCESSOR,
-    KV_CACHE_MANAGER,
     OUTPUT_PROCESSOR,
-    PATCHES,
-    REQUEST_CHECK,
     REQUEST_STATE,
-    SCHEDULER,
     SCHEDULER_STATS,
     SERVING,
-    WORKER,
 )
+from meridian_patch.patches.engine_core import (
+    ASYNC_SCHEDULER,
+    KV_CACHE_MANAGER,
+    REQUEST_CHECK,
+    SCHEDULER,
+)
+from meridian_patch.patches.worker import WORKER
+from meridian_patch.patching.fingerprint import assigned_attributes
 from meridian_patch.patching.lock import locked_methods
-from meridian_patch.patching.spec import Patch
+from meridian_patch.patching.source import SourceTree, installed_root
+from meridian_patch.patching.spec import Patch, Rebinding
 
 # Applies and undoes the patches in a process of its own and prints what it saw.
 JOB = """
@@ -60,7 +64,8 @@ import copy, json
 from vllm.config import SchedulerConfig
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.errors import PatchRefused
-from meridian_patch.patches import PATCHES, load_lock
+from meridian_patch.patches import PATCHES
+from meridian_patch.patches.lock import load_lock
 from meridian_patch.patching.registry import Registry
 import vllm.v1.core.sched.async_scheduler as async_module
 import vllm.v1.core.sched.scheduler as sync_module
@@ -78,8 +83,8 @@ def classes():
     schedulers = [config.get_scheduler_cls() for config in configs]
     assert async_llm.InputProcessor is llm_engine.InputProcessor
     assert async_llm.OutputProcessor is llm_engine.OutputProcessor
-    return [*schedulers, sync_module.KVCacheManager, loggers.PrometheusStatLogger,
-            workers.WorkerBase, requests.StructuredOutputRequest, llm_engine.InputProcessor,
+    return [*schedulers, sync_module.KVCacheManager, requests.StructuredOutputRequest,
+            workers.WorkerBase, loggers.PrometheusStatLogger, llm_engine.InputProcessor,
             output_processor.RequestState, llm_engine.OutputProcessor,
             chat.OpenAIServingChat,
             completion.OpenAIServingCompletion, responses.OpenAIServingResponses,
@@ -140,9 +145,9 @@ def test_vllm_builds_our_classes(seen: dict) -> None:
         "PhaseScheduler",
         "AsyncPhaseScheduler",
         "PhaseKVCacheManager",
-        "PhasePrometheusStatLogger",
-        "TappedWorkerBase",
         "CheckedStructuredOutputRequest",
+        "TappedWorkerBase",
+        "PhasePrometheusStatLogger",
         "CheckedInputProcessor",
         "SummaryRequestState",
         "TracedOutputProcessor",
@@ -334,3 +339,19 @@ def test_patches_are_told_apart() -> None:
     assert len({patch.definition for patch in PATCHES}) == len(PATCHES)
     assert SCHEDULER.contract == ASYNC_SCHEDULER.contract
     assert all(len(list(locked_methods(patch))) for patch in PATCHES)
+
+
+OF_VLLM = [each for each in REBINDINGS if each.owner.startswith("vllm.") and ":" in each.owner]
+
+
+@pytest.mark.parametrize("rebinding", OF_VLLM, ids=lambda each: each.owner.rpartition(":")[2])
+def test_what_is_rebound_is_there(rebinding: Rebinding) -> None:
+    """vLLM's class has the method, or assigns the attribute, that is bound anew."""
+    tree = SourceTree.from_directory(installed_root("vllm"))
+    module, _, name = rebinding.owner.partition(":")
+    cls = tree.find_class(module, name)
+    assigned = assigned_attributes(tree, cls)
+    # Every class has these; what we add ourselves is not vLLM's.
+    added = {"__class__", "__annotations__", wire.COUNTS}
+    for attribute in set(rebinding.attributes) - added - assigned:
+        assert tree.find_method(cls, attribute)

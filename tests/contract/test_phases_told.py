@@ -13,12 +13,12 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.v1.metrics.stats import IterationStats
 
 from meridian_patch.config.schema import ResponsesConfig
-from meridian_patch.engine import stats_field
+from meridian_patch.engine import wire
 from meridian_patch.engine.api import phase_changes, reasoning_usage
 from meridian_patch.engine.api.chat import build_chat_serving
 from meridian_patch.engine.api.completion import build_completion_serving
 from meridian_patch.engine.api.phase_times import times_of
-from meridian_patch.engine.api.reasoning_usage import PROGRESS, UsageDetails
+from meridian_patch.engine.api.reasoning_usage import UsageDetails
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.engine.api.responses import build_responses_serving
 from meridian_patch.engine.api.stat_logger import build_prometheus_stat_logger
@@ -248,7 +248,7 @@ def test_metrics_that_cannot_be_exported_end_no_request(monkeypatch):
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
     logger = build_prometheus_stat_logger(Stock)(config)
     monkeypatch.setattr(logger._meridian, "record", None)
-    stats = SimpleNamespace(**{stats_field.FIELD: {"tokens:think": 1}})
+    stats = SimpleNamespace(**{wire.COUNTS: {"tokens:think": 1}})
     iteration = IterationStats()
     times_of(iteration)
     logger.record(stats, iteration)
@@ -259,7 +259,7 @@ def details_of(*choices):
     """Details that saw these choices: progress and number of tokens."""
     details = UsageDetails()
     for index, (progress, said) in enumerate(choices):
-        details.saw(index, SimpleNamespace(**{PROGRESS: progress}, token_ids=[WORD] * said))
+        details.saw(index, SimpleNamespace(**{wire.PROGRESS: progress}, token_ids=[WORD] * said))
     return details
 
 
@@ -270,7 +270,7 @@ def choices(demo_model):
     for name in ("thinks", "cut"):
         served.add(JOBS[name])
     served.driver.drain()
-    return [(getattr(served.outputs(name)[-1], PROGRESS), 20) for name in ("thinks", "cut")]
+    return [(getattr(served.outputs(name)[-1], wire.PROGRESS), 20) for name in ("thinks", "cut")]
 
 
 def test_a_response_has_the_sum(choices):

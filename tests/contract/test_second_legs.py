@@ -30,7 +30,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from meridian_patch.engine.handoff import answer_servers
 from meridian_patch.engine.handoff.answer_servers import AnswerServers
 from meridian_patch.engine.handoff.engine_client import _drained
-from meridian_patch.handoff.ticket import ANSWERED, OFFER, RELEASE
+from meridian_patch.engine.wire import ANSWERED, RELEASE
+from meridian_patch.handoff.ticket import OFFER
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

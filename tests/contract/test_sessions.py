@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import output_processor
 from vllm.v1.request import Request, RequestStatus
 
-from meridian_patch.engine.api.exit_summary import KEY
+from meridian_patch.engine import wire
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.tracker import Phase
 
@@ -202,7 +202,7 @@ def test_the_end_of_a_turn_is_told(driver, monkeypatch, is_queued):
     def watched(*args):
         result = update(*args)
         ends = [each for batch in result.values() for each in batch.outputs if each.finish_reason]
-        told.extend((each.kv_transfer_params or {}).get(KEY) for each in ends)
+        told.extend((each.kv_transfer_params or {}).get(wire.SUMMARY) for each in ends)
         return result
 
     monkeypatch.setattr(scheduler, "update_from_output", watched)

@@ -5,10 +5,10 @@ import pytest
 from exit_driver import exit_driver, thinker
 from scheduler_driver import Driver
 
-from meridian_patch.engine import status
+from meridian_patch.engine import status, wire
 from meridian_patch.engine.early_exit import signal_health
 from meridian_patch.engine.early_exit.signal_health import MOST_LOST
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.engine.early_exit.signals import MeasuredSignals
 
 PROBED = {
     "EXIT__MODE": "observe",
@@ -52,14 +52,14 @@ def answer(monkeypatch, make_signals):
 
     def with_signals(self, output):
         result = run(self, output)
-        plan = getattr(output, PLAN_FIELD, None)
+        plan = getattr(output, wire.PLAN, None)
         if plan is not None:
             plans.append(plan)
             signals = make_signals(plan)
             if signals is None:
-                delattr(result, SIGNALS_FIELD)
+                delattr(result, wire.SIGNALS)
             else:
-                setattr(result, SIGNALS_FIELD, signals)
+                setattr(result, wire.SIGNALS, signals)
         return result
 
     monkeypatch.setattr(Driver, "_run", with_signals)

@@ -21,9 +21,8 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit.signals import (
-    PLAN_FIELD,
-    SIGNALS_FIELD,
     MeasuredSignals,
     MeasurePlan,
 )
@@ -129,7 +128,7 @@ def step(plan=None, drafts=None, dtype=torch.float32, seed=0):
     logits = (3 * torch.randn(n_rows, WIDTH, generator=generator)).to(dtype)
     made = SimpleNamespace(logits=logits, drafts=drafts)
     if plan is not None:
-        setattr(made, PLAN_FIELD, plan)
+        setattr(made, wire.PLAN, plan)
     return made
 
 
@@ -178,7 +177,7 @@ def test_planned_rows_are_measured_before_the_sampler(make_runner, dtype):
     runner = make_runner()
     made = step(MeasurePlan(("c", "a", "gone"), BOUNDARY), dtype=dtype)
     expected = reference(made.logits, [0, 2])
-    signals = getattr(run(runner, made), SIGNALS_FIELD).by_request()
+    signals = getattr(run(runner, made), wire.SIGNALS).by_request()
     assert set(signals) == {"a", "c"}
     assert made.logits.isnan().all()
     assert_close([*signals["a"], *signals["c"]], expected)
@@ -189,7 +188,7 @@ def test_drafts_have_rows(make_runner):
     runner = make_runner()
     made = step(MeasurePlan(("b", "c"), BOUNDARY), drafts=[1, 0, 2])
     expected = reference(made.logits, [2, 3, 4, 5])
-    signals = getattr(run(runner, made), SIGNALS_FIELD).by_request()
+    signals = getattr(run(runner, made), wire.SIGNALS).by_request()
     assert [len(signals[name]) for name in ("b", "c")] == [1, 3]
     assert_close([*signals["b"], *signals["c"]], expected)
 
@@ -198,12 +197,12 @@ def test_nothing_happens_without_a_plan(make_runner):
     """Not asked, or for no request of the batch: no signals; never asked: samplers untouched."""
     runner = make_runner()
     stock = type(runner.sampler), type(runner.rejection_sampler)
-    assert not hasattr(run(runner, step()), SIGNALS_FIELD)
+    assert not hasattr(run(runner, step()), wire.SIGNALS)
     assert (type(runner.sampler), type(runner.rejection_sampler)) == stock
     assert "_sample" not in vars(runner)
-    assert not hasattr(run(runner, step(MeasurePlan(("gone",), BOUNDARY))), SIGNALS_FIELD)
-    assert hasattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), SIGNALS_FIELD)
-    assert not hasattr(run(runner, step()), SIGNALS_FIELD)
+    assert not hasattr(run(runner, step(MeasurePlan(("gone",), BOUNDARY))), wire.SIGNALS)
+    assert hasattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), wire.SIGNALS)
+    assert not hasattr(run(runner, step()), wire.SIGNALS)
 
 
 def test_a_plan_is_good_for_its_own_step(make_runner):
@@ -213,7 +212,7 @@ def test_a_plan_is_good_for_its_own_step(make_runner):
     with pytest.raises(ZeroDivisionError):
         run(runner, step(MeasurePlan(("a",), BOUNDARY)))
     runner.make_output = make_output
-    assert not hasattr(run(runner, step()), SIGNALS_FIELD)
+    assert not hasattr(run(runner, step()), wire.SIGNALS)
 
 
 def test_signals_wait_with_an_asynchronous_output(make_runner):
@@ -225,8 +224,8 @@ def test_signals_wait_with_an_asynchronous_output(make_runner):
     result = runner.sample_tokens(None)
     assert type(result) is Later
     assert result.get_kv_connector_output() == "kv"
-    assert not hasattr(result.output, SIGNALS_FIELD)
-    assert_close(getattr(result.get_output(), SIGNALS_FIELD).by_request()["b"], expected)
+    assert not hasattr(result.output, wire.SIGNALS)
+    assert_close(getattr(result.get_output(), wire.SIGNALS).by_request()["b"], expected)
     assert result.get_output() is result.output
     gone = weakref.ref(result)
     gc.disable()
@@ -242,7 +241,7 @@ def test_results_that_carry_nothing(make_runner, result):
     """The empty output, shared by all steps, stays as it is, and None stays None."""
     runner = make_runner(lambda: result)
     run(runner, step(MeasurePlan(("a",), BOUNDARY)))
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, SIGNALS_FIELD)
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, wire.SIGNALS)
 
 
 def test_a_failure_costs_the_signals_and_nothing_else(make_runner, logged):
@@ -250,11 +249,11 @@ def test_a_failure_costs_the_signals_and_nothing_else(make_runner, logged):
     runner = make_runner()
     for _ in range(3):
         made = step(MeasurePlan(("a",), VOCAB))
-        assert not hasattr(run(runner, made), SIGNALS_FIELD)
+        assert not hasattr(run(runner, made), wire.SIGNALS)
         assert made.logits.isnan().all()
     assert len(logged) == 1
     assert "failed at measuring" in logged[0]
-    assert hasattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), SIGNALS_FIELD)
+    assert hasattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), wire.SIGNALS)
 
 
 def test_rows_of_another_layout_are_not_guessed_at(make_runner, logged):
@@ -263,7 +262,7 @@ def test_rows_of_another_layout_are_not_guessed_at(make_runner, logged):
     for _ in range(2):
         made = step(MeasurePlan(("a",), BOUNDARY), drafts=[1, 1, 1])
         made.logits = made.logits[:4]
-        refusal = getattr(run(runner, made), SIGNALS_FIELD).refusal
+        refusal = getattr(run(runner, made), wire.SIGNALS).refusal
         assert refusal == "its samplers get 4 rows, expected 6"
     assert len(logged) == 1
     assert "get 4 rows, expected 6" in logged[0]
@@ -359,11 +358,11 @@ def test_extra_attributes_survive_the_way_between_processes():
     """Plan and signals are still there after pickling, and in no field that vLLM compares."""
     plan = MeasurePlan(("a",), BOUNDARY)
     scheduled, output = SchedulerOutput.make_empty(), ModelRunnerOutput(["a"], {"a": 0})
-    setattr(scheduled, PLAN_FIELD, plan)
+    setattr(scheduled, wire.PLAN, plan)
     values = np.array([[1.0, 2.0, 0.5, 0.25]], np.float32)
-    setattr(output, SIGNALS_FIELD, MeasuredSignals(["a"], None, values))
-    assert getattr(pickle.loads(pickle.dumps(scheduled)), PLAN_FIELD) == plan
-    received = getattr(pickle.loads(pickle.dumps(output)), SIGNALS_FIELD).by_request()
+    setattr(output, wire.SIGNALS, MeasuredSignals(["a"], None, values))
+    assert getattr(pickle.loads(pickle.dumps(scheduled)), wire.PLAN) == plan
+    received = getattr(pickle.loads(pickle.dumps(output)), wire.SIGNALS).by_request()
     assert {name: table.tolist() for name, table in received.items()} == {"a": values.tolist()}
 
 
@@ -419,11 +418,11 @@ def test_a_closed_tap_tells_the_scheduler(is_later):
     runner.batch_sharder = object()
     put_tap(runner, MODEL)
     for _ in range(2):
-        signals = getattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), SIGNALS_FIELD)
+        signals = getattr(run(runner, step(MeasurePlan(("a",), BOUNDARY))), wire.SIGNALS)
         assert signals.refusal == "its ranks share the sampling"
         assert signals.by_request() == {}
         assert pickle.loads(pickle.dumps(signals)) == signals
-    assert not hasattr(run(runner, step()), SIGNALS_FIELD)
+    assert not hasattr(run(runner, step()), wire.SIGNALS)
 
 
 def test_what_is_sent_owns_its_memory():

@@ -35,7 +35,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from meridian_patch.patches import LOCKED_VERSIONS, PATCHES, SUPPORTED, load_lock
+from meridian_patch.patches import PATCHES
+from meridian_patch.patches.lock import LOCKED_VERSIONS, SUPPORTED, load_lock
 from meridian_patch.patching.lock import (
     LockedMethod,
     compute_entry,

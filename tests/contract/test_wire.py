@@ -21,9 +21,9 @@ from vllm.v1.engine import output_processor as upstream
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.api import exit_summary
 from meridian_patch.engine.api.input_check import build_input_processor
-from meridian_patch.engine.api.reasoning_usage import PROGRESS
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.engine.upstream import is_release
 from meridian_patch.exit.actions import Close, ExitReport, Outcome
@@ -253,7 +253,7 @@ def test_each_turn_of_a_session_has_its_own():
     assert last.meridian["exit_reason"] == "natural"
     assert first.meridian == SUMMARY
     # Phases and counts begin anew, too.
-    assert getattr(last, PROGRESS) is not getattr(first, PROGRESS)
+    assert getattr(last, wire.PROGRESS) is not getattr(first, wire.PROGRESS)
 
 
 @pytest.mark.usefixtures("patched")
@@ -285,7 +285,7 @@ def test_two_turns_that_are_read_late_say_how_each_of_them_ended():
     assert first.meridian == SUMMARY
     assert list(second.token_ids) == [5, 5]
     assert second.meridian == {"exit_reason": "natural", "think_tokens": 3}
-    assert getattr(second, PROGRESS) is not getattr(first, PROGRESS)
+    assert getattr(second, wire.PROGRESS) is not getattr(first, wire.PROGRESS)
 
 
 @pytest.mark.usefixtures("patched")

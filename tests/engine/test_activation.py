@@ -130,7 +130,7 @@ def tampered(tmp_path_factory) -> dict[str, str]:
     for part in (meridian_patch.configs, meridian_patch.kernels):
         name = part.__name__.rpartition(".")[2]
         shutil.copytree(part.__path__[0], package / name, dirs_exist_ok=True)
-    path = package / "upstream_lock.json"
+    path = package / "patches" / "upstream_lock.json"
     lock = json.loads(path.read_text())
     for release in lock.values():
         scheduler = release["vllm.v1.core.sched.scheduler:Scheduler"]

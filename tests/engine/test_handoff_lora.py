@@ -18,9 +18,9 @@ from run_server import Server
 
 from meridian_patch.demo.problems import make_problems
 from meridian_patch.demo.tokenizer import build_tokenizer
+from meridian_patch.engine.wire import FACTS
 from meridian_patch.handoff.answer_engine import TOKENS
 from meridian_patch.handoff.requests import ingest, offload, ticket_in
-from meridian_patch.handoff.ticket import FACTS
 
 pytestmark = [
     pytest.mark.engine,

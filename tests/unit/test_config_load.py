@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from meridian_patch.config.left import LEFT_KEYS, LEFT_VALUES
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import load_config, process_config
 from meridian_patch.config.request_options import RequestOptions, allowed_names
 from meridian_patch.config.schema import Config, RequestField
 from meridian_patch.errors import ConfigError
@@ -57,6 +57,25 @@ def test_environment_alone():
     """One variable switches the policy without a file."""
     loaded = load_config({"MERIDIAN_PATCH_SET_POLICY__NAME": "noop"})
     assert loaded.config.policy.name == "noop"
+
+
+def test_a_process_loads_its_configuration_once(config_file, monkeypatch):
+    """Until a variable of ours changes; a wrong value is refused each time, with field and file."""
+    env = config_file("version: 1\npolicy: {level_tokens: 5}\n")
+    monkeypatch.setenv("MERIDIAN_PATCH_CONFIG", env["MERIDIAN_PATCH_CONFIG"])
+    first = process_config()
+    monkeypatch.setenv("ANOTHER_PROGRAMS", "1")
+    assert process_config() is first
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    changed = process_config().config.policy
+    assert (changed.name, changed.level_tokens) == ("noop", 5)
+    wrong = config_file("version: 1\npolicy: {level_tokens: many}\n")["MERIDIAN_PATCH_CONFIG"]
+    monkeypatch.delenv("MERIDIAN_PATCH_SET_POLICY__NAME")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "off")
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            process_config()
+        assert f"file {wrong}: policy.level_tokens" in str(error.value)
 
 
 def test_config_is_frozen():

@@ -6,8 +6,10 @@ from types import ModuleType
 
 import pytest
 
+from meridian_patch.engine.wire import RIDERS
 from meridian_patch.exit.strategies.build import LISTED, REASONS
-from meridian_patch.patches import LOCKED_VERSIONS, PATCHES
+from meridian_patch.patches import PATCHES, REBINDINGS
+from meridian_patch.patches.lock import LOCKED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -62,6 +64,27 @@ def test_page_tells_all_of_every_patch(gen_docs: ModuleType) -> None:
         ):
             assert text in section
     assert ", ".join(LOCKED_VERSIONS) in page
+
+
+def test_page_lists_every_rebinding(gen_docs: ModuleType) -> None:
+    """Each is a row with its owner, its reason and the place that does it."""
+    section = gen_docs.render_patches().partition("\n## Bound while a process runs\n")[2]
+    section = section.partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    for rebinding, row in zip(REBINDINGS, rows, strict=True):
+        names = (rebinding.owner, *rebinding.attributes, *rebinding.places)
+        for text in (*(name.replace(":", ".") for name in names), rebinding.lasts, rebinding.why):
+            assert text in row
+
+
+def test_page_lists_every_rider(gen_docs: ModuleType) -> None:
+    """Each is a row with its object, its name, its type and the modules that use it."""
+    section = gen_docs.render_patches().partition("\n## What travels on vLLM's objects\n")[2]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    for rider, row in zip(RIDERS, rows, strict=True):
+        names = [*rider.carrier.split(", "), *rider.name.split(", ")]
+        for text in (*names, *rider.writers, *rider.readers, rider.type, rider.way, rider.what):
+            assert text in row
 
 
 def test_page_of_requests_names_every_reason():

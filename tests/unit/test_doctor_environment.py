@@ -12,7 +12,7 @@ from meridian_patch.operate.doctor import environment as judged
 from meridian_patch.operate.doctor.finding import State
 from meridian_patch.operate.doctor.gpus import find_gpus
 from meridian_patch.operate.doctor.installed import Installed, read_installed
-from meridian_patch.patches import LOCKED_VERSIONS
+from meridian_patch.patches.lock import LOCKED_VERSIONS
 
 HEALTHY = Installed(
     python="3.12.4",

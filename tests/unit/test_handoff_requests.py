@@ -2,9 +2,10 @@
 
 import pytest
 
+from meridian_patch.engine.wire import FACTS
 from meridian_patch.errors import ConfigError
 from meridian_patch.handoff.requests import ingest, offload, ticket_in
-from meridian_patch.handoff.ticket import FACTS, NOT_KNOWN, OFFER, facts_in
+from meridian_patch.handoff.ticket import NOT_KNOWN, OFFER, facts_in
 
 LAYOUT = {"model": "m", "weights": "w", "block_size": 32, "cache_dtype": "auto", "dtype": "float32"}
 TICKET = {

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import meridian_patch
-from meridian_patch import patches
+from meridian_patch.patches.lock import SUPPORTED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILT_FROM = (
@@ -84,7 +84,7 @@ def test_wheel_holds_every_data_file(wheel_files: set[str]) -> None:
         pages = tracked("meridian_patch", f"*.{kind}")
         assert pages
         expected |= {f"meridian_patch/{path}" for path in pages}
-    assert expected | {"meridian_patch/upstream_lock.json"} <= wheel_files
+    assert expected | {"meridian_patch/patches/upstream_lock.json"} <= wheel_files
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_both_builds_are_the_release_that_the_tests_run_on() -> None:
     assert cuda == cpu
     (pin,) = cuda
     assert pin.operator == "=="
-    assert pin.version in SpecifierSet(patches.SUPPORTED)
+    assert pin.version in SpecifierSet(SUPPORTED)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from meridian_patch import envs
+from meridian_patch.engine import wire
 from meridian_patch.engine.scheduler.step_timer import StepTimer, graph_tokens
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
@@ -123,7 +123,7 @@ def test_up_to_which_size_a_graph_runs_prompts(mode, most, expected):
     compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=most)
     config = SimpleNamespace(additional_config={}, compilation_config=compilation)
     assert graph_tokens(config) == expected
-    config.additional_config = {envs.EMULATED_GRAPH: 64}
+    config.additional_config = {wire.GRAPH_TOKENS: 64}
     assert graph_tokens(config) == 64
 
 

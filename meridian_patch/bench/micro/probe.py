@@ -23,7 +23,8 @@ from meridian_patch.bench.micro.timing import (
     take_rounds,
     write_figures,
 )
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.engine import wire
+from meridian_patch.engine.early_exit.signals import MeasuredSignals
 from meridian_patch.exit.actions import Probe
 from meridian_patch.replay.scheduler import build_scheduler, read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm
@@ -149,8 +150,8 @@ def _answer(output: Any) -> ModelRunnerOutput:
     names = list(output.num_scheduled_tokens)
     index = {name: number for number, name in enumerate(names)}
     answer = ModelRunnerOutput(names, index, sampled_token_ids=[[_WORD] for _ in names])
-    plan = getattr(output, PLAN_FIELD, None)
+    plan = getattr(output, wire.PLAN, None)
     if plan is not None:
         values = np.ones((len(plan.request_ids), 4), np.float32)
-        setattr(answer, SIGNALS_FIELD, MeasuredSignals(plan.request_ids, None, values))
+        setattr(answer, wire.SIGNALS, MeasuredSignals(plan.request_ids, None, values))
     return answer

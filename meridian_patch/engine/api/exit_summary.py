@@ -3,7 +3,7 @@
 ::
 
     vllm_xargs ──▶ serving class, input processor ──▶ scheduler: attach_all()
-                   refuse what is wrong                       │ kv_transfer_params[KEY]
+                   refuse what is wrong                       │ kv_transfer_params
     choice["meridian"] ◀── serving class ◀── request state ◀──┘
     CompletionOutput.meridian ◀───────────── takes it out again
 
@@ -18,8 +18,7 @@ from typing import Any, Final
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import output_processor
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.request_options import (
     NO_OPTIONS,
     allowed_names,
@@ -27,14 +26,12 @@ from meridian_patch.config.request_options import (
     check_reserve,
     parse_options,
 )
+from meridian_patch.engine import wire
 from meridian_patch.engine.api.recipients import takes_out
 from meridian_patch.engine.api.served_model import ServedModel
 from meridian_patch.errors import MeridianError
 from meridian_patch.exit.actions import ExitReport
 from meridian_patch.exit.summary import Summary, summarize
-
-KEY: Final = "meridian"
-"""Name of the summary, in transit and in responses."""
 
 _EVENT: Final = "data: {"
 
@@ -53,7 +50,7 @@ class RequestRefused(VLLMValidationError, ValueError):  # noqa: N818 - the name 
 @cache
 def allowed_fields() -> frozenset[str]:
     """The fields that this process's configuration allows; read once."""
-    return allowed_names(load_config(envs.environment()).config.requests.allowed_fields)
+    return allowed_names(process_config().config.requests.allowed_fields)
 
 
 def check_fields(
@@ -109,15 +106,16 @@ def attach_all(outputs: Mapping[int, Any], outcomes: Mapping[str, ExitReport]) -
                 summary = summarize(outcomes[output.request_id])
                 # Load-bearing: the only dict with free keys there; it reaches the API server
                 # unchanged.
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: summary}
+                others = output.kv_transfer_params or {}
+                output.kv_transfer_params = {**others, wire.SUMMARY: summary}
 
 
 def detach(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Summary | None]:
     """``kv_transfer_params`` without the summary, and the summary; each may be None."""
-    if not params or KEY not in params:
+    if not params or wire.SUMMARY not in params:
         return params, None
-    rest = {name: value for name, value in params.items() if name != KEY}
-    return rest or None, params[KEY]
+    rest = {name: value for name, value in params.items() if name != wire.SUMMARY}
+    return rest or None, params[wire.SUMMARY]
 
 
 class Summaries:
@@ -130,7 +128,7 @@ class Summaries:
         """Keep the summary of a ``CompletionOutput`` that ends the choice with this index."""
         if output.finish_reason is not None:
             # Beam search makes its own outputs, without a summary.
-            summary = getattr(output, KEY, None)
+            summary = getattr(output, wire.SUMMARY, None)
             if summary:
                 self._by_choice[choice] = summary
 
@@ -139,7 +137,7 @@ class Summaries:
         for choice in choices:
             if choice.index in self._by_choice:
                 # Load-bearing: response models keep unknown fields.
-                setattr(choice, KEY, self._by_choice[choice.index])
+                setattr(choice, wire.SUMMARY, self._by_choice[choice.index])
 
     def add_to_event(self, event: str) -> str:
         """Add summaries to the last chunk of each choice in a stream of server-sent events."""
@@ -151,5 +149,5 @@ class Summaries:
         if not known:
             return event
         for choice in known:
-            choice[KEY] = self._by_choice.pop(choice["index"])
+            choice[wire.SUMMARY] = self._by_choice.pop(choice["index"])
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -3,8 +3,7 @@
 from copy import copy
 from typing import Any
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine.api.exit_summary import RequestRefused, check_fields
 from meridian_patch.engine.api.served_model import ServedModel, register
 from meridian_patch.errors import MeridianError
@@ -16,7 +15,7 @@ def build_input_processor(original: type) -> type:
     class CheckedInputProcessor(original):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            served = ServedModel(self.vllm_config, load_config(envs.environment()))
+            served = ServedModel(self.vllm_config, process_config())
             self.served_model = served
             # Load-bearing: the engine builds its output processor with the same tokenizer.
             tokenizer = self.renderer.tokenizer

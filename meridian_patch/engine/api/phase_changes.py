@@ -5,15 +5,13 @@ their own requests. Steps that change no phase carry nothing.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from vllm.v1.engine import output_processor
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.api.recipients import takes_out
 from meridian_patch.phase.progress import PhaseChange
-
-KEY: Final = "meridian_phase"
-"""Name of a change, in transit only."""
 
 
 def attach_changes(outputs: Mapping[int, Any], changes: Mapping[str, PhaseChange]) -> None:
@@ -32,14 +30,15 @@ def attach_changes(outputs: Mapping[int, Any], changes: Mapping[str, PhaseChange
             if change is not None:
                 # Load-bearing: the only dict with free keys there; it reaches the API server
                 # unchanged.
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: change}
+                others = output.kv_transfer_params or {}
+                output.kv_transfer_params = {**others, wire.PHASE: change}
 
 
 def detach_change(output: Any) -> PhaseChange | None:
     """Take the change out of an ``EngineCoreOutput``; None: it has none."""
     params = output.kv_transfer_params
-    if not params or KEY not in params:
+    if not params or wire.PHASE not in params:
         return None
-    rest = {name: value for name, value in params.items() if name != KEY}
+    rest = {name: value for name, value in params.items() if name != wire.PHASE}
     output.kv_transfer_params = rest or None
-    return PhaseChange(*params[KEY])
+    return PhaseChange(*params[wire.PHASE])

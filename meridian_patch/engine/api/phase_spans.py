@@ -13,6 +13,7 @@ from typing import Any, Final
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
+from meridian_patch import envs
 from meridian_patch.phase.phase_log import PhaseSpan
 from meridian_patch.phase.progress import THINK
 
@@ -35,7 +36,7 @@ def export_spans(parent: Span, phases: Iterable[PhaseSpan], summary: Mapping[str
         phases: the request's thoughts and answers.
         summary: the request's summary, which tells what ended its last thought.
     """
-    tracer = trace.get_tracer("meridian_patch")
+    tracer = trace.get_tracer(envs.PLUGIN_NAME)
     context = trace.set_span_in_context(parent)
     phases = list(phases)
     thoughts = [phase for phase in phases if phase.place == THINK]

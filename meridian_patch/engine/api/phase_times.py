@@ -9,14 +9,12 @@ from typing import Any, Final, NamedTuple
 
 from vllm.v1.engine import EngineCoreEventType
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.api.phase_changes import detach_change
 from meridian_patch.phase.phase_log import PhaseLog
 from meridian_patch.phase.progress import ANSWER, THINK, TURNING, PhaseChange, PhaseProgress
 from meridian_patch.telemetry import counters
-
-FIELD: Final = "meridian_times"
-"""Attribute of vLLM's ``IterationStats`` that holds the times of its outputs."""
 
 FOLLOWING: Final = ApiGuard("phases were not followed; stock's counts stand in for ours")
 
@@ -87,11 +85,11 @@ class PhaseTimes:
 
 def times_of(iteration_stats: Any) -> PhaseTimes:
     """The times of the step that ``iteration_stats`` is of."""
-    times: PhaseTimes | None = getattr(iteration_stats, FIELD, None)
+    times: PhaseTimes | None = getattr(iteration_stats, wire.TIMES, None)
     if times is None:
         times = PhaseTimes()
         # Load-bearing: the object has a `__dict__`, and the stat loggers get it after the step.
-        setattr(iteration_stats, FIELD, times)
+        setattr(iteration_stats, wire.TIMES, times)
     return times
 
 

@@ -11,24 +11,12 @@ from typing import Any, Final
 
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.schema import ResponsesConfig
-from meridian_patch.engine.api.exit_summary import KEY
+from meridian_patch.engine import wire
 from meridian_patch.phase.progress import ANSWER, THINK, PhaseProgress
 
-PROGRESS: Final = "meridian_progress"
-"""Attribute of a ``CompletionOutput``: the ``PhaseProgress`` of its request."""
-
 _DETAILS: Final = "completion_tokens_details"
-# Names in the field `meridian` and in vLLM's metrics.
-_METRICS: Final = {
-    "ttfat_ms": "time_to_first_answer_token_ms",
-    "think_ms": "think_time_ms",
-    "answer_ms": "answer_time_ms",
-    "preemptions": "preemptions",
-    "exit_reason": "exit_reason",
-}
 _EVENT: Final = "data: "
 # A chunk without usage has null there, or nothing.
 _HAS_USAGE: Final = '"usage":{'
@@ -41,7 +29,7 @@ def responses_config() -> ResponsesConfig:
     Raises:
         ConfigError: the configuration is wrong.
     """
-    return load_config(envs.environment()).config.responses
+    return process_config().config.responses
 
 
 def milliseconds(progress: PhaseProgress) -> dict[str, float]:
@@ -71,11 +59,11 @@ class UsageDetails:
     def saw(self, choice: int, output: Any) -> None:
         """Take in the next ``CompletionOutput`` of a choice: its new tokens, or all of them."""
         # Beam search makes its own outputs, whose phases are not known.
-        progress = getattr(output, PROGRESS, None)
+        progress = getattr(output, wire.PROGRESS, None)
         if progress is not None:
             _, said = self._choices.get(choice, (progress, 0))
             self._choices[choice] = progress, said + len(output.token_ids)
-            self._summary = getattr(output, KEY, {})
+            self._summary = getattr(output, wire.SUMMARY, {})
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -99,7 +87,7 @@ class UsageDetails:
             return {}
         ((progress, _),) = self._choices.values()
         known = {**self._summary, **milliseconds(progress)}
-        return {shown: known[name] for name, shown in _METRICS.items() if name in known}
+        return {shown: known[name] for name, shown in wire.METRICS.items() if name in known}
 
     def add_to(self, response: Any) -> None:
         """Write into a response of chat or of completions; an error response has no usage."""

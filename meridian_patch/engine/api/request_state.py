@@ -4,10 +4,11 @@ from typing import Any
 
 from vllm.v1.engine import FinishReason
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.api.answer_stops import AnswerStops, build_detokenizer
-from meridian_patch.engine.api.exit_summary import KEY, detach
+from meridian_patch.engine.api.exit_summary import detach
 from meridian_patch.engine.api.guard import ApiGuard
-from meridian_patch.engine.api.reasoning_usage import PROGRESS, milliseconds, responses_config
+from meridian_patch.engine.api.reasoning_usage import milliseconds, responses_config
 from meridian_patch.engine.api.served_model import served_by
 from meridian_patch.engine.api.think_pieces import with_think_pieces
 from meridian_patch.phase.progress import PhaseProgress
@@ -73,8 +74,8 @@ def build_request_state(original: type) -> type:
                 before.clear()
                 before.update(self.thinking)
                 self.thinking = before
-            setattr(output, KEY, self.thinking)
-            setattr(output, PROGRESS, self.progress)
+            setattr(output, wire.SUMMARY, self.thinking)
+            setattr(output, wire.PROGRESS, self.progress)
             return output
 
         def _is_merged_into(self, thinking: dict[str, Any]) -> bool:
@@ -85,7 +86,7 @@ def build_request_state(original: type) -> type:
             if queue is None or not queue.aggregate or hasattr(queue, "_backlog"):
                 return False
             completions = getattr(queue.output, "outputs", ())
-            return any(getattr(each, KEY, None) is thinking for each in completions)
+            return any(getattr(each, wire.SUMMARY, None) is thinking for each in completions)
 
     return SummaryRequestState
 

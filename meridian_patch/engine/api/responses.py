@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.api.body_fields import move_fields, restore_fields
-from meridian_patch.engine.api.exit_summary import KEY, check_fields
+from meridian_patch.engine.api.exit_summary import check_fields
 from meridian_patch.engine.api.reasoning_usage import UsageDetails, responses_config
 from meridian_patch.engine.api.served_model import served_through
 
@@ -45,10 +46,10 @@ def build_responses_serving(original: type) -> type:
             )
             # Load-bearing: only the context of a single request has it.
             last = getattr(context, "last_output", None)
-            summary = getattr(last.outputs[0], KEY, None) if last and last.outputs else None
-            if summary and hasattr(response, "output"):
-                setattr(response, KEY, summary)
             if last and last.outputs and hasattr(response, "output"):
+                summary = getattr(last.outputs[0], wire.SUMMARY, None)
+                if summary:
+                    setattr(response, wire.SUMMARY, summary)
                 details = UsageDetails()
                 details.saw(0, last.outputs[0])
                 _add_details(response, details, context.num_output_tokens)

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from meridian_patch.config.load import LoadedConfig
-from meridian_patch.config.request_options import RequestOptions, stop_scope
+from meridian_patch.config.request_options import WRAP_UP, RequestOptions, stop_scope
 from meridian_patch.engine.boundaries import find_resolution, vocabulary_of
 from meridian_patch.errors import ConfigError
 from meridian_patch.exit.patterns import PatternTokens
@@ -18,8 +18,6 @@ from meridian_patch.phase.output_phases import OutputPhases
 from meridian_patch.phase.resolve import Resolution
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.wrap_up import wrap_up_ids
-
-WRAP_UP: Final = "meridian_wrap_up"
 
 _SERVED: WeakKeyDictionary[Any, "ServedModel"] = WeakKeyDictionary()
 

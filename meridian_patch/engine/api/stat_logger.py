@@ -3,8 +3,8 @@
 from importlib.metadata import version
 from typing import Any
 
-from meridian_patch.engine import stats_field
-from meridian_patch.engine.api import phase_times
+from meridian_patch import envs
+from meridian_patch.engine import stats_field, wire
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.telemetry import counters, handoffs
 from meridian_patch.telemetry.prometheus import PhaseMetrics
@@ -22,7 +22,7 @@ def build_prometheus_stat_logger(original: type) -> type:
             self._meridian = PhaseMetrics(vllm_config.model_config.served_model_name)
             for engine in self.engine_indexes:
                 self._meridian.initialize(engine)
-                info = f"{counters.INFO}:{version('meridian_patch')}"
+                info = f"{counters.INFO}:{version(envs.PLUGIN_NAME)}"
                 self._meridian.record({info: 1}, engine)
 
         def record(
@@ -33,7 +33,7 @@ def build_prometheus_stat_logger(original: type) -> type:
             engine_idx: int = 0,
         ) -> None:
             super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-            stats = getattr(scheduler_stats, stats_field.FIELD, None)
+            stats = getattr(scheduler_stats, wire.COUNTS, None)
             if stats:
                 with _EXPORTS:
                     self._meridian.record(stats, engine_idx)
@@ -41,7 +41,7 @@ def build_prometheus_stat_logger(original: type) -> type:
                 events, gaps = handoffs.OF_THIS_PROCESS.drain()
                 self._meridian.record(events, engine_idx)
                 self._meridian.observe(gaps, engine_idx)
-            times = getattr(iteration_stats, phase_times.FIELD, None)
+            times = getattr(iteration_stats, wire.TIMES, None)
             if times is not None:
                 with _EXPORTS:
                     self._meridian.record(times.counts(), engine_idx)

@@ -6,8 +6,7 @@ from typing import Any, Final
 from vllm.logger import init_logger
 from vllm.reasoning import ReasoningParserManager
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.schema import Config
 from meridian_patch.engine.api.served_model import served_by
 from meridian_patch.phase.progress import THINK
@@ -28,7 +27,7 @@ def with_think_pieces(original: type) -> type:
     Raises:
         ConfigError: the configuration is wrong.
     """
-    think_interval = _think_interval(load_config(envs.environment()).config)
+    think_interval = _think_interval(process_config().config)
     if think_interval == 1:
         return original
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit.answer_loops import AnswerLoops
 from meridian_patch.engine.early_exit.answer_room import AnswerRoom
 from meridian_patch.engine.early_exit.close_checks import CloseChecks, budget_tokens
@@ -16,7 +17,7 @@ from meridian_patch.engine.early_exit.exit_reports import ExitReports, leaves_no
 from meridian_patch.engine.early_exit.forced_close import ForcedCloses
 from meridian_patch.engine.early_exit.probes import Probes
 from meridian_patch.engine.early_exit.signal_health import SignalHealth
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasurePlan
+from meridian_patch.engine.early_exit.signals import MeasurePlan
 from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
 from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
@@ -225,7 +226,7 @@ class EarlyExit:
         if names:
             plan = MeasurePlan(tuple(names), self._boundary_id)
             # Load-bearing: extra attributes of a `SchedulerOutput` reach the workers.
-            setattr(output, PLAN_FIELD, plan)
+            setattr(output, wire.PLAN, plan)
 
     def changed(self, name: str) -> None:
         """Handle a change of a request's phase."""
@@ -240,7 +241,7 @@ class EarlyExit:
 
     def before_update(self, model_output: Any) -> None:
         """Take a step's signals; its tokens are not appended to the requests yet."""
-        self._signals.receive(getattr(model_output, SIGNALS_FIELD, None))
+        self._signals.receive(getattr(model_output, wire.SIGNALS, None))
 
     def after_update(self, scheduled: Mapping[str, int]) -> None:
         """Process a step's tokens, which were appended and seen by the tracker.

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probe_seats import ProbeSeats, free_seats
 from meridian_patch.engine.kv_cache.shared_blocks import held_tokens, tokens_behind_hits
@@ -91,7 +92,7 @@ class Probes:
         [group] = scheduler.kv_cache_config.kv_cache_groups
         # Load-bearing: with full attention a running request holds all of its blocks.
         self._holds_all = isinstance(group.kv_cache_spec, FullAttentionSpec)
-        self._names = (f"meridian-probe-{number}" for number in count())
+        self._names = (f"{wire.PROBE}-{number}" for number in count())
         # Due probes by the parent's id.
         self._due: dict[str, _Due] = {}
         # Live probes by their own id, and their ids by the parent's id.

@@ -1,16 +1,13 @@
 """The messages between scheduler and worker about signals; imports no large module.
 
-The scheduler sets :data:`PLAN_FIELD` on a ``SchedulerOutput``; the worker sets
-:data:`SIGNALS_FIELD` on the ``ModelRunnerOutput`` of the same step.
+The scheduler sets a plan on a ``SchedulerOutput``; the worker sets signals on the
+``ModelRunnerOutput`` of the same step. Load-bearing: both classes are plain dataclasses, whose
+extra attributes survive pickling.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple
-
-# Load-bearing: both classes are plain dataclasses, whose extra attributes survive pickling.
-PLAN_FIELD: Final = "meridian_plan"
-SIGNALS_FIELD: Final = "meridian_signals"
+from typing import Any, NamedTuple
 
 
 class MeasuredSignals(NamedTuple):

@@ -3,11 +3,12 @@
 from typing import Any
 
 from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine import wire
 from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
 from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.errors import ConfigError
-from meridian_patch.handoff.ticket import FACTS, facts_in
+from meridian_patch.handoff.ticket import facts_in
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -37,7 +38,7 @@ class AnswerPart(SchedulerPart):
             # No other engine would read what this one keeps.
             request.kv_transfer_params = None
             return
-        if FACTS not in params:
+        if wire.FACTS not in params:
             return
         try:
             why = self._reason_against(params, request.lora_request, loaded)

@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm.v1.engine.core_client import MPClient
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine.handoff.answer_servers import AnswerServers, same_as
 from meridian_patch.engine.handoff.grammars import binds_thoughts
 from meridian_patch.engine.handoff.second_legs import COUNTS_SAMPLED, SecondLegs
@@ -26,7 +25,7 @@ def build_engine_client(original: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            config = load_config(envs.environment()).config.handoff
+            config = process_config().config.handoff
             if config.answer_urls:
                 servers = AnswerServers(config, same_as(self.vllm_config), self.client_index)
                 self.meridian_legs = SecondLegs(

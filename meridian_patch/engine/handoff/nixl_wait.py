@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from vllm.logger import init_logger
 
-from meridian_patch import envs
 from meridian_patch.config.handoff import HandoffConfig
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine.handoff.layout import NIXL_CONNECTORS
 
 logger = init_logger("vllm.meridian_patch")
@@ -38,7 +37,7 @@ def let_nixl_wait(vllm_config: Any) -> None:
         ConfigError: the configuration is wrong.
     """
     let_nixl_poll()
-    config = load_config(envs.environment()).config.handoff
+    config = process_config().config.handoff
     wait_ms = wait_for(config, vllm_config.kv_transfer_config)
     if not wait_ms:
         return

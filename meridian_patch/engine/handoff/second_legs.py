@@ -18,7 +18,7 @@ from packaging.version import Version
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from meridian_patch.engine.api import exit_summary, phase_changes
+from meridian_patch.engine import wire
 from meridian_patch.engine.api.guard import ApiGuard
 from meridian_patch.engine.handoff.answer_servers import AnswerServer, AnswerServers
 from meridian_patch.handoff.second_leg import (
@@ -32,14 +32,13 @@ from meridian_patch.handoff.second_leg import (
     wire_body,
 )
 from meridian_patch.handoff.stays import why_it_stays
-from meridian_patch.handoff.ticket import ANSWERED, FACTS, OFFER, RELEASE
+from meridian_patch.handoff.ticket import OFFER
 from meridian_patch.telemetry.handoffs import Handoffs
 
 # Outputs of answer engines are collected for so long: each delivery costs the API server a record
 # of statistics.
 _BATCH_S: Final = 0.004
-_AT_HOME: Final = "meridian-home"
-_RIDERS: Final = (phase_changes.KEY, exit_summary.KEY)
+_RIDERS: Final = (wire.PHASE, wire.SUMMARY)
 
 COUNTS_SAMPLED: Final = Version(vllm.__version__) < Version("0.33")
 """Load-bearing: the token endpoint's log-probabilities count the sampled token as one of them."""
@@ -162,14 +161,14 @@ class SecondLegs:
         name = self._home_names.get(output.request_id, output.request_id)
         moving = self._moving.get(name)
         if moving is None:
-            return not output.request_id.endswith(_AT_HOME)
+            return not output.request_id.endswith(wire.AT_HOME)
         if moving.home_name is not None:
             self._come_home(name, output)
         moving.token_ids += output.new_token_ids
         params = output.kv_transfer_params
         if output.finish_reason is None:
             return True
-        if moving.home_name is None and params and FACTS in params:
+        if moving.home_name is None and params and wire.FACTS in params:
             moving.engine_index = outputs.engine_index
             return self._leave(name, moving, output)
         self._forget(name)
@@ -281,7 +280,7 @@ class SecondLegs:
         request, num_tokens = moving.request, len(moving.token_ids)
         # Load-bearing: the id of a request whose blocks wait for a reader is still known, and ends
         # EngineCore if it is added again.
-        moving.home_name = f"{name}-{_AT_HOME}"
+        moving.home_name = f"{name}-{wire.AT_HOME}"
         self._home_names[moving.home_name] = name
         moving.leg = None
         self._handoffs.ended("answered_at_home")
@@ -290,9 +289,9 @@ class SecondLegs:
         transfer = {}
         # Load-bearing: NIXL's name for the request whose blocks it keeps; Mooncake has none.
         if unsent is not None and unsent.get("remote_request_id"):
-            transfer[RELEASE] = unsent["remote_request_id"]
+            transfer[wire.RELEASE] = unsent["remote_request_id"]
         if request.sampling_params.structured_outputs is not None:
-            transfer[ANSWERED] = num_tokens - (moving.num_thought or 0)
+            transfer[wire.ANSWERED] = num_tokens - (moving.num_thought or 0)
         if transfer:
             extra_args[TRANSFER] = transfer
         again = _with_params(

@@ -14,13 +14,14 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.engine import wire
 from meridian_patch.engine.handoff.fabrics import fabric_of
 from meridian_patch.engine.handoff.grammars import binds_thoughts, go_on_in_answer
 from meridian_patch.engine.handoff.layout import Reasons, is_mapping, layout_of
 from meridian_patch.engine.handoff.lora_weights import AdapterWeights, Loaded
 from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.handoff.stays import why_it_stays
-from meridian_patch.handoff.ticket import ANSWERED, FACTS, NOT_KNOWN, RELEASE, Facts
+from meridian_patch.handoff.ticket import NOT_KNOWN, Facts
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 
@@ -102,10 +103,10 @@ class ThinkPart(SchedulerPart):
             return
         if params.get("do_remote_decode"):
             self._fabric.offer(request)
-        if isinstance(params.get(RELEASE), str):
-            self._fabric.release(self._scheduler, params[RELEASE])
-        if isinstance(params.get(ANSWERED), int):
-            go_on_in_answer(request, params[ANSWERED])
+        if isinstance(params.get(wire.RELEASE), str):
+            self._fabric.release(self._scheduler, params[wire.RELEASE])
+        if isinstance(params.get(wire.ANSWERED), int):
+            go_on_in_answer(request, params[wire.ANSWERED])
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         self._held_back.on_added(request, options)
@@ -219,7 +220,7 @@ class ThinkPart(SchedulerPart):
         answer engine then computes all tokens again.
         """
         address = self._fabric.address(request, params) or {}
-        return {**address, FACTS: facts.model_dump()}
+        return {**address, wire.FACTS: facts.model_dump()}
 
     def _weights_of(self, move: _Move) -> str | None:
         if move.adapter is None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
@@ -19,6 +18,7 @@ from meridian_patch.policy.retention import Retention
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager as UpstreamManager
+    from vllm.v1.request import Request
 else:
     UpstreamManager = object
 
@@ -29,7 +29,7 @@ class Phases(Protocol):
     def skipped(self, request_id: str) -> Retention | None:
         """Retention of blocks that a running request no longer attends to."""
 
-    def admitted(self, request: Any, num_hit_tokens: int) -> None:
+    def admitted(self, request: "Request", num_hit_tokens: int) -> None:
         """A request was admitted with this many tokens found in the cache."""
 
 
@@ -53,7 +53,7 @@ class PhaseKVCaching(UpstreamManager):
         # Without prefix caching a free block holds nothing that could be hit.
         if not self.enable_caching:
             return
-        retain_s = load_config(envs.environment()).config.kv.retain_s
+        retain_s = process_config().config.kv.retain_s
         self.pools += {id(m.block_pool): m.block_pool for m in managers}.values()
         for pool in self.pools:
             # Load-bearing: only the pool refers to its queue, and reads the attribute in each call.
@@ -89,7 +89,7 @@ class PhaseKVCaching(UpstreamManager):
         for queue in self.queues:
             queue.advance(now_s)
 
-    def pop_blocks_for_free(self, request: Any) -> Any:
+    def pop_blocks_for_free(self, request: "Request") -> Any:
         # The caller returns the blocks to their pool later.
         blocks = super().pop_blocks_for_free(request)
         retention = self.queues[0].retention if self.queues else None
@@ -97,7 +97,7 @@ class PhaseKVCaching(UpstreamManager):
             self._assign(blocks, retention)
         return blocks
 
-    def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+    def record_prefix_cache_stats(self, request: "Request", num_hits: int) -> None:
         if isinstance(request, ProbeRequest):
             return
         super().record_prefix_cache_stats(request, num_hits)
@@ -112,7 +112,7 @@ class PhaseKVCaching(UpstreamManager):
                 queue.blank_all()
         return is_reset
 
-    def _allocate_and_retain(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _allocate_and_retain(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         """``allocate_slots`` with a retention for blocks that the request no longer attends to."""
         retention = self.phases.skipped(request.request_id) if self.phases else None
         for queue in self.queues:

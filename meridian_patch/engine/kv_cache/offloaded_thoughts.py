@@ -1,14 +1,17 @@
 """Keeps finished thoughts out of vLLM's KV tiers, where no later prompt would hit them."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class OffloadedThoughts(Protocol):
     """What a tier is told when a request ends whose thought is dropped from the history."""
 
-    def drop(self, request: Any, kept_tokens: int) -> None:
+    def drop(self, request: "Request", kept_tokens: int) -> None:
         """Keep no tokens after the first ``kept_tokens`` of a request that is about to end.
 
         Called before the connector learns of the end.
@@ -28,7 +31,7 @@ class OffloadingThoughts:
     def __init__(self, side: Any) -> None:
         self._side = side
 
-    def drop(self, request: Any, kept_tokens: int) -> None:
+    def drop(self, request: "Request", kept_tokens: int) -> None:
         """See ``OffloadedThoughts``."""
         state = self._side._req_status.get(request.request_id)
         if state is not None:
@@ -52,7 +55,7 @@ class SimpleOffloadThoughts:
         self._group: int = manager.fa_gidx
         self._block_tokens: int = manager.fa_block_size
 
-    def drop(self, request: Any, kept_tokens: int) -> None:
+    def drop(self, request: "Request", kept_tokens: int) -> None:
         """See ``OffloadedThoughts``."""
         state = self._manager._reqs_to_store.get(request.request_id)
         if state is None:
@@ -64,7 +67,7 @@ class SimpleOffloadThoughts:
             # Load-bearing: upstream stores the blocks from this index on when the request ends.
             state.num_stored_blocks[self._group] = max(stored, len(request.block_hashes))
 
-    def _give_up(self, request: Any, indices: range) -> None:
+    def _give_up(self, request: "Request", indices: range) -> None:
         pool = self._manager.cpu_block_pool
         found = []
         for index in indices:

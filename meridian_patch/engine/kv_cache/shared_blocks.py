@@ -2,9 +2,13 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 
 def count_shared(blocks: Sequence[Any]) -> int:
@@ -24,7 +28,7 @@ def is_own(block: Any) -> bool:
     return not block.is_null and block.ref_cnt <= 1
 
 
-def held_tokens(manager: Any, request: Any, tokens: int) -> int:
+def held_tokens(manager: Any, request: "Request", tokens: int) -> int:
     """Tokens of the request's prefix that are in the cache and that running requests hold.
 
     The same tokens may be cached twice, with only one copy held. Load-bearing: a look-up finds the
@@ -47,7 +51,7 @@ def drops_last_block(manager: Any) -> bool:
     return bool(getattr(coordinator, "drop_eagle_group_ids", coordinator.eagle_group_ids))
 
 
-def tokens_behind_hits(scheduler: Any) -> int:
+def tokens_behind_hits(scheduler: "Scheduler") -> int:
     """Tokens that must stand behind a block for a hit to end with it."""
     if drops_last_block(scheduler.kv_cache_manager):
         return int(scheduler.block_size)
@@ -62,7 +66,7 @@ def full_attention(manager: Any) -> Iterator[Any]:
             yield group
 
 
-def _held_prefix(group: Any, request: Any, most_tokens: int) -> int:
+def _held_prefix(group: Any, request: "Request", most_tokens: int) -> int:
     """Tokens of the request's prefix whose blocks in this group are cached and held."""
     most = most_tokens // group.block_size
     return group.block_size * bisect_left(
@@ -70,12 +74,12 @@ def _held_prefix(group: Any, request: Any, most_tokens: int) -> int:
     )
 
 
-def _is_held(group: Any, request: Any, index: int) -> bool:
+def _is_held(group: Any, request: "Request", index: int) -> bool:
     block = _cached(group, request, index)
     return block is not None and block.ref_cnt > 0
 
 
-def _has_end(group: Any, request: Any, tokens: int) -> bool:
+def _has_end(group: Any, request: "Request", tokens: int) -> bool:
     """Whether a group that does not keep every block has the blocks to continue at ``tokens``."""
     spec = group.kv_cache_spec
     if not isinstance(spec, SlidingWindowSpec):
@@ -85,7 +89,7 @@ def _has_end(group: Any, request: Any, tokens: int) -> bool:
     return all(_cached(group, request, index) is not None for index in range(start, end))
 
 
-def _cached(group: Any, request: Any, index: int) -> Any | None:
+def _cached(group: Any, request: "Request", index: int) -> Any | None:
     """The group's cached block at an index of the request's prefix."""
     pool = group.block_pool
     # Load-bearing: each hash covers the whole prefix up to its own block.

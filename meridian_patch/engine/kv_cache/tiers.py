@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -33,6 +33,10 @@ from meridian_patch.policy.retention import (
 )
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -67,7 +71,7 @@ class KVTiers(SchedulerPart):
         guard: StepGuard,
         phase_counters: PhaseCounters,
         check_interval_s: float,
-        requests: Mapping[str, Any],
+        requests: Mapping[str, "Request"],
         hash_block_tokens: int,
         offloaded: OffloadedThoughts | None = None,
         *,
@@ -93,7 +97,7 @@ class KVTiers(SchedulerPart):
         self._finished: dict[str, Retention | None] = {}
         manager.phases = self
 
-    def on_added(self, request: Any, options: RequestOptions) -> None:
+    def on_added(self, request: "Request", options: RequestOptions) -> None:
         if not self._is_on:
             return
         wish = options.meridian_history
@@ -107,7 +111,7 @@ class KVTiers(SchedulerPart):
             if is_kept is not None:
                 self._rules[request.request_id] = "keep" if is_kept else self.history
 
-    def on_freed(self, request: Any) -> None:
+    def on_freed(self, request: "Request") -> None:
         # Its blocks are freed right after this or, with a connector, later.
         state = self._tracker.get(request.request_id)
         rule = self._rule_of(request.request_id)
@@ -138,7 +142,7 @@ class KVTiers(SchedulerPart):
         self._manager.phases = None
         self.end_free()
 
-    def begin_free(self, request: Any) -> None:
+    def begin_free(self, request: "Request") -> None:
         """Apply the retention of a finished request, whose blocks are about to be freed."""
         if self._is_off:
             return
@@ -146,7 +150,7 @@ class KVTiers(SchedulerPart):
             retention = self._finished.pop(request.request_id, None)
             self._manager.begin_free(request.request_id, retention)
 
-    def begin_preemption(self, request: Any) -> None:
+    def begin_preemption(self, request: "Request") -> None:
         """Apply the retention of a preempted request, whose blocks are about to be freed."""
         if self._is_off:
             return
@@ -170,7 +174,7 @@ class KVTiers(SchedulerPart):
             self._guard.failed(self.name, error, request_id)
             return None
 
-    def admitted(self, request: Any, num_hit_tokens: int) -> None:
+    def admitted(self, request: "Request", num_hit_tokens: int) -> None:
         """Count hit tokens by the tier of their blocks, or as in use by other requests.
 
         With several cache groups, the first one is used.
@@ -227,7 +231,7 @@ class KVTiers(SchedulerPart):
         is_unknown = name not in self._rules and rule in _DROPPING
         return "keep" if is_unknown and self._evidence.keeps else rule
 
-    def _learn(self, request: Any, state: RequestPhase, *, has_tool_call: bool) -> None:
+    def _learn(self, request: "Request", state: RequestPhase, *, has_tool_call: bool) -> None:
         """Remember a turn whose thought the family's rule drops from the next prompt."""
         if not self._is_on or self.history not in _DROPPING:
             return
@@ -236,7 +240,7 @@ class KVTiers(SchedulerPart):
             num_kept = dropped.kept_tokens // self._hash_block_tokens
             self._evidence.finished(request.block_hashes, num_kept)
 
-    def _has_tool_call(self, request: Any, state: RequestPhase) -> bool:
+    def _has_tool_call(self, request: "Request", state: RequestPhase) -> bool:
         if not self._tool_call or state.phase is not Phase.ANSWER:
             return False
         # A tool-call marker that also ends thinking is the answer's first.
@@ -254,7 +258,7 @@ def build_kv_tiers(
     tracker: PhaseTracker,
     guard: StepGuard,
     phase_counters: PhaseCounters,
-    scheduler: Any,
+    scheduler: "Scheduler",
 ) -> KVTiers | None:
     """The scheduler's part for KV tiers; None if the cache has no tiers."""
     manager = scheduler.kv_cache_manager

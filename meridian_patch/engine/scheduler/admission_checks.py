@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from itertools import takewhile, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import (
@@ -20,16 +20,19 @@ from meridian_patch.engine.kv_cache.shared_blocks import (
 from meridian_patch.engine.scheduler.waiting_order import first
 from meridian_patch.engine.upstream import is_release
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
 # At most so many waiting requests are examined: vLLM may skip many of them.
 MOST_LOOKED_AT = 16
 
 
-def lacks_seat(scheduler: Any) -> bool:
+def lacks_seat(scheduler: "Scheduler") -> bool:
     """Whether as many requests run as may."""
     return num_seated(scheduler) >= num_seats(scheduler)
 
 
-def num_seats(scheduler: Any) -> int:
+def num_seats(scheduler: "Scheduler") -> int:
     """Seats of requests and of live probes: all but those that are kept free for more probes."""
     seats = int(scheduler.max_num_active_reqs)
     early_exit = scheduler.early_exit
@@ -37,13 +40,13 @@ def num_seats(scheduler: Any) -> int:
     return min(seats, seats - kept + early_exit.num_probes) if kept else seats
 
 
-def num_seated(scheduler: Any) -> int:
+def num_seated(scheduler: "Scheduler") -> int:
     """Number of requests that count against the limit of running requests."""
     # Load-bearing: a paused session keeps its place in the model runner.
     return int(len(scheduler.running) + scheduler.num_waiting_for_streaming_input)
 
 
-def takes_seat(scheduler: Any, tokens_left: int) -> Any | None:
+def takes_seat(scheduler: "Scheduler", tokens_left: int) -> Any | None:
     """The request that upstream would admit into a seat that comes free; None: there is none.
 
     Load-bearing: upstream admits requests that hold KV blocks before all others, and none while
@@ -59,7 +62,7 @@ def takes_seat(scheduler: Any, tokens_left: int) -> Any | None:
     return None if tokens_left <= 0 or any(map(_is_ready, holding)) else first_ready(scheduler)
 
 
-def first_ready(scheduler: Any) -> Any | None:
+def first_ready(scheduler: "Scheduler") -> Any | None:
     """The first waiting request that upstream would not skip if it had a seat.
 
     Load-bearing: upstream skips one whose grammar is being compiled or failed, whose KV is being
@@ -78,7 +81,7 @@ def first_ready(scheduler: Any) -> Any | None:
     return None
 
 
-def miscounts_adapters(scheduler: Any) -> bool:
+def miscounts_adapters(scheduler: "Scheduler") -> bool:
     """Whether upstream may admit a LoRA adapter for which it has no slot.
 
     Load-bearing: vLLM 0.32 counts only the adapters of the requests in the step. If it admitted
@@ -96,7 +99,7 @@ def miscounts_adapters(scheduler: Any) -> bool:
 
 
 def may_skip_adapter(
-    scheduler: Any, chunks: Sequence[Any], decode_tokens: int, budget: int
+    scheduler: "Scheduler", chunks: Sequence[Any], decode_tokens: int, budget: int
 ) -> bool:
     """Whether a lowered budget may leave a running request with a LoRA adapter out of the step.
 
@@ -119,7 +122,7 @@ def may_skip_adapter(
     return wanted > budget and miscounts_adapters(scheduler)
 
 
-def num_steps_until_admitted(scheduler: Any) -> int:
+def num_steps_until_admitted(scheduler: "Scheduler") -> int:
     """Steps to be scheduled before a request takes the room that a preemption makes now.
 
     Mostly 0. With a connector it is at least 1, as room is used in the step after a preemption.
@@ -133,7 +136,9 @@ def num_steps_until_admitted(scheduler: Any) -> int:
     return max(int(scheduler.vllm_config.max_concurrent_batches - 1) if is_late else 0, waits)
 
 
-def taken_blocks(scheduler: Any, token_budget: int | None = None, num_later: int = 0) -> int:
+def taken_blocks(
+    scheduler: "Scheduler", token_budget: int | None = None, num_later: int = 0
+) -> int:
     """Upper bound of the free KV blocks that the running requests take in a step.
 
     Load-bearing: running requests get their blocks before waiting requests are considered, and none
@@ -162,7 +167,7 @@ def taken_blocks(scheduler: Any, token_budget: int | None = None, num_later: int
     return taken
 
 
-def whole_blocks(scheduler: Any, request: Any) -> int:
+def whole_blocks(scheduler: "Scheduler", request: Request) -> int:
     """Upper bound of the free KV blocks with which upstream admits a waiting request."""
     manager = scheduler.kv_cache_manager
     tokens = int(min(request.num_tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
@@ -211,7 +216,7 @@ def freed_blocks(manager: Any, name: str, prefix: Sequence[Sequence[Any]] = ()) 
     return freed
 
 
-def _is_ready(request: Any) -> bool:
+def _is_ready(request: Request) -> bool:
     if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
         grammar = request.structured_output_request and request.structured_output_request.grammar
         return grammar is not None and not isinstance(grammar, Exception)
@@ -221,5 +226,5 @@ def _is_ready(request: Any) -> bool:
     return not is_stale and not isinstance(request, ProbeRequest)
 
 
-def _adapter(request: Any) -> int:
+def _adapter(request: Request) -> int:
     return request.lora_request.lora_int_id if request.lora_request else 0

@@ -1,14 +1,13 @@
 """Builds the parts of a phase-aware scheduler from its configuration, and reports them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-from meridian_patch import envs
-from meridian_patch.config.load import load_config
+from meridian_patch.config.load import process_config
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
@@ -42,6 +41,9 @@ from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
 from meridian_patch.telemetry.counters import PhaseCounters
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
 logger = init_logger("vllm.meridian_patch")
 
 
@@ -74,7 +76,7 @@ class Assembly(NamedTuple):
 
 
 def assemble(
-    scheduler: Any,
+    scheduler: "Scheduler",
     guard: StepGuard,
     counters: PhaseCounters,
     on_phase_changed: Callable[[str], None],
@@ -87,7 +89,7 @@ def assemble(
     """
     # What an earlier engine of this process could not have, or lost.
     status.publish(kv_tiers_off=None, rules_off={}, parts_off=[], exit_signals=None, probes=None)
-    loaded = load_config(envs.environment())
+    loaded = process_config()
     config, limited_by = decide_alike(loaded.config, scheduler.vllm_config)
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
     tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
@@ -157,7 +159,7 @@ def _vocabulary(model_config: Any) -> Vocabulary:
 
 
 def _build_policy(
-    scheduler: Any,
+    scheduler: "Scheduler",
     config: PolicyConfig,
     rules: PolicyRules,
     tracker: PhaseTracker,
@@ -186,7 +188,7 @@ def _build_policy(
     )
 
 
-def _rules_of(scheduler: Any, config: PolicyConfig) -> tuple[PolicyRules, Exchange | None]:
+def _rules_of(scheduler: "Scheduler", config: PolicyConfig) -> tuple[PolicyRules, Exchange | None]:
     """The rules that this engine can follow, and where it meets the ranks to balance with."""
     rules, exchange = choose_rules(config), None
     off = {}

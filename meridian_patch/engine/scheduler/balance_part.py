@@ -5,13 +5,16 @@ needs, so that prefill on one rank delays the answers of all of them.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.rank_exchange import Exchange
 from meridian_patch.engine.scheduler.step_limits import StepLimiter
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class BalancePart(SchedulerPart):
@@ -30,7 +33,11 @@ class BalancePart(SchedulerPart):
     name = counters.BALANCE
 
     def __init__(
-        self, scheduler: Any, exchange: Exchange, tracker: PhaseTracker, limiter: StepLimiter
+        self,
+        scheduler: "Scheduler",
+        exchange: Exchange,
+        tracker: PhaseTracker,
+        limiter: StepLimiter,
     ) -> None:
         self.exchange = exchange
         self._scheduler = scheduler

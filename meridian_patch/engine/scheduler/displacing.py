@@ -4,10 +4,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, filterfalse, islice, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.engine.scheduler.admission_checks import (
     MOST_LOOKED_AT,
@@ -24,6 +24,9 @@ from meridian_patch.engine.scheduler.waiting_order import WaitingOrder, first
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.time_sharing import choose_thinkers
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 # Bounds that keep the cost of a step independent of how many requests wait.
 _REFRESH_STEPS = 8
@@ -101,7 +104,7 @@ class Displacing:
             self._to_move,
         )
 
-    def on_removed(self, request: Any) -> None:
+    def on_removed(self, request: Request) -> None:
         """Forget a request that left the scheduler; its blocks are free now."""
         for notes in self._notes:
             notes.pop(request, None)
@@ -112,12 +115,12 @@ class Displacing:
         self.refusals.forget(request)
         self._no_room_for = None
 
-    def added(self, request: Any, level: int, now_s: float) -> None:
+    def added(self, request: Request, level: int, now_s: float) -> None:
         """Note a new request; one with a long prompt waits behind later ones, but not for ever."""
         if level:
             self._overtaken[request] = now_s
 
-    def preempted(self, request: Any, now_s: float) -> None:
+    def preempted(self, request: Request, now_s: float) -> None:
         """Note that a thinker or a prompt was preempted, by upstream or by this class."""
         self._away.pop(request, None)
         self._away[request] = now_s
@@ -129,16 +132,16 @@ class Displacing:
         """Note that levels are one now, or no longer: preempted requests get new places."""
         self._to_move.update(dict.fromkeys(self._away))
 
-    def begun(self, request: Any) -> None:
+    def begun(self, request: Request) -> None:
         """Note that a request is in a step: no other overtakes it any more."""
         self._overtaken.pop(request, None)
 
-    def ends_turn(self, session: Any) -> None:
+    def ends_turn(self, session: Request) -> None:
         """Forget what was noted of a session: its next thought begins anew."""
         for notes in self._notes:
             notes.pop(session, None)
 
-    def order_waiting(self, scheduler: Any, now_s: float) -> None:
+    def order_waiting(self, scheduler: "Scheduler", now_s: float) -> None:
         """Put preempted thinkers at their levels, and those that waited for ``aging_s`` first.
 
         Of these the longest waiting goes first.
@@ -165,7 +168,7 @@ class Displacing:
                 del self._away[request]
         return found
 
-    def _take_late(self, scheduler: Any, now_s: float) -> list[Any]:
+    def _take_late(self, scheduler: "Scheduler", now_s: float) -> list[Any]:
         """New requests that others have overtaken for too long.
 
         Not before those of lower levels that came earlier, and wait even longer.
@@ -185,7 +188,7 @@ class Displacing:
         """Whether a new request may stand behind later ones."""
         return bool(self._overtaken)
 
-    def found_no_room(self, scheduler: Any) -> bool:
+    def found_no_room(self, scheduler: "Scheduler") -> bool:
         """Whether the request that comes first had no room a few steps ago, and has none now."""
         request = self._no_room_for
         if request is None or scheduler.current_step >= self._no_room_until:
@@ -195,7 +198,7 @@ class Displacing:
         return lacks_seat(scheduler) or self.refusals.num_missing(request) > 0
 
     def make_room(
-        self, scheduler: Any, now_s: float, token_budget: int | None, decode_tokens: int
+        self, scheduler: "Scheduler", now_s: float, token_budget: int | None, decode_tokens: int
     ) -> None:
         """Preempt thinkers of higher levels if the request that comes first lacks room.
 
@@ -227,7 +230,7 @@ class Displacing:
             self._no_room_for = newcomer
             self._no_room_until = scheduler.current_step + _REFRESH_STEPS
 
-    def _in_line(self, scheduler: Any, tokens_left: int) -> Any | None:
+    def _in_line(self, scheduler: "Scheduler", tokens_left: int) -> Any | None:
         """The waiting request that lacks a seat, or was refused blocks; None: it is not known.
 
         At the limit of running requests upstream asks for no blocks. Below it, it has asked for the
@@ -244,7 +247,7 @@ class Displacing:
         return None
 
     def _preempt_for(
-        self, scheduler: Any, newcomer: Any, now_s: float, token_budget: int | None
+        self, scheduler: "Scheduler", newcomer: Request, now_s: float, token_budget: int | None
     ) -> bool:
         """Preempt thinkers for a newcomer that lacks blocks or a seat, if enough may be displaced.
 
@@ -285,7 +288,7 @@ class Displacing:
             self._waiting_order.bring_forward([newcomer], scheduler.waiting)
         return True
 
-    def _are_held(self, scheduler: Any, requests: list[Any]) -> bool:
+    def _are_held(self, scheduler: "Scheduler", requests: list[Request]) -> bool:
         """Hold these requests for a step if tokens of any are on their way.
 
         Not once they were held while as many steps were scheduled as may be in flight: between two
@@ -306,7 +309,7 @@ class Displacing:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 2)
         return True
 
-    def _preempt(self, scheduler: Any, requests: list[Any]) -> None:
+    def _preempt(self, scheduler: "Scheduler", requests: list[Request]) -> None:
         for request in requests:
             scheduler.running.remove(request)
             # Load-bearing: the call by which upstream preempts; here it comes before the step.
@@ -319,7 +322,7 @@ class Displacing:
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self._put_at_level(scheduler, request)
 
-    def _thinkers(self, scheduler: Any, newcomer: Any, now_s: float) -> Iterator[Any]:
+    def _thinkers(self, scheduler: "Scheduler", newcomer: Request, now_s: float) -> Iterator[Any]:
         """Thinkers of higher levels than a request's, in the order in which they make room.
 
         First come those that were held for a step, then the highest levels. Requests that answer,
@@ -358,7 +361,7 @@ class Displacing:
                 holders[adapter] -= 1
             yield request
 
-    def _adapters_to_keep(self, scheduler: Any, newcomer: Any) -> Counter[int]:
+    def _adapters_to_keep(self, scheduler: "Scheduler", newcomer: Request) -> Counter[int]:
         """Running requests by LoRA adapter, if one with an adapter waits before the newcomer."""
         waiting = first(scheduler.waiting, MOST_LOOKED_AT) if scheduler.lora_config else []
         before = takewhile(lambda one: one is not newcomer, waiting)
@@ -367,36 +370,36 @@ class Displacing:
         users = (one.lora_request for one in scheduler.running if one.lora_request)
         return Counter(each.lora_int_id for each in users)
 
-    def _times_made_room(self, request: Any) -> int:
+    def _times_made_room(self, request: Request) -> int:
         """How often others made room for a request since it waits."""
         since, times = self._made_room.get(request, (0, 0))
         return times if since == request.num_preemptions else 0
 
-    def _make_safe_for(self, request: Any, tokens: int) -> None:
+    def _make_safe_for(self, request: Request, tokens: int) -> None:
         """Let a request make room only when it has thought for so many more tokens."""
         until = self._attained(request) + tokens
         self._safe_until[request] = max(until, self._safe_until.get(request, 0))
 
-    def _put_at_level(self, scheduler: Any, request: Any) -> None:
+    def _put_at_level(self, scheduler: "Scheduler", request: Request) -> None:
         state = self._tracker.get(request.request_id)
         # Preempted answers are brought forward; other requests without a thought keep their place.
         if state is not None and state.phase is not Phase.ANSWER:
             self._waiting_order.put_at_level(request, self._level(request), scheduler.waiting)
 
-    def _level(self, request: Any) -> int:
+    def _level(self, request: Request) -> int:
         return self._levels.of(self._attained(request), request.num_prompt_tokens)
 
-    def _attained(self, request: Any) -> int:
+    def _attained(self, request: Request) -> int:
         state = self._tracker.get(request.request_id)
         return state.think_tokens if state else 0
 
-    def _is_owed(self, request: Any, now_s: float) -> bool:
+    def _is_owed(self, request: Request, now_s: float) -> bool:
         """Whether any thinker makes room for a request."""
         return self._is_answer(request) or self._is_aged(request, now_s)
 
-    def _is_answer(self, request: Any) -> bool:
+    def _is_answer(self, request: Request) -> bool:
         state = self._tracker.get(request.request_id)
         return state is not None and state.phase is Phase.ANSWER
 
-    def _is_aged(self, request: Any, now_s: float) -> bool:
+    def _is_aged(self, request: Request, now_s: float) -> bool:
         return now_s - self._away.get(request, now_s) >= self._aging_s

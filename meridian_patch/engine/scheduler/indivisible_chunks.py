@@ -6,14 +6,17 @@ policy lowers must not cause this.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.engine.scheduler.waiting_order import first
 from meridian_patch.engine.upstream import is_release
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 # After so many steps in a row with a lowered budget and no prefill, although prompts could have
 # been admitted, one step gets room for a whole prompt. Doubled, up to the maximum, each time that
@@ -44,7 +47,7 @@ class IndivisibleChunks:
             more.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: "Scheduler") -> None:
         config = scheduler.scheduler_config
         full, threshold = scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold
         # The longest chunk that upstream makes with its own budget.
@@ -68,7 +71,7 @@ class IndivisibleChunks:
             self._split = scheduler._mamba_block_aligned_split
         # Case 4: ids of waiting requests, and requests whose prompts are being computed.
         self._waiting: set[str] = set()
-        self._running: list[Any] = []
+        self._running: list[Request] = []
         # Case 5.
         self._idle_steps = 0
         self._patience_steps = _PATIENCE_STEPS
@@ -78,20 +81,20 @@ class IndivisibleChunks:
         """Whether a lowered budget may skip a running request and leave tokens for others."""
         return self._block > 1 or self._has_whole_media or self._lookahead > 1
 
-    def waits(self, request: Any) -> None:
+    def waits(self, request: Request) -> None:
         """Note a request that is new or was preempted."""
         if _must_be_whole(request):
             self._waiting.add(request.request_id)
             if request in self._running:
                 self._running.remove(request)
 
-    def begins(self, request: Any) -> None:
+    def begins(self, request: Request) -> None:
         """Note a request whose known tokens begin to be computed."""
         if request.request_id in self._waiting:
             self._waiting.discard(request.request_id)
             self._running.append(request)
 
-    def on_removed(self, request: Any) -> None:
+    def on_removed(self, request: Request) -> None:
         """Forget a request; unknown ones are ignored."""
         self._waiting.discard(request.request_id)
         if request in self._running:
@@ -109,7 +112,7 @@ class IndivisibleChunks:
         else:
             self._idle_steps += 1
 
-    def least_prefill(self, scheduler: Any, prefilling: Sequence[Any]) -> int | None:
+    def least_prefill(self, scheduler: "Scheduler", prefilling: Sequence[Any]) -> int | None:
         """Prefill tokens that the next step must have room for; None: do not lower its budget.
 
         Args:
@@ -137,7 +140,7 @@ class IndivisibleChunks:
             return max(self.least, self._media_tokens(head, prefilling))
         return self.least
 
-    def keeps_others_out(self, scheduler: Any, prefilling: Sequence[Any]) -> bool:
+    def keeps_others_out(self, scheduler: "Scheduler", prefilling: Sequence[Any]) -> bool:
         """Whether a step with a lowered budget must admit no request beside prompts in progress.
 
         Load-bearing: where a media item that is computed whole does not fit, upstream goes on to
@@ -148,7 +151,7 @@ class IndivisibleChunks:
         head = first_prompt(scheduler)
         return head is not None and bool(head.mm_features)
 
-    def whole_media_tokens(self, request: Any, computed: int, tokens: int) -> int:
+    def whole_media_tokens(self, request: Request, computed: int, tokens: int) -> int:
         """How long a chunk may be so that it does not end within a media item that begins in it.
 
         Upstream ensures this when the chunk has text before the item. It would split an item at the
@@ -176,7 +179,7 @@ class IndivisibleChunks:
                     return int(start - computed)
         return tokens
 
-    def _uncut_tokens(self, request: Any, computed: int) -> int:
+    def _uncut_tokens(self, request: Request, computed: int) -> int:
         """Length of the chunk that upstream would schedule if the request had the step alone."""
         tokens = min(int(request.num_tokens - computed), self._longest_chunk)
         if self._split is None:
@@ -193,7 +196,7 @@ class IndivisibleChunks:
             ]
         return bool(self._running)
 
-    def _media_tokens(self, head: Any, prefilling: Sequence[Any]) -> int:
+    def _media_tokens(self, head: Request, prefilling: Sequence[Any]) -> int:
         if prefilling:
             request = prefilling[0]
             computed, known = request.num_computed_tokens, request.num_tokens
@@ -224,19 +227,19 @@ def _end_of(position: Any) -> int:
     return int(position.offset + position.length)
 
 
-def _must_be_whole(request: Any) -> bool:
+def _must_be_whole(request: Request) -> bool:
     # Load-bearing: the CPU build's model runner V1 raises on a chunk of a request with a seed, and
     # the engine ends. Its random generators have no offset that could be restored.
     sampling = request.sampling_params
     return bool(sampling and sampling.seed is not None and current_platform.is_cpu())
 
 
-def _left_of(request: Any) -> int:
+def _left_of(request: Request) -> int:
     """Known tokens that are not computed yet; cached ones are not subtracted."""
     return int(request.num_tokens - request.num_computed_tokens)
 
 
-def first_prompt(scheduler: Any) -> Any:
+def first_prompt(scheduler: "Scheduler") -> Any:
     """Return the waiting request that upstream tries first, or None.
 
     Requests that hold KV blocks come first. Paused streaming sessions are skipped: they have
@@ -250,7 +253,7 @@ def first_prompt(scheduler: Any) -> Any:
     return None
 
 
-def _is_ready(scheduler: Any, request: Any) -> bool:
+def _is_ready(scheduler: "Scheduler", request: Request) -> bool:
     """Whether upstream would admit the request given room, as far as is known here."""
     has_adapter = scheduler.lora_config and request.lora_request
     is_stale = request.num_stale_output_tokens and not request.drop_stale_output
@@ -258,7 +261,7 @@ def _is_ready(scheduler: Any, request: Any) -> bool:
     return not (is_blocked or has_adapter or is_stale)
 
 
-def _has_room(scheduler: Any, head: Any, prefilling: Sequence[Any]) -> bool:
+def _has_room(scheduler: "Scheduler", head: Request, prefilling: Sequence[Any]) -> bool:
     """Whether the next prompt is ready, and seats and blocks suffice for all of it."""
     if scheduler._pause_state != PauseState.UNPAUSED:
         return False

@@ -1,6 +1,6 @@
 """Size of the KV pool in tokens, for any mix of cache groups."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -9,10 +9,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
 _WINDOWED = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
-def pool_tokens(scheduler: Any) -> int:
+def pool_tokens(scheduler: "Scheduler") -> int:
     """Size of the KV pool in tokens: a token takes its share of a block in each group that grows.
 
     Load-bearing: all groups take blocks of one pool. A group of full attention keeps every block of

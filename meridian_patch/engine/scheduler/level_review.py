@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import Levels
@@ -29,24 +29,24 @@ class LevelReview:
         self._ended: dict[Any, int] = {}
         self._reviewed_at = 0
 
-    def changed(self, request: Any) -> None:
+    def changed(self, request: Request) -> None:
         """Note that a request's phase may have changed."""
         state = self._tracker.get(request.request_id)
         if state is not None and state.phase is Phase.ANSWER:
             self._ends(request, state.think_tokens)
 
-    def turn_ended(self, session: Any) -> None:
+    def turn_ended(self, session: Request) -> None:
         """Note the end of a session's turn, which ends its thought; may be called twice."""
         state = self._tracker.get(session.request_id)
         if state is not None:
             self._ends(session, state.think_tokens)
 
-    def goes_on(self, session: Any) -> None:
+    def goes_on(self, session: Request) -> None:
         """Note a session's next turn: its think tokens are counted anew."""
         self._known.pop(session, None)
         self._ended.pop(session, None)
 
-    def on_removed(self, request: Any) -> None:
+    def on_removed(self, request: Request) -> None:
         """Forget a request that finished or was aborted; the tracker still knows it."""
         state = self._tracker.get(request.request_id)
         if state is not None and state.phase is Phase.THINK:
@@ -79,7 +79,7 @@ class LevelReview:
             self._tell(thinking)
         return self._levels.review()
 
-    def _ends(self, request: Any, think_tokens: int) -> None:
+    def _ends(self, request: Request, think_tokens: int) -> None:
         if think_tokens > self._ended.get(request, 0):
             self._tell([(request, think_tokens)])
             self._levels.ended(think_tokens)

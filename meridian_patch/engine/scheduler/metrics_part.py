@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, start_http_server
 from vllm.logger import init_logger
@@ -25,6 +25,10 @@ from meridian_patch.engine.scheduler.parts import SchedulerPart
 from meridian_patch.phase.progress import PhaseChange, PhaseProgress
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.prometheus import PhaseMetrics
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -49,7 +53,7 @@ class Exporter:
         self._engine = engine
         self._metrics = PhaseMetrics(model_name, self.registry)
         self._metrics.initialize(engine)
-        self.count({f"{counters.INFO}:{version('meridian_patch')}": 1})
+        self.count({f"{counters.INFO}:{version(envs.PLUGIN_NAME)}": 1})
         # Requests under way, with what the code of the API server reads of its request states.
         self._states: dict[str, Any] = {}
 
@@ -106,13 +110,13 @@ class MetricsPart(SchedulerPart):
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         threading.Thread(target=self._run, name="meridian-metrics", daemon=True).start()
 
-    def on_added(self, request: Any, options: RequestOptions) -> None:
+    def on_added(self, request: "Request", options: RequestOptions) -> None:
         self._begin(request)
 
-    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+    def on_session_continued(self, session: "Request", options: RequestOptions) -> None:
         self._begin(session)
 
-    def on_freed(self, request: Any) -> None:
+    def on_freed(self, request: "Request") -> None:
         self._since.append((self._exporter.forget, (request.request_id,)))
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
@@ -131,7 +135,7 @@ class MetricsPart(SchedulerPart):
         """Hand over what was counted in a step; also after this part was switched off."""
         self._work.put((self._exporter.count, (events,)))
 
-    def _begin(self, request: Any) -> None:
+    def _begin(self, request: "Request") -> None:
         facts = request.request_id, request.arrival_time
         self._since.append((self._exporter.begin, facts))
 
@@ -143,7 +147,7 @@ class MetricsPart(SchedulerPart):
 
 
 def build_metrics(
-    scheduler: Any, config: MetricsConfig, changes: Callable[[], Changes]
+    scheduler: "Scheduler", config: MetricsConfig, changes: Callable[[], Changes]
 ) -> MetricsPart | None:
     """The part that exports metrics; None where the configuration or the front end needs none.
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
@@ -20,6 +20,9 @@ from meridian_patch.errors import MeridianError
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -52,7 +55,7 @@ class OptionsParser:
         self._patterns = patterns
         self._warned_s = -math.inf
 
-    def options_of(self, request: Any) -> RequestOptions:
+    def options_of(self, request: "Request") -> RequestOptions:
         """The options of a new request, or of a session's next chunk; none if one is wrong."""
         extra_args = getattr(request.sampling_params, "extra_args", None)
         if not extra_args:

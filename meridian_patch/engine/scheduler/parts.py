@@ -16,11 +16,15 @@ before it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 
 @dataclass(slots=True)
@@ -61,7 +65,7 @@ class Applied:
 
     __slots__ = ("_before", "_plan", "_scheduler")
 
-    def __init__(self, scheduler: Any, plan: StepPlan) -> None:
+    def __init__(self, scheduler: "Scheduler", plan: StepPlan) -> None:
         self._scheduler = scheduler
         self._plan = plan
         self._before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
@@ -95,16 +99,16 @@ class SchedulerPart:
 
     name: str
 
-    def before_added(self, request: Any, options: RequestOptions) -> None:
+    def before_added(self, request: "Request", options: RequestOptions) -> None:
         """A request is about to be added, or a session took up its next chunk."""
 
-    def on_added(self, request: Any, options: RequestOptions) -> None:
+    def on_added(self, request: "Request", options: RequestOptions) -> None:
         """A new request was added to the scheduler."""
 
-    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+    def on_session_continued(self, session: "Request", options: RequestOptions) -> None:
         """A streaming session took up its next chunk."""
 
-    def on_turn_ended(self, session: Any) -> None:
+    def on_turn_ended(self, session: "Request") -> None:
         """A streaming session ended its turn; its next chunk may not have arrived yet."""
 
     def before_schedule(self, plan: StepPlan) -> None:
@@ -124,22 +128,22 @@ class SchedulerPart:
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         """A step's tokens were appended; ``results`` are ``EngineCoreOutputs`` by client."""
 
-    def on_phase_changed(self, request: Any) -> None:
+    def on_phase_changed(self, request: "Request") -> None:
         """A request's phase changed, or its hand-off is over."""
 
-    def before_preempted(self, request: Any) -> None:
+    def before_preempted(self, request: "Request") -> None:
         """A running request, no probe, is about to be preempted."""
 
-    def on_preempted(self, request: Any) -> None:
+    def on_preempted(self, request: "Request") -> None:
         """A request was preempted and is in the waiting queue."""
 
-    def on_freed(self, request: Any) -> None:
+    def on_freed(self, request: "Request") -> None:
         """A request is about to leave the scheduler; the tracker has seen its last tokens."""
 
-    def on_probe_preempted(self, probe: Any) -> None:
+    def on_probe_preempted(self, probe: "Request") -> None:
         """A probe was preempted."""
 
-    def on_probe_freed(self, probe: Any) -> None:
+    def on_probe_freed(self, probe: "Request") -> None:
         """A probe is about to leave the scheduler."""
 
     def before_finish(self, request_ids: list[str] | None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.api.phase_changes import attach_changes
@@ -42,25 +42,25 @@ class PhasePart(SchedulerPart):
         # Requests of a step in which `expects` raised: they are resynchronized after the step.
         self._lost: Iterable[str] = ()
         # Streaming sessions within a turn, by id.
-        self._sessions: dict[str, Any] = {}
+        self._sessions: dict[str, Request] = {}
         # Phases that changed in the step whose output is being processed, by request id.
         self._changes: dict[str, PhaseChange] = {}
         # The same of the step that was processed last.
         self.last_changes: dict[str, PhaseChange] = {}
 
-    def on_added(self, request: Any, options: RequestOptions) -> None:
+    def on_added(self, request: Request, options: RequestOptions) -> None:
         if request.resumable:
             self._sessions[request.request_id] = request
         self._track(request)
 
-    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+    def on_session_continued(self, session: Request, options: RequestOptions) -> None:
         self._sessions[session.request_id] = session
         self._track(session)
 
-    def on_turn_ended(self, session: Any) -> None:
+    def on_turn_ended(self, session: Request) -> None:
         self._sessions.pop(session.request_id, None)
 
-    def on_freed(self, request: Any) -> None:
+    def on_freed(self, request: Request) -> None:
         self._sessions.pop(request.request_id, None)
         self._tracker.remove(request.request_id)
 
@@ -124,7 +124,7 @@ class PhasePart(SchedulerPart):
             self._changes[request_id] = PhaseChange.of(state)
         self._on_changed(request_id)
 
-    def _track(self, request: Any) -> None:
+    def _track(self, request: Request) -> None:
         # Load-bearing: all known tokens of a request, prompt first. Upstream appends accepted
         # tokens to this list object.
         self._tracker.add(request.request_id, request._all_token_ids)
@@ -146,7 +146,7 @@ class LostPhases(SchedulerPart):
         # Requests that left the scheduler; their last output may still be in this step's.
         self._freed: list[str] = []
 
-    def on_freed(self, request: Any) -> None:
+    def on_freed(self, request: Request) -> None:
         self._freed.append(request.request_id)
 
     def after_update(self, scheduler_output: Any, results: Any) -> None:

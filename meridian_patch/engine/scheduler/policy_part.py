@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.policy import PolicyRules
 from meridian_patch.config.request_options import RequestOptions
@@ -15,6 +15,9 @@ from meridian_patch.engine.scheduler.step_limits import StepLimiter, StepLimits
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 _UNLIMITED = StepLimits()
 
@@ -36,7 +39,7 @@ class PolicyPart(SchedulerPart):
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: "Scheduler",
         rules: PolicyRules,
         limiter: StepLimiter,
         order: RunningOrder,
@@ -63,44 +66,44 @@ class PolicyPart(SchedulerPart):
         self._spent_s = {"limits": 0.0, "order": 0.0}
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
 
-    def before_added(self, request: Any, options: RequestOptions) -> None:
+    def before_added(self, request: Request, options: RequestOptions) -> None:
         self.limiter.before_added(request, options, self._scheduler.policy)
 
-    def on_added(self, request: Any, options: RequestOptions) -> None:
+    def on_added(self, request: Request, options: RequestOptions) -> None:
         self.limiter.on_added(request, self._scheduler.waiting)
 
-    def on_session_continued(self, session: Any, options: RequestOptions) -> None:
+    def on_session_continued(self, session: Request, options: RequestOptions) -> None:
         self.limiter.goes_on(session)
 
-    def on_turn_ended(self, session: Any) -> None:
+    def on_turn_ended(self, session: Request) -> None:
         self.limiter.pauses(session)
         self.order.forget(session)
         self.waiting_answers.pop(session.request_id, None)
 
-    def on_freed(self, request: Any) -> None:
+    def on_freed(self, request: Request) -> None:
         self.order.forget(request)
         self.waiting_answers.pop(request.request_id, None)
         self._lost_tokens.pop(request.request_id, None)
         self.limiter.on_removed(request)
 
-    def on_probe_freed(self, probe: Any) -> None:
+    def on_probe_freed(self, probe: Request) -> None:
         self.order.forget(probe)
 
-    def on_probe_preempted(self, probe: Any) -> None:
+    def on_probe_preempted(self, probe: Request) -> None:
         self.order.forget(probe)
 
-    def on_phase_changed(self, request: Any) -> None:
+    def on_phase_changed(self, request: Request) -> None:
         self.order.changed(request)
         # The request was preempted while its end boundary was in flight.
         if request.status == RequestStatus.PREEMPTED and self._phase(request) is Phase.ANSWER:
             self.waiting_answers[request.request_id] = request
         self.limiter.changed(request)
 
-    def before_preempted(self, request: Any) -> None:
+    def before_preempted(self, request: Request) -> None:
         # Upstream sets it to 0. Tokens that are not computed yet are not lost.
         self._lost_tokens[request.request_id] = request.num_computed_tokens
 
-    def on_preempted(self, request: Any) -> None:
+    def on_preempted(self, request: Request) -> None:
         phase = self._phase(request)
         self._counters.count(counters.PREEMPTION, phase)
         self.order.forget(request)
@@ -224,6 +227,6 @@ class PolicyPart(SchedulerPart):
         if len(scheduler.running) >= most:
             self._counters.count(counters.LIMITED, "requests")
 
-    def _phase(self, request: Any) -> Phase:
+    def _phase(self, request: Request) -> Phase:
         state = self._tracker.get(request.request_id)
         return state.phase if state else Phase.ANSWER

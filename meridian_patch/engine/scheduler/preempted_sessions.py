@@ -9,13 +9,16 @@ frequent.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 @contextmanager
-def known_as_computed(session: Any) -> Iterator[None]:
+def known_as_computed(session: Request) -> Iterator[None]:
     """Within this block all known tokens but the last count as computed.
 
     Load-bearing: vLLM 0.32 appends the next chunk behind the computed tokens, and drops the others.
@@ -32,7 +35,7 @@ def known_as_computed(session: Any) -> Iterator[None]:
         session.num_computed_tokens = computed
 
 
-def put_back(scheduler: Any, sessions: Iterable[Any], *, to_front: bool) -> None:
+def put_back(scheduler: "Scheduler", sessions: Iterable[Request], *, to_front: bool) -> None:
     """Enqueue those of the sessions that go on and wait in no queue.
 
     Args:

@@ -1,11 +1,14 @@
 """vLLM's own prefill cadence, ``--prefill-schedule-interval``, which it has from 0.33 on."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class PrefillCadence:
@@ -19,7 +22,7 @@ class PrefillCadence:
         scheduler: vLLM's.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
         self._interval = int(getattr(scheduler, "local_prefill_interval", 1))
         self._last = 0
@@ -69,7 +72,7 @@ class PrefillCadence:
             scheduler.last_prefill_step = self._last
 
 
-def _computes_prompt(request: Any, num_scheduled: int) -> bool:
+def _computes_prompt(request: Request, num_scheduled: int) -> bool:
     # Load-bearing: upstream has counted the step's tokens as computed, and restarts the cadence for
     # a request that had more than its last known token left.
     before = request.num_computed_tokens - num_scheduled

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 
@@ -47,7 +47,7 @@ class Refusals:
         else:
             self._manager.allocate_slots = self._own_attribute
 
-    def num_missing(self, request: Any) -> int:
+    def num_missing(self, request: Request) -> int:
         """Blocks that the request refused last lacks now; 0 for others."""
         if self.last is not request:
             return 0
@@ -58,17 +58,17 @@ class Refusals:
         spare += self._asked.get("reserved_blocks", 0)
         return int(self._needed + spare - self._manager.block_pool.get_num_free_blocks())
 
-    def prefix_of(self, request: Any) -> Sequence[Sequence[Any]]:
+    def prefix_of(self, request: Request) -> Sequence[Sequence[Any]]:
         """Cached blocks of the prefix of the request refused last, by cache group."""
         found = self._asked.get("new_computed_blocks") if self.last is request else None
         return found.blocks if found else ()
 
-    def forget(self, request: Any) -> None:
+    def forget(self, request: Request) -> None:
         """Forget a request that left the scheduler."""
         if self.last is request:
             self.last, self._asked = None, {}
 
-    def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Load-bearing: a waiting request has another status while upstream allocates its blocks.
         if request.status is RequestStatus.RUNNING or isinstance(request, ProbeRequest):
             return self._allocate(request, *args, **kwargs)

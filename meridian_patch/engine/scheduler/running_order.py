@@ -4,11 +4,14 @@ import sys
 import time
 from bisect import bisect_left
 from itertools import filterfalse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 # Requests per step that are ranked again although no change is known.
 AUDITED_PER_STEP = 2
@@ -72,7 +75,7 @@ class RunningOrder:
         self._num_admitted = 0
         self._next_audited = 0
 
-    def changed(self, request: Any) -> None:
+    def changed(self, request: "Request") -> None:
         """Rank a request again in the next step, because its phase changed."""
         if request in self._key_of:
             self._changed[request] = None
@@ -82,7 +85,7 @@ class RunningOrder:
         """Whether any request was prefilling when it was ranked last."""
         return bool(self._prefilling)
 
-    def forget(self, request: Any) -> None:
+    def forget(self, request: "Request") -> None:
         """Remove a request that no longer runs; if it runs again it is ranked as new."""
         key = self._key_of.pop(request, None)
         if key is not None:
@@ -90,7 +93,7 @@ class RunningOrder:
             self._changed.pop(request, None)
             self._prefilling.pop(request, None)
 
-    def arrange(self, running: list[Any]) -> tuple[list[Any], bool]:
+    def arrange(self, running: list["Request"]) -> tuple[list[Any], bool]:
         """Order ``running`` by rank; to be called once per step.
 
         Returns:
@@ -111,7 +114,7 @@ class RunningOrder:
         self._audit(deadline)
         return (running if running == self._order else self._order.copy()), True
 
-    def _follow(self, running: list[Any]) -> list[Any]:
+    def _follow(self, running: list["Request"]) -> list[Any]:
         """Remove requests that upstream took out; returns the requests without a rank."""
         ranked = len(self._order)
         if running[:ranked] == self._order:
@@ -130,7 +133,7 @@ class RunningOrder:
             self._next_audited = (self._next_audited + 1) % len(self._order)
             self._place(self._order[self._next_audited])
 
-    def _place(self, request: Any) -> None:
+    def _place(self, request: "Request") -> None:
         """Rank a request and move it to its position."""
         view = self._view(request)
         rank = self._rank(request, view)
@@ -157,13 +160,13 @@ class RunningOrder:
         index = bisect_left(self._keys, key)
         del self._keys[index], self._order[index]
 
-    def _rank(self, request: Any, view: RequestView) -> tuple[int, ...]:
+    def _rank(self, request: "Request", view: RequestView) -> tuple[int, ...]:
         try:
             return self._policy.rank(view)
         except Exception as error:
             raise RankError(request.request_id) from error
 
-    def _view(self, request: Any) -> RequestView:
+    def _view(self, request: "Request") -> RequestView:
         if isinstance(request, ProbeRequest):
             return _PROBE
         state = self._tracker.get(request.request_id)
@@ -194,13 +197,13 @@ class ArrivalOrder:
     gets its true arrival time back before it enters the waiting queue, a heap by these times.
     """
 
-    def __init__(self, running: list[Any]) -> None:
+    def __init__(self, running: list["Request"]) -> None:
         self._arrivals = {request: request.arrival_time for request in running}
         earliest = min(self._arrivals.values(), default=0.0)
         for place, request in enumerate(running):
             request.arrival_time = earliest + place * 1e-6
 
-    def restore_one(self, request: Any) -> None:
+    def restore_one(self, request: "Request") -> None:
         """Restore a request's true arrival time; unknown requests are ignored."""
         arrival = self._arrivals.pop(request, None)
         if arrival is not None:

@@ -6,10 +6,10 @@ parts (see ``parts``) before and after ``super()``, and restores what it changed
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
-from meridian_patch.engine import stats_field, status
+from meridian_patch.engine import stats_field, status, wire
 from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probes import hide_end
 from meridian_patch.engine.scheduler.assembly import assemble
@@ -46,7 +46,7 @@ class PhaseScheduling(UpstreamScheduler):
     Invariant: requests change queues only as ``super()`` itself moves them.
     """
 
-    running: list[Any]
+    running: list[Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._think_part = built.think_part
         self._metrics = built.metrics
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: Request) -> None:
         # A session's next chunk is parsed when the session takes it up.
         is_new = request.request_id not in self.requests
         options = self._accept(request) if is_new else NO_OPTIONS
@@ -80,7 +80,7 @@ class PhaseScheduling(UpstreamScheduler):
         if is_new:
             self._parts.call("on_added", request, options, request_id=request.request_id)
 
-    def _update_request_as_session(self, session: Any, update: Any) -> None:
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
         # Load-bearing: upstream appends the next chunk to the list of known tokens in place. The
         # previous turn's tokens are tracked first, or the chunk would count as its output.
         self._end_turn(session)
@@ -95,7 +95,7 @@ class PhaseScheduling(UpstreamScheduler):
         name = session.request_id
         self._parts.call("on_session_continued", session, options, request_id=name)
 
-    def _accept(self, request: Any) -> RequestOptions:
+    def _accept(self, request: Request) -> RequestOptions:
         """Parse a request's options; if one is wrong, all of them are ignored."""
         # As `protect`, which takes longer.
         try:
@@ -106,7 +106,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("before_added", request, options, request_id=request.request_id)
         return options
 
-    def _end_turn(self, session: Any) -> None:
+    def _end_turn(self, session: Request) -> None:
         self.phase_part.update_phase(session.request_id)
         self._parts.call("on_turn_ended", session, request_id=session.request_id)
 
@@ -147,7 +147,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("after_update", scheduler_output, result)
         return result
 
-    def _holds_kv_blocks(self, request: Any) -> bool:
+    def _holds_kv_blocks(self, request: Request) -> bool:
         # Load-bearing: upstream expects all paused sessions in the queue of those that hold blocks.
         # It passes them over there, and subtracts them from that queue's length. One without blocks
         # was preempted before it was paused.
@@ -155,7 +155,7 @@ class PhaseScheduling(UpstreamScheduler):
         was_preempted = is_paused and request.num_preemptions > 0
         return was_preempted or bool(super()._holds_kv_blocks(request))
 
-    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # Load-bearing: upstream asks this first of each request that it may admit, and of none that
         # runs: their blocks are allocated before.
         if self.step_limiter.refusals:
@@ -163,7 +163,7 @@ class PhaseScheduling(UpstreamScheduler):
                 self.step_limiter.refusals.listen(self.kv_cache_manager)
         return bool(super()._handle_blocked_waiting_request(request))
 
-    def _handle_stopped_request(self, request: Any) -> bool:
+    def _handle_stopped_request(self, request: Request) -> bool:
         is_finished = bool(super()._handle_stopped_request(request))
         if not is_finished and request not in self.running:
             self._stopped_preempted.append(request)
@@ -179,7 +179,7 @@ class PhaseScheduling(UpstreamScheduler):
         return grammar
 
     def _try_schedule_encoder_inputs(
-        self, request: Any, computed: int, tokens: int, *args: Any, **kwargs: Any
+        self, request: Request, computed: int, tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
         # Load-bearing: upstream calls this for every chunk of a request with media, after it cut
         # the chunk to the budget. A chunk of 0 tokens is not scheduled.
@@ -188,7 +188,7 @@ class PhaseScheduling(UpstreamScheduler):
                 tokens = self._chunks.whole_media_tokens(request, computed, tokens)
         return super()._try_schedule_encoder_inputs(request, computed, tokens, *args, **kwargs)
 
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if self._plan.arrivals is not None:
             # Upstream next puts the request into a heap by arrival time.
             self._plan.arrivals.restore_one(request)
@@ -206,7 +206,7 @@ class PhaseScheduling(UpstreamScheduler):
                 self.kv_tiers.end_free()
         self._parts.call("on_preempted", request, request_id=request.request_id)
 
-    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if isinstance(request, ProbeRequest):
             self._parts.call("on_probe_freed", request, request_id=request.request_id)
             freed = super()._free_request(request, *args, **kwargs)
@@ -217,7 +217,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("on_freed", request, request_id=request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    def _connector_finished(self, request: Any) -> Any:
+    def _connector_finished(self, request: Request) -> Any:
         part = self._think_part
         if part is None:
             return super()._connector_finished(request)
@@ -225,7 +225,7 @@ class PhaseScheduling(UpstreamScheduler):
             delays_free, params = super()._connector_finished(request)
         return delays_free, params if facts is None else part.ticket(request, facts, params)
 
-    def _free_blocks(self, request: Any) -> None:
+    def _free_blocks(self, request: Request) -> None:
         if self.kv_tiers is None:
             super()._free_blocks(request)
             return
@@ -260,7 +260,7 @@ class PhaseScheduling(UpstreamScheduler):
             self._parts.call("before_stats")
             entered, counts = self.phase_tracker.drain_entered(), self.phase_tracker.counts
             payload = self.phase_counters.drain_with(entered.items(), counts.items())
-            setattr(stats, stats_field.FIELD, payload or None)
+            setattr(stats, wire.COUNTS, payload or None)
             if payload and self._metrics is not None:
                 self._metrics.count(payload)
         return stats

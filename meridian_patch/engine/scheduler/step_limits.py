@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
@@ -155,7 +155,7 @@ class StepLimiter:
         has_overtaken = self._displacing is not None and self._displacing.has_overtaken
         return not (self._tracker.num_reasoning or self.is_answered_elsewhere or has_overtaken)
 
-    def on_added(self, request: Any, waiting: Any) -> None:
+    def on_added(self, request: Request, waiting: Any) -> None:
         """Place a new request in ``waiting``, if upstream put it there."""
         if self._rules.are_all_off:
             return
@@ -167,25 +167,25 @@ class StepLimiter:
             self._displacing.added(request, level, now_s)
         self.waiting_order.on_added(request, waiting, level, priority, now_s)
 
-    def changed(self, request: Any) -> None:
+    def changed(self, request: Request) -> None:
         """Update the pacing of a request whose phase may have changed."""
         name = request.request_id
         self._answer_pacing.changed(name, self._options.get(name, NO_OPTIONS))
         self._level_review.changed(request)
 
-    def pauses(self, session: Any) -> None:
+    def pauses(self, session: Request) -> None:
         """Stop pacing a session that waits for its next chunk."""
         self._answer_pacing.on_removed(session.request_id)
         self._level_review.turn_ended(session)
         if self._displacing:
             self._displacing.ends_turn(session)
 
-    def goes_on(self, session: Any) -> None:
+    def goes_on(self, session: Request) -> None:
         """Note a session with its next chunk: without KV blocks it waits at the front."""
         self.waiting_order.moved_to_front(session)
         self._level_review.goes_on(session)
 
-    def on_removed(self, request: Any) -> None:
+    def on_removed(self, request: Request) -> None:
         """Forget a request that finished or was aborted."""
         self._answer_pacing.on_removed(request.request_id)
         if self._paced[0] is request:
@@ -199,7 +199,7 @@ class StepLimiter:
         if self._displacing:
             self._displacing.on_removed(request)
 
-    def preempted(self, request: Any, *, is_answer: bool) -> None:
+    def preempted(self, request: Request, *, is_answer: bool) -> None:
         """Register a preempted request, which waits now."""
         self._chunks.waits(request)
         self._stops_prefilling(request)
@@ -207,7 +207,7 @@ class StepLimiter:
         if self._displacing and not is_answer:
             self._displacing.preempted(request, self.clock())
 
-    def _stops_prefilling(self, request: Any) -> None:
+    def _stops_prefilling(self, request: Request) -> None:
         """Remove a request from the list of prefilling ones, which is short."""
         if request in self._prefilling:
             self._prefilling.remove(request)
@@ -473,7 +473,7 @@ class StepLimiter:
         return self._cut.owed_tokens(self._shape, rest, self._cadence)
 
 
-def _attended(request: Any, tokens: int) -> int:
+def _attended(request: Request, tokens: int) -> int:
     """Number of tokens attended to, summed over the tokens of a chunk just scheduled."""
     # Load-bearing: the scheduled tokens already count as computed.
     return tokens * (2 * request.num_computed_tokens - tokens + 1) // 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
-from meridian_patch import envs
+from meridian_patch.engine import wire
 from meridian_patch.policy.step_time import StepShape
 
 # More steps than any engine keeps in flight.
@@ -99,8 +99,8 @@ class StepTimer:
 def graph_tokens(vllm_config: Any) -> int | None:
     """Most tokens of a step with prompts that a captured graph runs; None: graphs run none."""
     more = vllm_config.additional_config
-    if isinstance(more, dict) and envs.EMULATED_GRAPH in more:
-        return int(more[envs.EMULATED_GRAPH])
+    if isinstance(more, dict) and wire.GRAPH_TOKENS in more:
+        return int(more[wire.GRAPH_TOKENS])
     compilation = vllm_config.compilation_config
     # Load-bearing: a mode whose mixed mode is NONE captures steps that only decode.
     mode = compilation.cudagraph_mode

@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Collection
 from heapq import heappop, heappush
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 # Priorities are clamped to -4..4.
 MOST_STEPS = 4
@@ -41,7 +44,9 @@ class WaitingOrder:
         # Where live requests stand; a request without a place is at the front.
         self._places: dict[Any, _Place] = {}
 
-    def on_added(self, request: Any, waiting: Any, level: int, priority: int, now_s: float) -> None:
+    def on_added(
+        self, request: "Request", waiting: Any, level: int, priority: int, now_s: float
+    ) -> None:
         """Place a new request, which is last in ``waiting`` unless upstream put it elsewhere.
 
         Args:
@@ -60,22 +65,22 @@ class WaitingOrder:
             waiting.pop()
             waiting.insert(bisect_right(waiting, place, key=self._place), request)
 
-    def on_removed(self, request: Any) -> None:
+    def on_removed(self, request: "Request") -> None:
         """Forget a request that left the scheduler."""
         self._arrivals.pop(request, None)
         self._places.pop(request, None)
 
-    def moved_to_front(self, request: Any) -> None:
+    def moved_to_front(self, request: "Request") -> None:
         """Note a request that stands at the front now, as one that upstream preempted."""
         self._places[request] = _FRONT
 
-    def put_at_level(self, request: Any, level: int, waiting: Any) -> None:
+    def put_at_level(self, request: "Request", level: int, waiting: Any) -> None:
         """Move a request that was preempted to the place of its level; ignored if it is gone."""
         if isinstance(waiting, deque) and self._take(request, waiting):
             place = self._places[request] = (level, self._arrivals.get(request, 0.0))
             waiting.insert(bisect_right(waiting, place, key=self._place), request)
 
-    def bring_forward(self, requests: Collection[Any], waiting: Any) -> None:
+    def bring_forward(self, requests: Collection["Request"], waiting: Any) -> None:
         """Move those of ``requests`` that wait to the front, in this order."""
         if not isinstance(waiting, deque):
             return
@@ -104,7 +109,7 @@ class WaitingOrder:
         ready = (one for one in following if one not in passed_over)
         return next((self._place(one)[1] for one in ready), math.inf)
 
-    def _take(self, request: Any, waiting: Any) -> bool:
+    def _take(self, request: "Request", waiting: Any) -> bool:
         """Remove a request from the queue if it stands about where it should."""
         start = bisect_left(waiting, self._place(request), key=self._place)
         try:
@@ -113,7 +118,7 @@ class WaitingOrder:
             return False
         return True
 
-    def _place(self, request: Any) -> _Place:
+    def _place(self, request: "Request") -> _Place:
         return self._places.get(request, _FRONT)
 
 

@@ -25,12 +25,8 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from meridian_patch.engine.early_exit.signals import (
-    PLAN_FIELD,
-    SIGNALS_FIELD,
-    MeasuredSignals,
-    MeasurePlan,
-)
+from meridian_patch.engine import wire
+from meridian_patch.engine.early_exit.signals import MeasuredSignals, MeasurePlan
 from meridian_patch.engine.worker.logits_measurement import Measured, Meter, RowSelection
 
 logger = init_logger("vllm.meridian_patch")
@@ -84,7 +80,7 @@ class Tap:
     def begin(self, scheduler_output: Any) -> None:
         """Take the plan of a step that begins, if it has one."""
         # Read only, because executors may pass the same object to a later pipeline stage.
-        self._plan = getattr(scheduler_output, PLAN_FIELD, None)
+        self._plan = getattr(scheduler_output, wire.PLAN, None)
         self._measured = None
         if self._plan is None or self._is_fitted:
             return
@@ -176,7 +172,7 @@ class Tap:
     def _attach(self, output: Any, measured: Measured | Refused) -> None:
         # Load-bearing: the empty output is one shared object for all steps.
         if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-            setattr(output, SIGNALS_FIELD, measured.read())
+            setattr(output, wire.SIGNALS, measured.read())
 
     def _close(self, why: str) -> None:
         self._refusal = why

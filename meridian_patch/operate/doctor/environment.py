@@ -12,7 +12,7 @@ from meridian_patch.engine import status
 from meridian_patch.errors import ConfigError
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.doctor.installed import Installed
-from meridian_patch.patches import LOCKED_VERSIONS
+from meridian_patch.patches.lock import LOCKED_VERSIONS
 
 AREA = Area("environment")
 PYTHON_NEEDED = ">=3.11"

@@ -22,7 +22,7 @@ from meridian_patch.operate.doctor.model import check_model
 from meridian_patch.operate.doctor.patches import check_binding, check_contracts
 from meridian_patch.operate.doctor.server import check_server
 from meridian_patch.operate.http_client import ServerClient, ServerError
-from meridian_patch.patches import load_lock
+from meridian_patch.patches.lock import load_lock
 
 Checks = Callable[[], Iterable[Finding]]
 

@@ -10,7 +10,7 @@ from meridian_patch.operate.doctor.behaviour import check_behaviour
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import ServerClient, ServerError, read_object
 from meridian_patch.operate.scrape import RUNNING, Scrape, ScrapeError, parse
-from meridian_patch.patches import LOCKED_VERSIONS
+from meridian_patch.patches.lock import LOCKED_VERSIONS
 from meridian_patch.telemetry.metrics import METRICS
 
 AREA = Area("server")

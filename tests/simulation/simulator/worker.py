@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.engine import wire
+from meridian_patch.engine.early_exit.signals import MeasuredSignals
 from meridian_patch.engine.upstream import is_release
 from simulator.failure import Failure
 from simulator.oracle import Speaker
@@ -114,7 +115,7 @@ class Workers:
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
-        plan = getattr(output, PLAN_FIELD, None)
+        plan = getattr(output, wire.PLAN, None)
         if plan is not None and not self.loses_signals:
             self._measure(step, plan)
 
@@ -197,7 +198,7 @@ class Workers:
         table = np.array(rows, np.float32).reshape(-1, 4)
         is_plain = all(count == 1 for count in counts)
         signals = MeasuredSignals(tuple(names), None if is_plain else counts, table)
-        setattr(result, SIGNALS_FIELD, signals)
+        setattr(result, wire.SIGNALS, signals)
 
 
 def _masks(grammar: Any, drafts: dict[str, list[int]]) -> dict[str, tuple[Any, int]]:

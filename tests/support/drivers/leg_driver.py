@@ -11,8 +11,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from meridian_patch.config.handoff import HandoffConfig
 from meridian_patch.engine.handoff.answer_servers import AnswerServers
 from meridian_patch.engine.handoff.second_legs import SecondLegs
+from meridian_patch.engine.wire import FACTS
 from meridian_patch.handoff.answer_engine import ASKED, Same
-from meridian_patch.handoff.ticket import FACTS
 from meridian_patch.telemetry.handoffs import Handoffs
 
 PROMPT = [1, 2, 3]

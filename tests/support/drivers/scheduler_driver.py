@@ -37,7 +37,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.engine import wire
+from meridian_patch.engine.early_exit.signals import MeasuredSignals
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 
 BLOCK_SIZE = 32
@@ -280,11 +281,11 @@ class Driver:
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=sampled,
         )
-        plan = getattr(output, PLAN_FIELD, None)
+        plan = getattr(output, wire.PLAN, None)
         if plan is not None:
             row = [self.entropy_nats, 5.0, 0.5, self.end_prob]
             values = np.array([row] * len(plan.request_ids), np.float32)
-            setattr(result, SIGNALS_FIELD, MeasuredSignals(plan.request_ids, None, values))
+            setattr(result, wire.SIGNALS, MeasuredSignals(plan.request_ids, None, values))
         return self._force(output, result)
 
     def _force(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:

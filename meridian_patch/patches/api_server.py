@@ -1,154 +1,9 @@
-"""The patches of this package and the vLLM releases they were checked against. Data only."""
+"""What is bound in the API server process: patches of its classes, and rebound instances."""
 
-import json
-from importlib import resources
-from typing import Final, cast
+from typing import Final
 
-from meridian_patch.patches_engine_core import KV_CACHE_MANAGER, REQUEST_CHECK, SUPPORTED
-from meridian_patch.patching.lock import Entry
-from meridian_patch.patching.spec import Contract, Patch, Site
-
-LOCK_FILE: Final = "upstream_lock.json"
-
-OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
-SIMPLE_OFFLOAD: Final = "vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler"
-
-SCHEDULER_CONTRACT: Final = Contract(
-    calls=(
-        "__init__",
-        "add_request",
-        "schedule",
-        "make_stats",
-        "get_request_counts",
-        "_update_request_as_session",
-        "_handle_stopped_request",
-        "_handle_blocked_waiting_request",
-        "_enqueue_waiting_request",
-        "_holds_kv_blocks",
-        "_preempt_request",
-        "_free_blocks",
-        "_connector_finished",
-        "_free_request",
-        "update_from_output",
-        "get_grammar_bitmask",
-        "finish_requests",
-        "reset_prefix_cache",
-        "_try_schedule_encoder_inputs",
-        "_is_blocked_waiting_status",
-    ),
-    behaviour=(
-        "add_request",
-        "schedule",
-        "update_from_output",
-        "get_grammar_bitmask",
-        "finish_requests",
-        "get_request_counts",
-        "get_num_unfinished_requests",
-        "reset_prefix_cache",
-        "_update_request_as_session",
-        "_handle_stopped_request",
-        "_handle_blocked_waiting_request",
-        "_enqueue_waiting_request",
-        "_holds_kv_blocks",
-        "_update_request_with_output",
-        "_preempt_request",
-        "_free_blocks",
-        "_free_request",
-        "_free_request_blocks",
-        "_drain_deferred_frees",
-        "_try_schedule_encoder_inputs",
-        "_is_blocked_waiting_status",
-        "_mamba_block_aligned_split",
-        "_reserve_prefill_lookahead",
-    ),
-    reads=(
-        "_pause_state",
-        "adaptive_long_prefill_threshold",
-        "aux_output_connector",
-        "block_size",
-        "cache_config",
-        "connector",
-        "current_step",
-        "defer_block_free",
-        "deferred_waiting",
-        "finished_req_ids_dict",
-        "kv_cache_config",
-        "kv_cache_manager",
-        "kv_holding_waiting",
-        "log_stats",
-        "lora_config",
-        "max_model_len",
-        "max_num_active_reqs",
-        "max_num_scheduled_tokens",
-        "need_mamba_block_aligned_split",
-        "num_lookahead_tokens",
-        "num_prefill_lookahead",
-        "num_spec_tokens",
-        "num_waiting_for_streaming_input",
-        "parallel_config",
-        "policy",
-        "prev_step_scheduled_req_ids",
-        "processed_step_seq",
-        "requests",
-        "requires_kv_delivery",
-        "running",
-        "sched_step_seq",
-        "scheduler_config",
-        "vllm_config",
-        "waiting",
-    ),
-    lookups=("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",),
-    collaborators=(
-        "vllm.config.parallel:ParallelConfig._pick_stateless_dp_port",
-        "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
-        f"{OFFLOADING}:OffloadingConnectorScheduler._build_store_jobs",
-        f"{OFFLOADING}:OffloadingConnectorScheduler._calc_num_offloadable_tokens",
-        f"{SIMPLE_OFFLOAD}._prepare_eager_store_specs",
-        f"{SIMPLE_OFFLOAD}._prepare_lazy_store_specs",
-        f"{SIMPLE_OFFLOAD}._queue_finished_eager_store",
-        f"{SIMPLE_OFFLOAD}._select_eager_blocks_to_store",
-        "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager.lookup",
-        "vllm.v1.request:Request.__init__",
-        "vllm.v1.request:Request.update_block_hashes",
-    ),
-)
-
-SCHEDULER: Final = Patch(
-    name="scheduler",
-    sites=(
-        Site("vllm.v1.core.sched.scheduler", "Scheduler"),
-        # For a cast alone; vLLM 0.32 has none.
-        Site("vllm.v1.fault_tolerance.engine_core_sentinel", "Scheduler", is_optional=True),
-    ),
-    build="meridian_patch.engine.scheduler.scheduler:build_phase_scheduler",
-    versions=SUPPORTED,
-    contract=SCHEDULER_CONTRACT,
-    process="engine_core",
-    why=(
-        "Stock scheduling does not know thinking from answering: answers stall behind prefill "
-        "and thinking, and are preempted like anything else. The subclass orders the running "
-        "requests by phase before each step. Used with `--no-async-scheduling`, and by default "
-        "on the CPU build."
-    ),
-    upstream="none: vLLM has a hook for one scheduler class, but not one that covers both classes",
-    remove_when="vLLM lets a plug-in order running requests and choose whom to preempt",
-)
-
-ASYNC_SCHEDULER: Final = Patch(
-    name="async_scheduler",
-    sites=(Site("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),),
-    build="meridian_patch.engine.scheduler.scheduler:build_async_phase_scheduler",
-    versions=SUPPORTED,
-    contract=SCHEDULER_CONTRACT,
-    process="engine_core",
-    why=(
-        "The same for asynchronous scheduling, the default on GPUs. It must be a subclass of the "
-        "stock `AsyncScheduler`: under asynchronous scheduling a subclass of `Scheduler` leaves "
-        "every other step empty."
-    ),
-    upstream="none: see patch `scheduler`",
-    remove_when="patch `scheduler` is removed",
-)
+from meridian_patch.patches.lock import SUPPORTED
+from meridian_patch.patching.spec import Contract, Patch, Rebinding, Site
 
 SCHEDULER_STATS: Final = Patch(
     name="scheduler_stats",
@@ -172,53 +27,6 @@ SCHEDULER_STATS: Final = Patch(
         "package is installed, active or not"
     ),
     remove_when="vLLM exports plug-in statistics to `/metrics`, or loads stat loggers on request",
-)
-
-RUNNER_V1: Final = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-
-NIXL_WORKER: Final = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
-
-WORKER: Final = Patch(
-    name="worker",
-    sites=(
-        Site("vllm.v1.worker.worker_base", "WorkerBase"),
-        # For annotations alone, but a name that still holds the original is reported as stale.
-        Site("vllm.v1.executor.abstract", "WorkerBase"),
-        Site("vllm.v1.engine.llm_engine", "WorkerBase"),
-    ),
-    build="meridian_patch.engine.worker.worker:build_tapped_worker",
-    versions=SUPPORTED,
-    contract=Contract(
-        calls=(),
-        behaviour=("__init__",),
-        reads=("model_config", "model_runner", "parallel_config", "rank", "vllm_config"),
-        # It loads the plug-ins, then imports the worker's class, which derives from the site's.
-        lookups=("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",),
-        collaborators=(
-            f"{NIXL_WORKER}:NixlBaseConnectorWorker.__init__",
-            "vllm.v1.worker.gpu_worker:Worker.init_device",
-            "vllm.v1.executor.multiproc_executor:MultiprocExecutor._get_output_rank",
-            f"{RUNNER_V1}._sample",
-            f"{RUNNER_V1}.sample_tokens",
-            "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput.get_output",
-            "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
-            f"{RUNNER_V2}.sample",
-            f"{RUNNER_V2}.sample_tokens",
-            "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
-            "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
-            "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
-        ),
-    ),
-    process="worker",
-    why=(
-        "Early exit needs the entropy of what the model says next. The subclass puts a tap on the "
-        "model runner, which measures the rows that the scheduler asks for, from the logits that "
-        "are sampled from, and sends the numbers with the step's output. Before the KV connector "
-        "is built, it lets NIXL's thread wait for events (`handoff.nixl_wait_ms`)."
-    ),
-    upstream="none: a logits processor returns nothing, and log-probabilities hold no entropy",
-    remove_when="vLLM lets a plug-in send values of its own from the sampler to the scheduler",
 )
 
 INPUT_PROCESSOR: Final = Patch(
@@ -435,12 +243,7 @@ ENGINE_CLIENTS: Final = (
 )
 
 PATCHES: Final = (
-    SCHEDULER,
-    ASYNC_SCHEDULER,
-    KV_CACHE_MANAGER,
     SCHEDULER_STATS,
-    WORKER,
-    REQUEST_CHECK,
     INPUT_PROCESSOR,
     REQUEST_STATE,
     OUTPUT_PROCESSOR,
@@ -448,11 +251,18 @@ PATCHES: Final = (
     *ENGINE_CLIENTS,
 )
 
-
-def load_lock() -> dict[str, Entry]:
-    """What the contracts met in each checked vLLM release, by release."""
-    text = resources.files("meridian_patch").joinpath(LOCK_FILE).read_text(encoding="utf-8")
-    return cast("dict[str, Entry]", json.loads(text))
-
-
-LOCKED_VERSIONS: Final = tuple(load_lock())
+REBINDINGS: Final = (
+    Rebinding(
+        owner="vllm.v1.engine.output_processor:RequestState",
+        attributes=("detokenizer",),
+        places=(
+            "meridian_patch.engine.api.request_state:_with_stop_scope.ScopedRequestState.from_new_request",
+        ),
+        process="api_server",
+        lasts="as long as the request",
+        why=(
+            "Stop strings of this request match in its answers only. The detokenizer has one of "
+            "two classes, and vLLM chooses it for each request."
+        ),
+    ),
+)
