@@ -10,8 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from meridian_patch.engine.early_exit import close_checks, unavailable
 from meridian_patch.engine.scheduler import assembly, guard
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
-from meridian_patch.exit.actions import ExitReport
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import ExitReport, Obstacle
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
 CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}

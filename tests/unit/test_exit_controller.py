@@ -5,9 +5,8 @@ import math
 import pytest
 from exit_streams import BREAKS, LINE, PARAGRAPH, PLAIN, config_of, row, rows_of
 
-from meridian_patch.exit.actions import Outcome, Probe
+from meridian_patch.exit.actions import Obstacle, Outcome, Probe
 from meridian_patch.exit.controller import ExitController, follow
-from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker

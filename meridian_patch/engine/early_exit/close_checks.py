@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Obstacle
 from meridian_patch.phase.boundaries import TokenIds
 
 _PROCESSORS_GROUP = "vllm.logits_processors"

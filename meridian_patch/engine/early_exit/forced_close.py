@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 from meridian_patch.engine.early_exit.mask_rows import MaskRows
 from meridian_patch.engine.upstream import is_release
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Obstacle
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.matcher import ROOT, BoundaryMatcher, Event
 from meridian_patch.telemetry.counters import LeftOut

@@ -22,9 +22,8 @@ from meridian_patch.engine.early_exit.trace import ExitTrace
 from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
 from meridian_patch.engine.early_exit.unsampled import UnsampledThoughts
 from meridian_patch.engine.early_exit.watched_request import WatchedRequest
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, Obstacles
+from meridian_patch.exit.actions import NO_OBSTACLES, PASSING, Action, Obstacle, Obstacles
 from meridian_patch.exit.controller import ExitController, follow
-from meridian_patch.exit.obstacles import PASSING, Obstacle
 from meridian_patch.exit.strategies.base import BUDGET, NO_SIGNALS
 from meridian_patch.exit.strategies.build import OWN_BOUNDS, is_probing
 from meridian_patch.exit.text_breaks import Breaks

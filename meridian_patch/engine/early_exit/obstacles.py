@@ -8,7 +8,7 @@ from vllm.v1.worker import worker_base
 
 from meridian_patch.engine.handoff.layout import NIXL_CONNECTORS
 from meridian_patch.engine.kv_cache.shared_blocks import tokens_behind_hits
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Obstacle
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.boundaries import Boundaries
 

@@ -3,8 +3,7 @@
 from vllm.logger import init_logger
 
 from meridian_patch.engine import status
-from meridian_patch.exit.actions import NO_OBSTACLES, Obstacles
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import NO_OBSTACLES, Obstacle, Obstacles
 from meridian_patch.exit.strategies.build import BY_PROBES, BY_SIGNALS
 from meridian_patch.telemetry.counters import PROBING_STOPPED, PhaseCounters
 

@@ -5,8 +5,7 @@ from typing import Any
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import ExitConfig
 from meridian_patch.engine.api.exit_summary import attach_all
-from meridian_patch.exit.actions import ExitReport, Outcome
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import ExitReport, Obstacle, Outcome
 from meridian_patch.exit.strategies.build import STRATEGIES
 
 

@@ -34,7 +34,7 @@ from meridian_patch.engine.scheduler.rank_exchange import Exchange
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.engine.scheduler.step_limits import StepLimiter
 from meridian_patch.engine.scheduler.step_timer import graph_tokens
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
