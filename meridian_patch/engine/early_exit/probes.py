@@ -15,9 +15,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.probe_seats import ProbeSeats, free_seats
 from meridian_patch.engine.kv_cache.shared_blocks import held_tokens, tokens_behind_hits
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 

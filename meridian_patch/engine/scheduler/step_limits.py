@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission_checks import (
     may_skip_adapter,
     miscounts_adapters,

@@ -8,8 +8,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import held_tokens
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase
 from simulator.engine import Arm, Watch
 from simulator.failure import Failure
