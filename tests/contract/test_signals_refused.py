@@ -6,9 +6,13 @@ from exit_driver import exit_driver, thinker
 from scheduler_driver import Driver
 
 from meridian_patch.engine import status
-from meridian_patch.engine.early_exit import signal_health
-from meridian_patch.engine.early_exit.signal_health import MOST_LOST
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.engine.early_exit import signals
+from meridian_patch.engine.early_exit.signals import (
+    MOST_LOST,
+    PLAN_FIELD,
+    SIGNALS_FIELD,
+    MeasuredSignals,
+)
 
 PROBED = {
     "EXIT__MODE": "observe",
@@ -40,9 +44,7 @@ def facts(monkeypatch):
 def logged(monkeypatch):
     """Warnings of our logger."""
     found = []
-    monkeypatch.setattr(
-        signal_health.logger, "warning", lambda text, *args: found.append(text % args)
-    )
+    monkeypatch.setattr(signals.logger, "warning", lambda text, *args: found.append(text % args))
     return found
 
 
@@ -55,11 +57,11 @@ def answer(monkeypatch, make_signals):
         plan = getattr(output, PLAN_FIELD, None)
         if plan is not None:
             plans.append(plan)
-            signals = make_signals(plan)
-            if signals is None:
+            made = make_signals(plan)
+            if made is None:
                 delattr(result, SIGNALS_FIELD)
             else:
-                setattr(result, SIGNALS_FIELD, signals)
+                setattr(result, SIGNALS_FIELD, made)
         return result
 
     monkeypatch.setattr(Driver, "_run", with_signals)
@@ -70,7 +72,7 @@ def is_over(driver):
     scheduler = driver.scheduler
     return not (
         scheduler.requests
-        or scheduler.early_exit.num_watched
+        or scheduler.early_exit.requests
         or scheduler.phase_counters.totals.get("fallback:exception")
     )
 

@@ -451,7 +451,7 @@ class StepLimiter:
         self._predicted_s = self._missed_s = 0.0
         return True
 
-    def _live_probes(self) -> Sequence[str]:
+    def _live_probes(self) -> Collection[str]:
         """Ids of the live probes, including those that were not scheduled in the step."""
         return self.probes.live if self.probes else ()
 

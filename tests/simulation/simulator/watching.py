@@ -335,7 +335,7 @@ class Checker(Recorder):
         first = scheduler.waiting.peek_request() if is_by_priority and scheduler.waiting else None
         ready = [
             name
-            for name, due in probes._due.items()
+            for name, due in probes.due.items()
             if probes._is_ready(due)
             and not (first is not None and first < due.parent)
             and self._holds_prefix(probes, due)
