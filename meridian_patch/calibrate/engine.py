@@ -7,7 +7,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from meridian_patch.calibrate.sampled_entropies import SampledEntropies
-from meridian_patch.engine.early_exit.engine_lag import pace_of
+from meridian_patch.engine.early_exit.close_checks import pace_of
 from meridian_patch.replay.in_process import core_of
 
 if TYPE_CHECKING:

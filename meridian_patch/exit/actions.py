@@ -1,10 +1,59 @@
-"""The types of the exit controller's decisions and reports."""
+"""The decisions on thoughts, what stands against a close, and the reports to callers."""
 
 from collections.abc import Mapping
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from meridian_patch.exit.obstacles import Obstacle
+
+class Obstacle(StrEnum):
+    """One reason; callers and metrics see its value.
+
+    The first nine apply to the whole engine and disable strategies. The next nine apply to a
+    close: something applied after the plug-in's masks would undo it, or no answer would follow it.
+    The last three apply to one thought.
+    """
+
+    NO_BOUNDARY = "no_boundary"
+    EXTERNAL_LAUNCHER = "external_launcher"
+    STOPPED = "stopped"
+    NO_SIGNALS = "no_signals"
+    PROBE_TEXT = "probe_text"
+    NO_PREFIX_CACHE = "no_prefix_cache"
+    KV_GROUPS = "kv_groups"
+    KV_CONNECTOR = "kv_connector"
+    STEP_TOKENS = "step_tokens"
+
+    GRAMMAR = "grammar"
+    ALLOWED_TOKENS = "allowed_tokens"
+    BAD_WORDS = "bad_words"
+    LOGIT_BIAS = "logit_bias"
+    MIN_TOKENS = "min_tokens"
+    LOGITS_PROCESSORS = "logits_processors"
+    TRACE_REPLAY = "trace_replay"
+    BUDGET = "budget"
+    NO_ROOM = "no_room"
+
+    FLOOR = "floor"
+    WARM_UP = "warm_up"
+    NOT_PROBED = "not_probed"
+
+
+TO_CLOSES: Final = (
+    Obstacle.GRAMMAR,
+    Obstacle.ALLOWED_TOKENS,
+    Obstacle.BAD_WORDS,
+    Obstacle.LOGIT_BIAS,
+    Obstacle.MIN_TOKENS,
+    Obstacle.LOGITS_PROCESSORS,
+    Obstacle.TRACE_REPLAY,
+    Obstacle.BUDGET,
+    Obstacle.NO_ROOM,
+)
+"""Obstacles that are found when a close is due."""
+
+PASSING: Final = (Obstacle.GRAMMAR, Obstacle.MIN_TOKENS)
+"""Obstacles to a close that may be gone at a later token of the same thought."""
 
 Obstacles = Mapping[str, Obstacle]
 """Strategies, by their reasons, that cannot close a thought, and why."""
@@ -81,3 +130,42 @@ class ExitReport(NamedTuple):
     think_tokens: int
     not_enforced: Obstacles = NO_OBSTACLES
     forced: tuple[int, ...] = ()
+
+
+Summary = dict[str, Any]
+"""Has plain values only, because it is sent between processes and in HTTP responses.
+
+* ``exit_reason``: what ended the last thought;
+* ``think_tokens``: accepted tokens of all thoughts, including boundaries;
+* ``would_exit``: only if the last thought was due to be closed but ended for another reason, as in
+  mode ``observe``: ``exit_reason`` and ``think_tokens`` of the close that was due;
+* ``measured``: False if the last thought was not measured, so that it is not known whether it was
+  due to be closed; otherwise missing;
+* ``forced_tokens``: only if thoughts were closed: indices in the output of the tokens that closes
+  forced. They were the only ones that could be sampled, so their log-probabilities are 0;
+* ``not_enforced``: only in mode ``enforce`` if strategies could not close: each with its
+  ``Obstacle``. It is the only key if no thought has ended.
+"""
+
+
+def summarize(report: ExitReport) -> Summary:
+    """The summary of one request's report."""
+    summary: Summary = {}
+    last = report.outcome
+    if last is not None:
+        summary |= {"exit_reason": str(last.reason), "think_tokens": report.think_tokens}
+        due = last.verdict
+        if due is not None and due.reason != last.reason:
+            summary["would_exit"] = {
+                "exit_reason": str(due.reason),
+                "think_tokens": report.think_tokens - last.think_tokens + due.close_at,
+            }
+        if not last.is_measured:
+            summary["measured"] = False
+    if report.forced:
+        summary["forced_tokens"] = list(report.forced)
+    if report.not_enforced:
+        summary["not_enforced"] = {
+            str(strategy): str(why) for strategy, why in report.not_enforced.items()
+        }
+    return summary

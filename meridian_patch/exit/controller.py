@@ -1,10 +1,9 @@
 """Decides when to close and when to probe the thinking of one request."""
 
-import math
 from collections.abc import Sequence
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.actions import NO_OBSTACLES, Action, Close, Obstacles, Outcome, Probe
+from meridian_patch.exit.actions import NO_OBSTACLES, Action, Outcome, Probe
 from meridian_patch.exit.strategies.base import (
     UNANSWERED,
     ThoughtStart,
@@ -34,6 +33,11 @@ class ExitController:
         budget_tokens: vLLM's ``thinking_token_budget``; None: it has none.
         closes_by: known tokens, prompt included, behind which a close must begin, so that the
             answer has its reserve; None: there is none.
+
+    Attributes:
+        thought: the current thought; None outside of one, and always in mode ``off``.
+        num_thoughts: number of thoughts so far, including the current one.
+        outcome: how the last thought ended; None before the first did.
     """
 
     def __init__(
@@ -49,61 +53,10 @@ class ExitController:
         self._closes_by = closes_by
         # What vLLM's budget leaves to the current thought.
         self._budget_left = budget_tokens
-        # None outside of a thought.
-        self._watch: ThoughtMonitor | None = None
-        self._num_thoughts = 0
+        self.thought: ThoughtMonitor | None = None
+        self.num_thoughts = 0
         self._is_closing = False
-        # How the last thought ended; None before the first did.
         self.outcome: Outcome | None = None
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the request is in a thought; always False in mode ``off``."""
-        return self._watch is not None
-
-    @property
-    def fast_path_tokens(self) -> float:
-        """How many tokens may be passed together, with no action due before the last; 0: unknown.
-
-        It does not hold for ends of lines after the first ``fast_path_line_tokens`` tokens, nor for
-        ends of paragraphs after the first ``fast_path_paragraph_tokens``.
-        """
-        return 0 if self._watch is None else self._watch.fast_path_tokens
-
-    @property
-    def fast_path_line_tokens(self) -> float:
-        """Same as ``fast_path_tokens``, but for ends of lines."""
-        return 0 if self._watch is None else self._watch.fast_path_line_tokens
-
-    @property
-    def fast_path_paragraph_tokens(self) -> float:
-        """Same as ``fast_path_tokens``, but for ends of paragraphs."""
-        return 0 if self._watch is None else self._watch.fast_path_paragraph_tokens
-
-    @property
-    def num_thoughts(self) -> int:
-        """Number of thoughts so far, including the current one."""
-        return self._num_thoughts
-
-    @property
-    def think_tokens(self) -> int:
-        """Accepted tokens of the current thought; 0 if there is none."""
-        return self._watch.think_tokens if self._watch else 0
-
-    @property
-    def verdict(self) -> Close | None:
-        """The decision to close the current thought; None: there is none yet."""
-        return self._watch.verdict if self._watch else None
-
-    @property
-    def eat_variance(self) -> float:
-        """EAT's debiased variance in the current thought, in nats squared; else infinite."""
-        return self._watch.eat_variance if self._watch else math.inf
-
-    @property
-    def too_soon(self) -> Obstacles:
-        """Strategies that could not have fired in the current thought yet, and why."""
-        return self._watch.too_soon() if self._watch else NO_OBSTACLES
 
     def start(
         self,
@@ -123,12 +76,12 @@ class ExitController:
         """
         if self._config.mode == "off":
             return
-        self._num_thoughts += 1
+        self.num_thoughts += 1
         self._is_closing = False
         room = None if self._closes_by is None else self._closes_by - begin
         self._budget_left = budget_left(self._budget_tokens, given_tokens)
         start = ThoughtStart(self._breaks, self._budget_left, think_tokens, earlier_tokens, room)
-        self._watch = ThoughtMonitor(self._num_thoughts, self._config, start)
+        self.thought = ThoughtMonitor(self.num_thoughts, self._config, start)
 
     def accept(self, token_ids: Sequence[int], rows: Sequence[TokenSignals]) -> Action | None:
         """Process accepted think tokens; for a step that ends the thought, call ``end`` instead.
@@ -140,16 +93,16 @@ class ExitController:
         Returns:
             The action to take now; None: no action.
         """
-        if self._watch is None:
+        if self.thought is None:
             return None
-        action = self._watch.accept(token_ids, rows)
+        action = self.thought.accept(token_ids, rows)
         return None if action is None else self._permitted(action)
 
     def probed(self, probe: Probe, entropy_nats: float) -> Action | None:
         """Process a probe's result; it is dropped if it is of another thought or out of order."""
-        if self._watch is None:
+        if self.thought is None:
             return None
-        action = self._watch.probed(probe, entropy_nats)
+        action = self.thought.probed(probe, entropy_nats)
         return None if action is None else self._permitted(action)
 
     def closing(self) -> None:
@@ -166,22 +119,22 @@ class ExitController:
         Returns:
             The outcome; None if the request was not in a thought.
         """
-        watch, self._watch = self._watch, None
-        if watch is None:
+        thought, self.thought = self.thought, None
+        if thought is None:
             return None
-        think_tokens = watch.think_tokens + num_tokens
+        think_tokens = thought.think_tokens + num_tokens
         if not is_answered:
             reason = UNANSWERED
-        elif self._is_closing and watch.verdict:
-            reason = watch.verdict.reason
+        elif self._is_closing and thought.verdict:
+            reason = thought.verdict.reason
         else:
             reason = own_end(think_tokens, self._budget_left)
         self.outcome = Outcome(
             reason,
             think_tokens,
-            watch.verdict,
-            watch.num_invalid,
-            too_soon=NO_OBSTACLES if watch.verdict else watch.too_soon(),
+            thought.verdict,
+            thought.num_invalid,
+            too_soon=NO_OBSTACLES if thought.verdict else thought.too_soon(),
         )
         return self.outcome
 
@@ -214,7 +167,7 @@ def follow(
     if begin > seen:
         # An earlier thought ended among these tokens too; its length is not recorded.
         controller.end(0)
-    if not controller.is_thinking:
+    if controller.thought is None:
         controller.start(
             max(seen - begin, 0),
             earlier_tokens=state.think_tokens_before,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from meridian_patch.config.schema import ExitConfig
-from meridian_patch.exit.actions import Action, Close, Obstacles, Probe
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Action, Close, Obstacle, Obstacles, Probe
 from meridian_patch.exit.probe_schedule import ProbeSchedule
 from meridian_patch.exit.strategies.base import Signals, ThoughtStart, TokenSignals
 from meridian_patch.exit.strategies.build import build_strategies

@@ -13,7 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from meridian_patch.engine import wire
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.accounting import InfiniteCache, RecomputedTokens

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from vllm.v1.worker import worker_base
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.early_exit.signals import MeasuredSignals
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.patching.candidate import MARK
 
 # Mean entropy of a thought's tokens, and how far they lie from it, in nats.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from meridian_patch.config.request_options import RequestOptions
-from meridian_patch.exit.obstacles import TO_CLOSES
+from meridian_patch.exit.actions import TO_CLOSES
 from meridian_patch.exit.strategies.build import REASONS
 from meridian_patch.handoff import stays
 from meridian_patch.phase.tracker import Phase

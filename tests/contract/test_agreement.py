@@ -10,7 +10,7 @@ from vllm.v1.executor.abstract import Executor, ExecutorWithExternalLauncher
 from vllm.v1.worker import worker_base
 
 from meridian_patch.engine import status
-from meridian_patch.engine.early_exit import unavailable
+from meridian_patch.engine.early_exit import report
 from meridian_patch.patching.candidate import MARK
 
 
@@ -91,7 +91,7 @@ def test_it_is_told_in_the_status(demo_model, eager, monkeypatch):
     # A request that asks for early exit is told why there is none.
     said = []
     attach = lambda _, news: said.extend(news.values())  # noqa: E731
-    monkeypatch.setattr(unavailable, "attach_all", attach)
+    monkeypatch.setattr(report, "attach_all", attach)
     prompt = make_prompt(random.Random(1), 40, thinks=True)
     driver.add(Job("asks", tuple(prompt), 20, 5), extra_args={"meridian_exit": "enforce"})
     driver.drain()

@@ -145,5 +145,5 @@ def test_an_abort_leaves_nothing(driver_for):
             driver.step()
         driver.abort("r")
         driver.drain()
-    assert not driver.scheduler.early_exit._answer_loops._answers
+    assert not driver.scheduler.early_exit.requests
     assert is_empty(driver)

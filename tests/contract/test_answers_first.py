@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.scheduler import (
     build_async_phase_scheduler,
     build_phase_scheduler,
@@ -173,14 +173,15 @@ def test_probes_make_room_before_all_requests(demo_model, monkeypatch, is_async)
             behind.append(sum(isinstance(each, ProbeRequest) for each in scheduler.running))
         preempt(request, *args, **kwargs)
 
-    ended = scheduler.early_exit.probe_ended
+    free = scheduler._free_request
 
-    def watch_end(request, *, is_aborted):
-        ends[request.request_id] = request.status
-        ended(request, is_aborted=is_aborted)
+    def watch_end(request, *args, **kwargs):
+        if isinstance(request, ProbeRequest):
+            ends[request.request_id] = request.status
+        return free(request, *args, **kwargs)
 
     scheduler._preempt_request = watch
-    scheduler.early_exit.probe_ended = watch_end
+    scheduler._free_request = watch_end
     for seed in (1, 2, 3):
         load(driver, seed, longest_answer=300)
     assert scheduler.early_exit.probes.num_probes > 100

@@ -9,7 +9,7 @@ from exit_driver import add_drafts, exit_driver, force_first_rows, is_empty, thi
 from scheduler_driver import THINK_END, THINK_START, WORD, Job
 from vllm.v1.core.sched.output import GrammarOutput
 
-from meridian_patch.engine.early_exit.mask_rows import MaskRows, mask_of
+from meridian_patch.engine.early_exit.close import MaskRows, mask_of
 
 UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": False}
 CAP = 20

@@ -21,8 +21,7 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.structured_output import StructuredOutputManager
 
 from meridian_patch.engine.boundaries import vocabulary_of
-from meridian_patch.engine.early_exit.close_checks import CloseChecks
-from meridian_patch.engine.early_exit.wrap_ups import WrapUps
+from meridian_patch.engine.early_exit.close_checks import CloseChecks, WrapUps
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -111,7 +110,13 @@ def test_a_close_that_a_grammar_no_longer_accepts_is_given_up(monkeypatch, demo_
     """It is asked again where the token is forced."""
     driver = exit_driver(monkeypatch, demo_model, EXIT__MAX_THINK_TOKENS="40", EXIT__EAT="false")
     exits = driver.scheduler.early_exit
-    exits.forced_closes.accepts = lambda request, token_ids: False
+    asked = []
+
+    def accepts(request, token_ids):
+        asked.append(token_ids)
+        return len(asked) == 1
+
+    exits.forced_closes.checks.accepts = accepts
     driver.add(thinker("r", 100))
     driver.drain()
     assert not driver.forced

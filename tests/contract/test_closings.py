@@ -32,7 +32,7 @@ def long_end(use_family):
 def drive_into_close(driver, name, prompt_tokens, steps=2):
     """Some tokens of the request's close have been forced, and some of them are known."""
     driver.add(thinker(name, 400, prompt_tokens=prompt_tokens, max_tokens=100))
-    while not driver.scheduler.early_exit.forced_closes.has_begun(name):
+    while not driver.scheduler.early_exit.requests[name].has_close_begun:
         driver.step()
     for _ in range(steps):
         driver.step()
@@ -71,9 +71,9 @@ def test_a_close_is_for_one_thought(monkeypatch, demo_model):
     add_drafts(monkeypatch)
     driver = exit_driver(monkeypatch, demo_model, is_async=True, **CAPPED)
     force_first_rows(driver)
-    closes = driver.scheduler.early_exit.forced_closes
     driver.add(thinker("r", 400, max_tokens=200))
-    while "r" not in closes:
+    watched = driver.scheduler.early_exit.requests["r"]
+    while watched.closing is None:
         driver.step()
     request = driver.scheduler.requests["r"]
     [(output, result)] = driver._in_flight
@@ -81,7 +81,7 @@ def test_a_close_is_for_one_thought(monkeypatch, demo_model):
     result.sampled_token_ids[result.req_id_to_index["r"]] = [THINK_END, THINK_START]
     driver.step()
     assert request.output_token_ids[-2:] == [THINK_END, THINK_START]
-    assert "r" not in closes
+    assert watched.closing is None
     second = request.num_output_tokens
     driver.drain()
     # The first one left nothing of the bound to the second.
@@ -169,5 +169,5 @@ def test_a_request_whose_kv_load_failed_is_closed(monkeypatch, demo_model, long_
     for _ in range(100):
         driver.step()
     assert has_end(request, scheduler.early_exit.forced_closes.sequence)
-    assert "again" not in scheduler.early_exit.forced_closes
+    assert not scheduler.early_exit.requests["again"].closing
     assert not scheduler.phase_counters.totals.get("fallback:exception")

@@ -146,7 +146,7 @@ def test_aborts_at_any_moment_leave_nothing(monkeypatch, demo_model, is_async):
         if driver.steps % CHECK_EVERY == 0:
             assert find_faults(pool) == []
             # What is followed is there; what was said of a step went with it.
-            assert scheduler.early_exit.num_watched <= len(scheduler.requests)
+            assert len(scheduler.early_exit.requests) <= len(scheduler.requests)
             assert not scheduler.early_exit.reports.outcomes
     driver.drain()
     # What ended with an abort is told with the next step.

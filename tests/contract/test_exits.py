@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
-from meridian_patch.exit.controller import ExitController
+from meridian_patch.exit.thought_monitor import ThoughtMonitor
 
 CAPPED = {"EXIT__MAX_THINK_TOKENS": "90", "EXIT__EAT": "false"}
 UNDOCUMENTED = {"provenance": "unverified", "source": "a test", "single_token": False}
@@ -63,7 +63,7 @@ def test_observing_takes_a_sample(driver_for, is_async):
     driver.add(thinker("asks"), {"meridian_eat_delta": 0.5})
     while driver.scheduler.requests:
         driver.step()
-        measured.append(len(exits._measured))
+        measured.append(len(exits.measured))
     driver.add(thinker("late"))
     driver.drain()
     assert max(measured) == 3
@@ -301,7 +301,7 @@ def test_tokens_that_are_only_kept_change_nothing(driver_for, is_async, monkeypa
     for is_told_at_once in (False, True):
         with monkeypatch.context() as patch:
             if is_told_at_once:
-                patch.setattr(ExitController, "fast_path_tokens", 0)
+                patch.setattr(ThoughtMonitor, "fast_path_tokens", 0)
             driver = driver_for(
                 is_async=is_async, blocks=40, tiered=True, EXIT__RPDI="true", EXIT__GRACE_TOKENS="9"
             )
@@ -392,5 +392,5 @@ def test_no_name_of_a_measured_request_stays_when_its_last_step_is_late(driver_f
         driver.step()
     driver.abort("measured")
     driver.drain()
-    assert not driver.scheduler.early_exit._signals.spans
+    assert not driver.scheduler.early_exit.signals.spans
     assert is_empty(driver)

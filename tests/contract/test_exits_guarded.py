@@ -6,7 +6,7 @@ from scheduler_driver import THINK_END
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine import wire
-from meridian_patch.engine.early_exit import manager
+from meridian_patch.engine.early_exit import part
 from meridian_patch.phase.tracker import Phase
 
 
@@ -68,14 +68,14 @@ def test_probes_that_cannot_be_ended(driver, monkeypatch, names):
 def test_a_request_whose_last_tokens_cannot_be_followed(monkeypatch, demo_model):
     """It ends within its thought; no seat stays kept for its probes."""
     driver = exit_driver(monkeypatch, demo_model)
-    scheduler, follow = driver.scheduler, manager.follow
+    scheduler, follow = driver.scheduler, part.follow
 
     def fails_at_the_end(*args):
         if scheduler.requests["r"].is_finished():
             raise RuntimeError("cannot follow")
         return follow(*args)
 
-    monkeypatch.setattr(manager, "follow", fails_at_the_end)
+    monkeypatch.setattr(part, "follow", fails_at_the_end)
     driver.add(thinker("r", max_tokens=15))
     driver.step()
     seats = scheduler.max_num_active_reqs

@@ -7,11 +7,10 @@ from exit_driver import exit_driver, is_empty, thinker, told
 from scheduler_driver import THINK_END, WORD, Driver, Job, engine_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from meridian_patch.engine.early_exit import close_checks, unavailable
+from meridian_patch.engine.early_exit import close_checks, report
 from meridian_patch.engine.scheduler import assembly, guard
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
-from meridian_patch.exit.actions import ExitReport
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import ExitReport, Obstacle
 
 EAT = {"meridian_exit": "enforce", "meridian_eat_delta": 4.0}
 CAP = {"meridian_exit": "enforce", "meridian_max_think_tokens": 40}
@@ -94,14 +93,14 @@ def test_a_close_is_tried_again_when_the_obstacle_is_gone(driver_for, is_async):
 def test_a_close_that_a_grammar_rejects_is_tried_again(driver_for):
     """It may accept the end of the thought at the end of a later line."""
     driver = driver_for()
-    closes, seen = driver.scheduler.early_exit.forced_closes, told(driver)
+    seen = told(driver)
     asked = []
 
     def accepts(request, token_ids):
         asked.append(request.num_output_tokens)
         return request.num_output_tokens >= 70
 
-    driver.scheduler.early_exit._checks.accepts = closes.accepts = accepts
+    driver.scheduler.early_exit.forced_closes.checks.accepts = accepts
     driver.add(lines("r", 120), CAP)
     driver.drain()
     assert driver.forced == [("r", THINK_END)]
@@ -114,12 +113,12 @@ def test_a_close_that_a_grammar_rejects_is_tried_again(driver_for):
 def test_a_close_that_is_refused_again_and_again_costs_few_steps(driver_for):
     """A grammar accepts it at the start of a line alone, and another token is on the way then."""
     driver = driver_for(is_async=True, blocks=400)
-    closes, skipped = driver.scheduler.early_exit.forced_closes, 0
+    skipped = 0
 
     def accepts(request, token_ids):
         return request.all_token_ids[-1] == NEWLINE
 
-    driver.scheduler.early_exit._checks.accepts = closes.accepts = accepts
+    driver.scheduler.early_exit.forced_closes.checks.accepts = accepts
     driver.add(lines("r", 400), CAP)
     while driver.scheduler.has_unfinished_requests():
         skipped += "r" not in driver.step().num_scheduled_tokens
@@ -250,9 +249,7 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     """Nothing of it thinks, as far as is known; told once, and nothing is kept."""
     monkeypatch.setattr(assembly, "resolve_boundaries", lambda *_: None)
     said = []
-    monkeypatch.setattr(
-        unavailable, "attach_all", lambda _, told: said.append(told) if told else None
-    )
+    monkeypatch.setattr(report, "attach_all", lambda _, told: said.append(told) if told else None)
     driver = exit_driver(monkeypatch, demo_model)
     assert driver.scheduler.early_exit is None
     driver.add(thinker("asks", 20), EAT)
@@ -265,16 +262,14 @@ def test_a_model_without_boundaries(monkeypatch, demo_model):
     told = {name: each.not_enforced for news in said for name, each in news.items()}
     assert told == {"asks": off, "ends at once": off | {"hard_cap": "no_boundary"}}
     assert sum(len(news) for news in said) == 2
-    assert not driver.scheduler._parts._parts[-1]._unavailable._reports
+    assert not driver.scheduler._parts._parts[-1].reports
 
 
 def test_early_exit_that_was_switched_off(driver_for, monkeypatch):
     """The circuit breaker stopped it: requests under way and new ones are told."""
     monkeypatch.setattr(guard.logger, "error", lambda *_args, **_: None)
     said = []
-    monkeypatch.setattr(
-        unavailable, "attach_all", lambda _, told: said.append(told) if told else None
-    )
+    monkeypatch.setattr(report, "attach_all", lambda _, told: said.append(told) if told else None)
     driver = driver_for()
     driver.add(thinker("runs", 150), CAP | {"meridian_max_think_tokens": 100})
     driver.add(thinker("answers", 2), CAP)

@@ -11,7 +11,7 @@ from scheduler_driver import BLOCK_SIZE, THINK_END, Job, make_prompt
 
 from meridian_patch.calibrate.stops import eat_close_points, probe_points
 from meridian_patch.engine.early_exit import binding as exit_binding
-from meridian_patch.engine.early_exit.engine_lag import lag_of, pace_of
+from meridian_patch.engine.early_exit.close_checks import lag_of, pace_of
 from meridian_patch.exit.lag import Lag
 
 # The tiny reasoner's line break.
@@ -56,7 +56,7 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
 
         def watched_offer(token_budget, offered=offered, offer=offer, exits=exits):
             # Steps from the first one that could have had the probe to the one that has it.
-            for due in exits.probes._due.values():
+            for due in exits.probes.due.values():
                 offered[due.probe.think_tokens] = offered.get(due.probe.think_tokens, -1) + 1
             offer(token_budget)
 
@@ -70,7 +70,7 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
             for name, count in driver.scheduler.phase_counters.totals.items()
             if name == "think_tokens:eat"
         ]
-        config, breaks = exits._config, exits._breaks
+        config, breaks = exits.config, exits.breaks
         assert breaks.line == {LINE}
         lag = lag_of(driver.scheduler, every_steps)
         assert lag == Lag(2 if is_async else 1, 1, BLOCK_SIZE, every_steps)

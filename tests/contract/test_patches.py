@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meridian_patch.engine import request_check, wire
+from meridian_patch.engine import probe_request, request_check, wire
 from meridian_patch.engine.api import (
     chat,
     completion,
@@ -22,6 +22,7 @@ from meridian_patch.engine.api import (
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.early_exit import part as exit_part
 from meridian_patch.engine.early_exit import probes
+from meridian_patch.engine.early_exit import report as exit_report
 from meridian_patch.engine.kv_cache import manager as kv_cache
 from meridian_patch.engine.scheduler import (
     admission_checks,
@@ -271,12 +272,14 @@ HANDS = (
     displacing,
     exit_binding,
     exit_part,
+    exit_report,
     indivisible_chunks,
     kv_units,
     metrics_part,
     parts,
     policy_part,
     preempted_sessions,
+    probe_request,
     probes,
     step_limits,
 )

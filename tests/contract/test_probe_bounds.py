@@ -14,7 +14,7 @@ from tier_driver import let_eagle_draft, pool_of
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
-from meridian_patch.engine.early_exit.probes import sampled_as
+from meridian_patch.engine.probe_request import sampled_as
 from meridian_patch.engine.upstream import is_release
 
 # Probed at every turn, and closed by none.
@@ -51,7 +51,7 @@ def watch(driver):
 
     def watched(*args, **kwargs):
         output = schedule(*args, **kwargs)
-        for name, due in scheduler.early_exit.probes._live.items():
+        for name, due in scheduler.early_exit.probes.live.items():
             computed = output.num_scheduled_tokens.get(name, 0)
             length = scheduler.requests[name].num_prompt_tokens
             if computed:
@@ -356,8 +356,8 @@ def test_probes_that_find_no_room_follow_in_the_next_steps(driver_for, lacks):
         driver.step()
     probes, asked = scheduler.early_exit.probes, {}
     ask = probes.ask
-    probes.ask = lambda parent, probe, tokens: (
-        asked.update({(parent.request_id, tokens): driver.steps}) or ask(parent, probe, tokens)
+    probes.ask = lambda watched, probe, tokens: (
+        asked.update({(watched.name, tokens): driver.steps}) or ask(watched, probe, tokens)
     )
     suffix = probes.suffix_tokens
     # As if the policy cut each step, or others ran: it has room for a probe or two.

@@ -23,7 +23,8 @@ def is_due(prefix_tokens, ec_connector=None, **parent):
     )
     probes = Probes(scheduler, (257,), ProbeLimits(16, 1, 32_768))
     told = {"request_id": "r", "prompt_embeds": None, "num_prompt_tokens": 40, "mm_features": []}
-    probes.ask(SimpleNamespace(**told | parent), Probe(1, 5), prefix_tokens)
+    watched = SimpleNamespace(request=SimpleNamespace(**told | parent))
+    probes.ask(watched, Probe(1, 5), prefix_tokens)
     return len(probes) == 1
 
 

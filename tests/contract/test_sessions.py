@@ -94,7 +94,7 @@ def test_a_paused_session_reads_nothing(driver):
     step_until(driver, lambda: scheduler.step_limiter.num_answering)
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     assert not scheduler.step_limiter.num_answering
-    assert not scheduler.early_exit.num_watched
+    assert not scheduler.early_exit.requests
     # It reads again when its next turn answers.
     send(driver, Job("s", (*[WORD] * 30, WORD), None, 5), max_tokens=50)
     step_until(driver, lambda: scheduler.phase_tracker.get("s").phase is Phase.ANSWER)

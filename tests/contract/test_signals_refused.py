@@ -6,9 +6,8 @@ from exit_driver import exit_driver, thinker
 from scheduler_driver import Driver
 
 from meridian_patch.engine import status, wire
-from meridian_patch.engine.early_exit import signal_health
-from meridian_patch.engine.early_exit.signal_health import MOST_LOST
-from meridian_patch.engine.early_exit.signals import MeasuredSignals
+from meridian_patch.engine.early_exit import signals
+from meridian_patch.engine.early_exit.signals import MOST_LOST, MeasuredSignals
 
 PROBED = {
     "EXIT__MODE": "observe",
@@ -40,9 +39,7 @@ def facts(monkeypatch):
 def logged(monkeypatch):
     """Warnings of our logger."""
     found = []
-    monkeypatch.setattr(
-        signal_health.logger, "warning", lambda text, *args: found.append(text % args)
-    )
+    monkeypatch.setattr(signals.logger, "warning", lambda text, *args: found.append(text % args))
     return found
 
 
@@ -55,11 +52,11 @@ def answer(monkeypatch, make_signals):
         plan = getattr(output, wire.PLAN, None)
         if plan is not None:
             plans.append(plan)
-            signals = make_signals(plan)
-            if signals is None:
+            made = make_signals(plan)
+            if made is None:
                 delattr(result, wire.SIGNALS)
             else:
-                setattr(result, wire.SIGNALS, signals)
+                setattr(result, wire.SIGNALS, made)
         return result
 
     monkeypatch.setattr(Driver, "_run", with_signals)
@@ -70,7 +67,7 @@ def is_over(driver):
     scheduler = driver.scheduler
     return not (
         scheduler.requests
-        or scheduler.early_exit.num_watched
+        or scheduler.early_exit.requests
         or scheduler.phase_counters.totals.get("fallback:exception")
     )
 

@@ -25,8 +25,9 @@ from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit.signals import (
     MeasuredSignals,
     MeasurePlan,
+    StepSignals,
+    rows_of,
 )
-from meridian_patch.engine.early_exit.step_signals import StepSignals, rows_of
 from meridian_patch.engine.worker import worker as worker_part
 from meridian_patch.engine.worker.logits_measurement import Measured, RowSelection
 from meridian_patch.engine.worker.worker import answers_scheduler, build_tapped_worker, put_tap

@@ -193,7 +193,7 @@ def test_a_preemption_repeats_nothing(monkeypatch, demo_model, is_async, drafts,
         force_first_rows(driver)
     driver.add(thinker("r", 400, max_tokens=200))
     request = driver.scheduler.requests["r"]
-    while not driver.scheduler.early_exit.forced_closes.has_begun("r"):
+    while not driver.scheduler.early_exit.requests["r"].has_close_begun:
         driver.step()
     for _ in range(steps):
         driver.step()
@@ -211,7 +211,7 @@ def test_a_close_that_begins_anew_is_bare(monkeypatch, demo_model, is_async):
     driver = exit_driver(monkeypatch, demo_model, is_async=is_async, **WRAPPED)
     driver.add(thinker("r", 400, max_tokens=200))
     request = driver.scheduler.requests["r"]
-    while not driver.scheduler.early_exit.forced_closes.has_begun("r"):
+    while not driver.scheduler.early_exit.requests["r"].has_close_begun:
         driver.step()
     driver.step()
     force, driver._force = driver._force, lambda output, result: result

@@ -137,7 +137,7 @@ def test_nan_never_closes(events, config, sizes):
     unbounded = config.model_copy(update={"max_think_tokens": None, "loop": False})
     controller, asked = play(events, unbounded, None, sizes)
     assert not asked
-    if controller._watch._strategies:
+    if controller.thought._strategies:
         # Probe results at or before the last one's place are dropped, here none is.
         assert controller.end(1).num_invalid == len(events)
 
@@ -160,7 +160,7 @@ def test_nothing_is_asked_for_behind_the_boundary(events, config, more):
         if isinstance(event, tuple):
             action = controller.accept([event[0]], [event[1]])
         else:
-            action = controller.probed(Probe(controller._num_thoughts, place), event)
+            action = controller.probed(Probe(controller.num_thoughts, place), event)
         assert is_thinking or action is None
         asked_in_thought += bool(action and action.close)
         assert asked_in_thought <= 1

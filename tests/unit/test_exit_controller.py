@@ -5,9 +5,8 @@ import math
 import pytest
 from exit_streams import BREAKS, LINE, PARAGRAPH, PLAIN, config_of, row, rows_of
 
-from meridian_patch.exit.actions import Outcome, Probe
+from meridian_patch.exit.actions import Obstacle, Outcome, Probe
 from meridian_patch.exit.controller import ExitController, follow
-from meridian_patch.exit.obstacles import Obstacle
 from meridian_patch.exit.strategies.base import NO_SIGNALS
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.tracker import PhaseTracker
@@ -35,7 +34,7 @@ def test_nothing_is_due_in_a_calm_thought():
     assert not closes(controller, [PLAIN, LINE] * 200)
     too_soon = {"rpdi": Obstacle.WARM_UP}
     assert controller.end(1) == Outcome("natural", 401, None, 0, too_soon=too_soon)
-    assert not controller.is_thinking
+    assert controller.thought is None
 
 
 def test_close_waits_for_the_end_of_the_line():
@@ -255,8 +254,8 @@ def test_few_tokens_are_stored_below_the_floor():
     controller = controller_of(min_think_tokens=10**6, loop=True)
     for _ in range(1000):
         assert controller.accept([PLAIN], [CALM]) is None
-        assert len(controller._watch._tokens) < 128
-        assert controller.fast_path_tokens <= 128
+        assert len(controller.thought._tokens) < 128
+        assert controller.thought.fast_path_tokens <= 128
 
 
 def test_tracker_and_controller_together():
@@ -283,7 +282,7 @@ def test_tracker_and_controller_together():
     # Both thoughts together have as many tokens as the bound; a third one has none.
     assert step(*[PLAIN] * 6).close.close_at == 8
     assert step(end, start, *[PLAIN] * 8).close.close_at == 1
-    assert controller.is_thinking
+    assert controller.thought is not None
     tracker.remove("r")
 
 
@@ -316,5 +315,5 @@ def test_what_an_end_comes_too_soon_for(tokens, results, expected):
             probes.append(action.probe)
     for number, probe in enumerate(probes[-results:] if results else ()):
         controller.probed(probe, 1.0 + number % 2)
-    assert controller.too_soon == expected
+    assert controller.thought.too_soon() == expected
     assert controller.end(1).too_soon == expected

@@ -4,9 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from meridian_patch.exit.actions import Close, ExitReport, Outcome
-from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.exit.summary import summarize
+from meridian_patch.exit.actions import Close, ExitReport, Obstacle, Outcome, summarize
 
 
 def outcome(reason: str, tokens: int, verdict: Close | None = None) -> Outcome:

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import RequestOutputKind
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.in_process import caller_id, core_of
 

@@ -104,7 +104,8 @@ class ProbeMicro:
 
         def round_of_two() -> Iterator[tuple[str, Seconds]]:
             yield PLAIN, self._step()
-            scheduler.early_exit.probes.ask(thinker, Probe(1, 1), thinker.num_tokens - 1)
+            watched = scheduler.early_exit.requests[thinker.request_id]
+            scheduler.early_exit.probes.ask(watched, Probe(1, 1), thinker.num_tokens - 1)
             yield PROBED, self._step()
 
         seen = take_rounds(round_of_two, probes, lambda: None)

@@ -30,8 +30,7 @@ from meridian_patch.engine import wire
 from meridian_patch.engine.api.recipients import takes_out
 from meridian_patch.engine.api.served_model import ServedModel
 from meridian_patch.errors import MeridianError
-from meridian_patch.exit.actions import ExitReport
-from meridian_patch.exit.summary import Summary, summarize
+from meridian_patch.exit.actions import ExitReport, Summary, summarize
 
 _EVENT: Final = "data: {"
 

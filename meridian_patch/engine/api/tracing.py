@@ -17,7 +17,7 @@ from meridian_patch.engine.api.phase_times import (
     lose_outputs,
     times_of,
 )
-from meridian_patch.exit.summary import Summary
+from meridian_patch.exit.actions import Summary
 
 _ENDS = ApiGuard("times of a request that ended were not observed")
 _SPANS = ApiGuard("spans of a request's phases were not exported")

@@ -1,4 +1,4 @@
-"""Checks whether a forced close would be undone by anything else that chooses tokens.
+"""What a close of a thought must regard: what would undo it, what it says, and its answer's room.
 
 The plug-in's masks are applied to the logits first. This table lists everything that both model
 runners apply after them, and its effect on the one token that a mask leaves:
@@ -21,14 +21,29 @@ trace replay           replaces the sampled tokens: refused
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from meridian_patch.exit.obstacles import Obstacle
-from meridian_patch.phase.boundaries import TokenIds
+from vllm.logger import init_logger
+
+from meridian_patch.config.request_options import stop_scope
+from meridian_patch.config.schema import ExitConfig
+from meridian_patch.errors import ConfigError
+from meridian_patch.exit.actions import Obstacle
+from meridian_patch.exit.lag import Lag
+from meridian_patch.exit.strategies.answer_reserve import thought_room
+from meridian_patch.phase.boundaries import Boundaries, TokenIds
+from meridian_patch.phase.sequences import Vocabulary
+from meridian_patch.phase.wrap_up import wrap_up_ids
+from meridian_patch.telemetry.counters import WRAP_UP_LEFT_OUT, LeftOut, PhaseCounters
+
+logger = init_logger("vllm.meridian_patch")
 
 _PROCESSORS_GROUP = "vllm.logits_processors"
+# Different texts of requests that are kept as tokens.
+_KEPT_TEXTS = 64
 
 
 class CloseChecks:
@@ -115,6 +130,141 @@ def budget_tokens(request: Any) -> int | None:
     budget = getattr(request.sampling_params, "thinking_token_budget", None)
     # Load-bearing: -1 means no budget in vLLM.
     return None if budget is None or budget < 0 else budget
+
+
+class WrapUps:
+    """The wrap-ups of one engine's requests, in tokens.
+
+    Args:
+        vocabulary: the served tokenizer's.
+        boundaries: of the served model.
+        checks: checks whether a close would be undone.
+        default_scope: ``requests.stop_scope``.
+        counters: counts the wrap-ups that are left out.
+
+    Attributes:
+        ids_of: tokens of a wrap-up's text; empty where it cannot be said.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        boundaries: Boundaries,
+        checks: CloseChecks,
+        default_scope: str,
+        counters: PhaseCounters,
+    ) -> None:
+        self._checks = checks
+        self._default_scope = default_scope
+        self._counters = counters
+        self._close_text = vocabulary.decode(list(boundaries.close))
+
+        @lru_cache(_KEPT_TEXTS)
+        def ids_of(text: str) -> TokenIds:
+            try:
+                return wrap_up_ids(text, vocabulary, boundaries)
+            except ConfigError as error:
+                # The API server refuses such a request; this one came past it.
+                logger.warning("meridian_patch: wrap-up %.80r is left out: %s", text, error)
+                return ()
+
+        self.ids_of = ids_of
+
+    def choose(self, request: Any, text: str, think_tokens: int) -> TokenIds:
+        """Tokens of a request's wrap-up; none if they would end the request, or be undone.
+
+        Those that are left out are counted.
+
+        Args:
+            request: the request whose thought is to be closed.
+            text: its wrap-up.
+            think_tokens: known tokens of its thought.
+        """
+        ids = self.ids_of(text)
+        why = self._obstacle(request, text, ids, think_tokens)
+        if why is None:
+            return ids
+        self.left_out(why)
+        return ()
+
+    def left_out(self, why: LeftOut) -> None:
+        """Count a close without its wrap-up."""
+        self._counters.count(WRAP_UP_LEFT_OUT, why)
+
+    def _obstacle(
+        self, request: Any, text: str, ids: TokenIds, think_tokens: int
+    ) -> LeftOut | None:
+        if not ids:
+            return LeftOut.TEXT
+        sampling = request.sampling_params
+        # Load-bearing: the request ends at such a token in its thought, too.
+        if not sampling.all_stop_token_ids.isdisjoint(ids):
+            return LeftOut.STOP
+        is_everywhere = stop_scope(sampling.extra_args, self._default_scope) == "all"
+        if is_everywhere and any(self._may_complete(text, each) for each in sampling.stop or ()):
+            return LeftOut.STOP
+        return LeftOut.UNDONE if self._checks.obstacle(request, think_tokens, ids) else None
+
+    def _may_complete(self, text: str, stop: str) -> bool:
+        """Whether a stop string may match once the text and the close are said.
+
+        It may begin in the thought before them: that one mostly ends with a line.
+        """
+        ends = (stop[begin:] for begin in range(1, len(stop)))
+        return stop in text + self._close_text or text.startswith(tuple(ends))
+
+
+class AnswerRoom:
+    """Computes how many tokens a request may have before its thought must be closed.
+
+    Args:
+        scheduler: the phase-aware scheduler.
+        sequence: tokens that a close without a wrap-up forces.
+        ids_of: tokens of a wrap-up's text.
+    """
+
+    def __init__(
+        self, scheduler: Any, sequence: TokenIds, ids_of: Callable[[str], TokenIds]
+    ) -> None:
+        self._ids_of = ids_of
+        self._max_model_len = scheduler.max_model_len
+        per_step = 1 + scheduler.num_spec_tokens
+        # A step may take a thought past the bound by its drafts, and the steps in flight are not
+        # called back.
+        in_flight = lag_of(scheduler, 1).tokens_at_close(0) * per_step
+        self._close_tokens = len(sequence) + in_flight + scheduler.num_spec_tokens
+
+    def closes_by(self, request: Any, config: ExitConfig) -> int | None:
+        """Known tokens, prompt included, behind which a close must begin; None: no reserve."""
+        if config.answer_reserve is None:
+            return None
+        given = request.num_prompt_tokens
+        # Load-bearing: upstream ends a request at the first of these.
+        most = min(request.max_tokens, self._max_model_len - given)
+        wrap_up = self._ids_of(config.wrap_up) if config.wrap_up else ()
+        room = thought_room(config.answer_reserve, most, self._close_tokens + len(wrap_up))
+        return int(given + room)
+
+
+def pace_of(scheduler: Any) -> dict[str, int]:
+    """The fields of ``Lag`` that depend on the engine, for stock's scheduler or the plug-in's."""
+    config = scheduler.vllm_config
+    # Load-bearing: so many steps are scheduled before the first one's output is processed.
+    batches = int(config.max_concurrent_batches)
+    # Load-bearing: under asynchronous scheduling a request is in every step, or in one of
+    # `decode_stagger` steps with pipeline parallelism. Otherwise its token must be known before it
+    # is scheduled again.
+    stride = getattr(scheduler, "decode_stagger", batches)
+    return {
+        "batches_in_flight": batches,
+        "stride_steps": int(stride),
+        "block_tokens": int(scheduler.block_size),
+    }
+
+
+def lag_of(scheduler: Any, probe_every_steps: int) -> Lag:
+    """How late a close is in this engine."""
+    return Lag(**pace_of(scheduler), probe_every_steps=probe_every_steps)
 
 
 def _has_processors(config: Any, *, is_v2: bool) -> bool:

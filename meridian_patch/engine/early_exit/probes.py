@@ -6,19 +6,18 @@ last two with EAGLE drafts). Its output never leaves the engine.
 """
 
 import math
-from collections.abc import Set as AbstractSet
 from itertools import count
 from typing import Any, NamedTuple
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.engine import wire
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.early_exit.probe_seats import ProbeSeats, free_seats
+from meridian_patch.engine.early_exit.watched_request import WatchedRequest
 from meridian_patch.engine.kv_cache.shared_blocks import held_tokens, tokens_behind_hits
+from meridian_patch.engine.probe_request import ProbeRequest, sampled_as
+from meridian_patch.engine.scheduler.admission_checks import first_ready, num_seated
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
@@ -26,11 +25,23 @@ from meridian_patch.phase.boundaries import TokenIds
 _SEATS_PER_PROBE = 16
 
 
-class _Due(NamedTuple):
-    parent: Any
+class Due(NamedTuple):
+    """A probe that is to be made, or was.
+
+    Attributes:
+        watched: the request whose thought it probes.
+        probe: its place in the thought.
+        prefix_tokens: tokens of the request before the trial boundary, prompt included.
+    """
+
+    watched: WatchedRequest
     probe: Probe
-    # Number of the parent's tokens before the trial boundary, its prompt included.
     prefix_tokens: int
+
+    @property
+    def parent(self) -> Any:
+        """The request whose thought it probes."""
+        return self.watched.request
 
 
 class ProbeLimits(NamedTuple):
@@ -73,6 +84,12 @@ class Probes:
         scheduler: the phase-aware scheduler.
         suffix: tokens of the trial boundary.
         limits: how many probes at a time.
+
+    Attributes:
+        due: probes that wait for a step, by the parent's id, the longest due first.
+        live: probes that are offered or running, by their own ids.
+        num_probes: number of probes that ended.
+        most_computed_tokens: the most tokens that one computed in a step.
     """
 
     def __init__(self, scheduler: Any, suffix: TokenIds, limits: ProbeLimits) -> None:
@@ -93,29 +110,18 @@ class Probes:
         # Load-bearing: with full attention a running request holds all of its blocks.
         self._holds_all = isinstance(group.kv_cache_spec, FullAttentionSpec)
         self._names = (f"{wire.PROBE}-{number}" for number in count())
-        # Due probes by the parent's id.
-        self._due: dict[str, _Due] = {}
-        # Live probes by their own id, and their ids by the parent's id.
-        self._live: dict[str, _Due] = {}
-        self._live_of: dict[str, str] = {}
-        # Ids of probes preempted since the last call of `settle`.
-        self._preempted: list[str] = []
-        # Number of probes that ended, and the most tokens that one computed in a step.
+        self.due: dict[str, Due] = {}
+        self.live: dict[str, Due] = {}
         self.num_probes = 0
         self.most_computed_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._due) + len(self._live)
+        return len(self.due) + len(self.live)
 
     @property
     def are_next(self) -> bool:
         """Whether the next step may have probes."""
-        return bool(self._due) and not self._pause_steps and self._num_places() > 0
-
-    @property
-    def live(self) -> tuple[str, ...]:
-        """Ids of the live probes."""
-        return tuple(self._live)
+        return bool(self.due) and not self._pause_steps and self._num_places() > 0
 
     @property
     def suffix_tokens(self) -> int:
@@ -128,15 +134,15 @@ class Probes:
         A preempted probe is in the queue only until ``settle`` is called. It may stay live for
         more steps, in no queue, while its sample is in flight; then it is not subtracted.
         """
-        if not self._live:
+        if not self.live:
             return counts
         # Load-bearing: upstream counts the members of its two queues regardless of their status.
         running = waiting = 0
-        for name in self._live:
+        for name in self.live:
             request = self._scheduler.requests.get(name)
             status = None if request is None else request.status
             running += status == RequestStatus.RUNNING
-            is_preempted = status == RequestStatus.PREEMPTED and name in self._preempted
+            is_preempted = status == RequestStatus.PREEMPTED and not request.is_awaited
             waiting += status == RequestStatus.WAITING or is_preempted
         return counts[0] - running, counts[1] - waiting
 
@@ -151,10 +157,11 @@ class Probes:
             is_kept: whether to keep seats for probes while a request waits for one.
         """
         kept = self.kept_seats(self._scheduler.max_num_active_reqs) if is_kept else 0
-        self.seats.share(kept, len(self._live), self._limits.in_flight)
+        self.seats.share(kept, len(self.live), self._limits.in_flight)
 
-    def ask(self, parent: Any, probe: Probe, prefix_tokens: int) -> None:
-        """Make a probe due after the parent's first ``prefix_tokens`` tokens, if it is possible."""
+    def ask(self, watched: WatchedRequest, probe: Probe, prefix_tokens: int) -> None:
+        """Make a probe due after a request's first ``prefix_tokens`` tokens, if it is possible."""
+        parent = watched.request
         # Load-bearing: for a token sampled beyond the maximal length, model runner V1 raises, and
         # V2 writes it into memory of the next request.
         if prefix_tokens + len(self._suffix) + 1 > self._max_model_len:
@@ -165,32 +172,31 @@ class Probes:
         # Load-bearing: upstream reports every request with media to an encoder connector.
         is_possible &= self._scheduler.ec_connector is None or not parent.mm_features
         if is_possible and all(_is_behind(image, full) for image in parent.mm_features):
-            self._due[parent.request_id] = _Due(parent, probe, prefix_tokens)
+            self.due[parent.request_id] = Due(watched, probe, prefix_tokens)
 
     def cancel_all(self) -> None:
         """Drop all due probes and abort all live ones."""
-        self._due.clear()
-        for name in list(self._live):
+        self.due.clear()
+        for name in list(self.live):
             self._abort(name)
 
-    def cancel(self, parent_id: str) -> None:
-        """Drop and abort the probes of a parent whose thought ended; unknown ids are ignored."""
-        self._due.pop(parent_id, None)
-        name = self._live_of.get(parent_id)
-        if name is not None:
-            self._abort(name)
+    def cancel(self, watched: WatchedRequest) -> None:
+        """Drop and abort the probes of a request whose thought ended."""
+        self.due.pop(watched.name, None)
+        if watched.probe_id is not None:
+            self._abort(watched.probe_id)
 
     def recall(self) -> None:
         """Abort live probes and make them due again: the cache is to be reset, or all is paused."""
-        for name, due in list(self._live.items()):
+        for name, due in list(self.live.items()):
             self._abort(name)
-            self._due.setdefault(due.parent.request_id, due)
+            self.due.setdefault(due.parent.request_id, due)
 
     def rest(self) -> None:
         """Recall live probes while the scheduler computes nothing; call before each step."""
         # Load-bearing: with a connector, upstream takes requests that it does not count, as probes,
         # for ended ones that still hold blocks. It waits for these before such a pause is complete.
-        if self._live and self._scheduler._pause_state is PauseState.PAUSED_ALL:
+        if self.live and self._scheduler._pause_state is PauseState.PAUSED_ALL:
             self.recall()
 
     def offer(self, token_budget: int | None = None) -> None:
@@ -205,11 +211,11 @@ class Probes:
         for due in self._choose(token_budget):
             name = next(self._names)
             request = self._make(name, due)
-            del self._due[due.parent.request_id]
+            del self.due[due.parent.request_id]
             if not self._is_in_cache(request, due):
                 continue
-            self._live[name] = due
-            self._live_of[due.parent.request_id] = name
+            self.live[name] = due
+            due.watched.probe_id = name
             self._scheduler.requests[name] = request
             self._scheduler.waiting.prepend_request(request)
 
@@ -225,9 +231,8 @@ class Probes:
         """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
-        preempted, self._preempted = self._preempted, []
-        requests = self._scheduler.requests
-        for name in list(self._live):
+        requests, preempted = self._scheduler.requests, []
+        for name in list(self.live):
             request = requests.get(name)
             if request is None:
                 self._forget(name)
@@ -235,22 +240,17 @@ class Probes:
                 self._take_back(request)
                 # What kept it out, as a request of higher priority, may keep it out for long.
                 self._pause_steps = self._limits.every_steps - 1
-        for name in preempted:
-            request = requests.get(name)
-            # It may have ended or resumed since.
-            if request is not None and request.status == RequestStatus.PREEMPTED:
-                self._give_up(request)
-        for name in self._live:
+            elif request.status == RequestStatus.PREEMPTED and not request.is_awaited:
+                preempted.append(request)
+        for request in preempted:
+            self._give_up(request)
+        for name in self.live:
             computed = output.num_scheduled_tokens.get(name, 0)
             if computed and not self._is_short:
                 self._pause_steps = self._limits.every_steps - 1
             self.most_computed_tokens = max(self.most_computed_tokens, computed)
 
-    def on_preempted(self, request_id: str) -> None:
-        """Note a preempted probe."""
-        self._preempted.append(request_id)
-
-    def freed(self, request_id: str) -> _Due:
+    def freed(self, request_id: str) -> Due:
         """Count and forget a probe that ended; returns its parent and position."""
         self.num_probes += 1
         return self._forget(request_id)
@@ -263,7 +263,7 @@ class Probes:
         # Load-bearing: requests that were passed over in the queue are kept for the next step.
         scheduler.deferred_waiting.discard(request)
         due = self._forget(request.request_id)
-        self._due.setdefault(due.parent.request_id, due)
+        self.due.setdefault(due.parent.request_id, due)
 
     def _give_up(self, request: ProbeRequest) -> None:
         """End a preempted probe, unless its sample is still in flight."""
@@ -271,6 +271,7 @@ class Probes:
         # the request is marked to drop them.
         is_sampled = request.num_stale_output_tokens and not request.is_prefill_chunk
         if is_sampled and not request.drop_stale_output:
+            request.is_awaited = True
             self._take_out(request)
         else:
             self._abort(request.request_id)
@@ -284,22 +285,22 @@ class Probes:
         else:
             waiting.remove_request(request)
 
-    def _forget(self, name: str) -> _Due:
-        due = self._live.pop(name)
-        del self._live_of[due.parent.request_id]
+    def _forget(self, name: str) -> Due:
+        due = self.live.pop(name)
+        due.watched.probe_id = None
         return due
 
     def _abort(self, name: str) -> None:
         self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def _choose(self, token_budget: int | None) -> list[_Due]:
+    def _choose(self, token_budget: int | None) -> list[Due]:
         """The due probes that the next step has room for, the longest due first."""
-        chosen: list[_Due] = []
+        chosen: list[Due] = []
         most, seats = self._num_allowed(), min(free_seats(self._scheduler), self.seats.places)
         tokens_left = self._num_tokens_left(token_budget)
         context_left = self._limits.context_tokens
         blocks_left, manager = self._num_blocks_left(), self._scheduler.kv_cache_manager
-        for due in self._due.values():
+        for due in self.due.values():
             if not self._is_ready(due):
                 continue
             if len(chosen) >= most:
@@ -327,7 +328,7 @@ class Probes:
             chosen.append(due)
         return chosen
 
-    def _is_ready(self, due: _Due) -> bool:
+    def _is_ready(self, due: Due) -> bool:
         parent = due.parent
         # Load-bearing: a block is in the cache once its tokens are computed and known, and stays
         # there while a running request holds it.
@@ -335,17 +336,17 @@ class Probes:
         return (
             parent.status == RequestStatus.RUNNING
             and computed >= self._num_cached(due.prefix_tokens)
-            and parent.request_id not in self._live_of
+            and due.watched.probe_id is None
         )
 
-    def _is_in_cache(self, request: ProbeRequest, due: _Due) -> bool:
+    def _is_in_cache(self, request: ProbeRequest, due: Due) -> bool:
         """Whether the parent's blocks are cached; blocks outside of a window are freed."""
         if self._holds_all:
             return True
         manager = self._scheduler.kv_cache_manager
         return bool(manager.get_computed_blocks(request)[1] >= self._num_cached(due.prefix_tokens))
 
-    def _make(self, name: str, due: _Due) -> ProbeRequest:
+    def _make(self, name: str, due: Due) -> ProbeRequest:
         parent = due.parent
         token_ids = parent._all_token_ids[: due.prefix_tokens]
         token_ids += self._suffix
@@ -364,7 +365,8 @@ class Probes:
         # The parent's hashes are reused, because hashing a long thought takes milliseconds.
         # Load-bearing: a hasher continues after the hashes that exist.
         request._block_hasher = parent._block_hasher
-        request.block_hashes = parent.block_hashes[: self._num_shared_hashes(due)]
+        per_hash = self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        request.block_hashes = parent.block_hashes[: due.prefix_tokens // per_hash]
         request.update_block_hashes()
         return request
 
@@ -374,7 +376,7 @@ class Probes:
 
     def _num_allowed(self) -> int:
         """Number of new probes that the limit of live ones allows."""
-        return self._limits.in_flight - len(self._live)
+        return self._limits.in_flight - len(self.live)
 
     def _num_blocks_left(self) -> int:
         """Upper bound of the KV blocks that the next step's probes may take."""
@@ -403,30 +405,66 @@ class Probes:
         before = max(prefix_tokens - tokens_behind_hits(self._scheduler), 0)
         return before // self._block_size * self._block_size
 
-    def _num_shared_hashes(self, due: _Due) -> int:
-        per_hash = self._scheduler.kv_cache_manager.block_pool.hash_block_size
-        return int(due.prefix_tokens // per_hash)
 
+class ProbeSeats:
+    """Computes how many of the free seats a step's probes may take.
 
-def sampled_as(asked: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-    """Sampling parameters of a probe of so many tokens, from those of its parent.
+    A probe holds a seat for one or two steps, a request for as long as it runs. If no waiting
+    request could use a seat, probes may take all free ones. Otherwise:
 
-    Load-bearing: one greedy request in a batch, or one with a seed, makes model runner V2 leave its
-    fused sampler for a fallback that is compiled at first use. Penalties, biases, bad words,
-    grammars and logprobs slow down the whole batch, so a probe has none. Its sampled token is
-    dropped, and its entropy is that of the raw logits.
+    1. If seats are kept for probes, probes take only these. They are kept because in a full batch
+       without probes an endless thought would not be closed and would keep its seat.
+    2. If none are kept and several are free, probes leave one free.
+    3. If none are kept and one is free, probes and requests take it in turn, so a waiting request
+       is passed over at most once.
+
+    A request that waits for KV blocks cannot use a seat, so probes continue beside it.
+
+    Attributes:
+        places: seats that probes may take in the next step.
     """
-    return SamplingParams(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        max_tokens=1,
-        detokenize=False,
-        # Load-bearing: vLLM returns routed experts from this prompt token on. Without it a probe
-        # would ship those of its parent's whole prefix.
-        routed_experts_prompt_start=num_prompt_tokens,
-    )
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        # Whether probes had the last turn, and whether a request wanted a seat.
+        self._had_turn = False
+        self._is_wanted = False
+        self.places = 0
+
+    def share(self, num_kept: int, num_probes: int, most_probes: int) -> None:
+        """Update ``places``; call once per step, before probes are offered to it.
+
+        Args:
+            num_kept: seats to keep for probes.
+            num_probes: number of live probes.
+            most_probes: upper bound of live probes.
+        """
+        scheduler = self._scheduler
+        free = free_seats(scheduler)
+        self.places = free
+        if not 0 < free + num_probes <= num_kept + most_probes or not scheduler.waiting:
+            self._is_wanted = False
+            return
+        if free:
+            # If probes hold the last seats this cannot be checked, and the last result is kept.
+            self._is_wanted = first_ready(scheduler) is not None
+        if not self._is_wanted:
+            return
+        if num_kept:
+            if free + num_probes > num_kept:
+                self.places = max(num_kept - num_probes, 0)
+        elif free > 1:
+            self.places = free - 1
+        elif free:
+            self.places = 0 if self._had_turn else 1
+            self._had_turn = not self._had_turn
+
+
+def free_seats(scheduler: Any) -> int:
+    """Number of requests that upstream would still admit; call outside of ``schedule()``."""
+    # Load-bearing: upstream admits requests up to this number, paused sessions included. The model
+    # runner may have more slots (max_num_seqs).
+    return int(scheduler.max_num_active_reqs - num_seated(scheduler))
 
 
 def _is_behind(image: Any, num_tokens: int) -> bool:
@@ -436,24 +474,3 @@ def _is_behind(image: Any, num_tokens: int) -> bool:
     # for another image. A worker that reads the wrong image raises, and the engine ends.
     is_shared = image.data is not None and "address" in image.data
     return not is_shared and image.mm_position.offset + image.mm_position.length <= num_tokens
-
-
-def hide_end(scheduler: Any, request: ProbeRequest) -> None:
-    """Remove a freed probe from the ended requests that are reported to clients."""
-    # Load-bearing: ids of ended requests by client, until the next outputs; None if clients do not
-    # receive them.
-    ended = scheduler.finished_req_ids_dict
-    if ended is None:
-        return
-    names = ended[request.client_index]
-    names.discard(request.request_id)
-    if not names:
-        del ended[request.client_index]
-
-
-def strip(outputs: dict[int, Any], names: AbstractSet[str]) -> None:
-    """Remove probes from a step's ``EngineCoreOutputs`` (by client), in place."""
-    for client, batch in list(outputs.items()):
-        batch.outputs = [each for each in batch.outputs if each.request_id not in names]
-        if not (batch.outputs or batch.finished_requests or batch.scheduler_stats):
-            del outputs[client]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from meridian_patch.config.load import process_config
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared, is_own
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.policy.retention import Retention
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import (
     count_shared,
     drops_last_block,
@@ -17,6 +16,7 @@ from meridian_patch.engine.kv_cache.shared_blocks import (
     held_tokens,
     is_own,
 )
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.waiting_order import first
 from meridian_patch.engine.upstream import is_release
 

@@ -12,9 +12,8 @@ from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
 from meridian_patch.engine.early_exit.binding import build_early_exit
-from meridian_patch.engine.early_exit.manager import EarlyExit
-from meridian_patch.engine.early_exit.part import EarlyExitPart, UnavailablePart
-from meridian_patch.engine.early_exit.unavailable import UnavailableEarlyExit
+from meridian_patch.engine.early_exit.part import EarlyExit
+from meridian_patch.engine.early_exit.report import NoEarlyExit
 from meridian_patch.engine.handoff.binding import build_handoff
 from meridian_patch.engine.handoff.think_part import ThinkPart
 from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
@@ -33,7 +32,7 @@ from meridian_patch.engine.scheduler.rank_exchange import Exchange
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.engine.scheduler.step_limits import StepLimiter
 from meridian_patch.engine.scheduler.step_timer import graph_tokens
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
@@ -105,15 +104,12 @@ def assemble(
     model_config = scheduler.vllm_config.model_config
     patterns = PatternTokens(lambda: _vocabulary(model_config), model_config.get_vocab_size())
     early_exit: EarlyExit | None = None
-    exit_part: SchedulerPart | None = None
-    if obstacle:
-        # A request may ask for early exit, and is told that there is none.
-        exit_part = UnavailablePart(UnavailableEarlyExit(config.exit, obstacle))
-    else:
+    if not obstacle:
         early_exit = build_early_exit(scheduler, config, boundaries, tracker, counters, patterns)
     if early_exit:
         policy_part.limiter.probes = early_exit.probes
-        exit_part = EarlyExitPart(scheduler, early_exit)
+    # A request that asks for early exit gets a report where there is none.
+    exit_part = NoEarlyExit(scheduler, config.exit, obstacle) if obstacle else early_exit
     phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
     handoff = build_handoff(scheduler, config.handoff, tracker)
     metrics = build_metrics(scheduler, config.metrics, lambda: phase_part.last_changes)
@@ -128,7 +124,7 @@ def assemble(
         "family": boundaries.family if boundaries else None,
         "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
         "kv_tiers": kv_tiers.history if kv_tiers else "off",
-        "exit": early_exit.mode if early_exit else "off",
+        "exit": early_exit.config.mode if early_exit else "off",
         "handoff": config.handoff.role,
         "graph_tokens": policy_part.limiter.model.graph_tokens,
         "limited_by": limited_by,

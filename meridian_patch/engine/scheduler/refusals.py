@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 
 
 class Refusals:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 

@@ -10,8 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine import stats_field, status, wire
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
-from meridian_patch.engine.early_exit.probes import hide_end
+from meridian_patch.engine.probe_request import ProbeRequest, hide_end
 from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan

@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.policy import PolicyConfig, PolicyRules
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.engine.scheduler.admission_checks import (
     may_skip_adapter,
     miscounts_adapters,
@@ -451,7 +451,7 @@ class StepLimiter:
         self._predicted_s = self._missed_s = 0.0
         return True
 
-    def _live_probes(self) -> Sequence[str]:
+    def _live_probes(self) -> Collection[str]:
         """Ids of the live probes, including those that were not scheduled in the step."""
         return self.probes.live if self.probes else ()
 

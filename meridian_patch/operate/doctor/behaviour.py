@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meridian_patch.exit.obstacles import Obstacle
+from meridian_patch.exit.actions import Obstacle
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import Reply, ServerClient, ServerError, read_object
 from meridian_patch.operate.scrape import Scrape, ScrapeError, parse

@@ -13,9 +13,9 @@ from simulator.engine import Arm
 HOOKS = (
     "step_limiter.plan", "step_limiter.scheduled", "step_limiter.ended", "step_limiter.changed",
     "step_limiter.on_added", "step_limiter.on_removed", "policy_part.order.arrange",
-    "phase_tracker.observe", "early_exit.arrange", "early_exit.scheduled",
-    "early_exit.before_update",
-    "early_exit.after_update", "early_exit.changed", "early_exit.freed",
+    "phase_tracker.observe", "early_exit.arrange", "early_exit.after_schedule",
+    "early_exit.signals.receive",
+    "early_exit.follow_step", "early_exit.on_phase_changed", "early_exit.on_freed",
 )  # fmt: skip
 
 
@@ -142,3 +142,5 @@ class Faults:
             return original(*args, **kwargs)
 
         setattr(owner, name, failing)
+        # Hooks are looked up once.
+        self._arm.scheduler._parts._find_hooks()

@@ -13,8 +13,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.integrity import find_faults
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.telemetry import counters
 from simulator.build import AGING_S

@@ -8,8 +8,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.engine.early_exit.probe_request import ProbeRequest
 from meridian_patch.engine.kv_cache.shared_blocks import held_tokens
+from meridian_patch.engine.probe_request import ProbeRequest
 from meridian_patch.phase.tracker import Phase
 from simulator.engine import Arm, Watch
 from simulator.failure import Failure
@@ -335,7 +335,7 @@ class Checker(Recorder):
         first = scheduler.waiting.peek_request() if is_by_priority and scheduler.waiting else None
         ready = [
             name
-            for name, due in probes._due.items()
+            for name, due in probes.due.items()
             if probes._is_ready(due)
             and not (first is not None and first < due.parent)
             and self._holds_prefix(probes, due)

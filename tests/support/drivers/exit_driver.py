@@ -81,7 +81,7 @@ def is_empty(driver):
     pool = scheduler.kv_cache_manager.block_pool
     return (
         not scheduler.requests
-        and not scheduler.early_exit.num_watched
+        and not scheduler.early_exit.requests
         and not len(scheduler.early_exit.probes or ())
         and not len(scheduler.early_exit.forced_closes)
         and not scheduler.phase_counters.totals.get("fallback:exception")

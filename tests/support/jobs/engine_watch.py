@@ -146,8 +146,12 @@ class SchedulerWatch:
         self.seen.passed_over += is_uncontended
 
     def _is_probed(self, request_id: str) -> bool:
-        probes = getattr(getattr(self.scheduler, "early_exit", None), "probes", None)
-        return probes is not None and (request_id in probes._due or request_id in probes._live_of)
+        exits = getattr(self.scheduler, "early_exit", None)
+        if exits is None or exits.probes is None:
+            return False
+        watched = exits.requests.get(request_id)
+        is_live = watched is not None and watched.probe_id is not None
+        return is_live or request_id in exits.probes.due
 
     def _phase(self, request) -> str:
         if request.num_output_tokens == 0:

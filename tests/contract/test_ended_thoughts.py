@@ -1,6 +1,6 @@
 """Thoughts that ended are counted, and what their closes save is estimated."""
 
-from meridian_patch.engine.early_exit.ended_thoughts import EndedThoughts
+from meridian_patch.engine.early_exit.report import EndedThoughts
 from meridian_patch.exit.actions import Close, Outcome
 from meridian_patch.telemetry.counters import PhaseCounters
 
