@@ -20,8 +20,7 @@ _KNOWN: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
     ),
     (
         re.compile(r"NIXL transfer failure: handshake_(?:setup_)?failed"),
-        "a think server was killed or frozen before its blocks were asked for: vLLM computes them"
-        " again",
+        "a think server was killed or frozen before its blocks were read: vLLM computes them again",
     ),
     (
         re.compile(r"answer engine \S+ rests for \d+ s, and requests answer here: \w*Error\b"),
