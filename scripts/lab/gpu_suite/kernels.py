@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gpu_suite.suite import Context, Record, SkippedError
 from meridian_patch.bench.child import end_group, log_tail
-from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
 from meridian_patch.errors import BenchError
 
 _END_S = 10.0

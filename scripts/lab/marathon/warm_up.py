@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from meridian_patch.bench.marathon.load import know
-from meridian_patch.bench.marathon.processes import Supervised
+from marathon.load import know
+from marathon.processes import Supervised
 from meridian_patch.demo.problems import make_problems
 from meridian_patch.errors import BenchError
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from meridian_patch.bench.marathon.records import LogLine
+from marathon.records import LogLine
 
 _FORBIDDEN: Final = re.compile(
     r"Traceback \(most recent call last\)|--- Logging error ---|Segmentation fault|core dumped"

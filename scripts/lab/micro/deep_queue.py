@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from vllm.v1.request import RequestStatus
 
-from meridian_patch.bench.micro.timing import time_calls
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm, ReplayRequest
 from meridian_patch.telemetry.counters import FALLBACK, Fallback
+from micro.timing import time_calls
 
 # Mean context that the pool has room for: half of what the requests would hold.
 _CONTEXT_TOKENS = 1024

@@ -1,4 +1,4 @@
-"""``meridian bench probe-micro``: what one probe adds to a step's CPU time, by its context."""
+"""``probe-micro``: what one probe adds to a step's CPU time, by its context."""
 
 import pickle
 import random
@@ -15,7 +15,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from meridian_patch.bench.micro.timing import (
+from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
+from meridian_patch.exit.actions import Probe
+from meridian_patch.replay.scheduler import build_scheduler, read_template_tokens
+from meridian_patch.replay.types import EngineLimits, ReplayArm
+from micro.timing import (
     Rounds,
     Seconds,
     column,
@@ -23,10 +27,6 @@ from meridian_patch.bench.micro.timing import (
     take_rounds,
     write_figures,
 )
-from meridian_patch.engine.early_exit.signals import PLAN_FIELD, SIGNALS_FIELD, MeasuredSignals
-from meridian_patch.exit.actions import Probe
-from meridian_patch.replay.scheduler import build_scheduler, read_template_tokens
-from meridian_patch.replay.types import EngineLimits, ReplayArm
 
 # What is timed; the last is what either model runner does with a new request's tokens.
 CALLS = ("schedule", "pickle", "unpickle", "update_from_output", "token row")

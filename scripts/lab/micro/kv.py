@@ -1,4 +1,4 @@
-"""``meridian bench kv-micro``: times the KV cache manager's operations on a pool of 100 000 blocks.
+"""``kv-micro``: times the KV cache manager's operations on a pool of 100 000 blocks.
 
 Stock's manager, ours, and ours with thoughts to evict first; no model is run.
 """
@@ -18,7 +18,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from meridian_patch.bench.micro.timing import (
+from meridian_patch.bench.progress import progress_bars
+from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
+from meridian_patch.policy.retention import Retention, Tier
+from micro.timing import (
     Rounds,
     Seconds,
     column,
@@ -28,9 +31,6 @@ from meridian_patch.bench.micro.timing import (
     take_rounds,
     write_figures,
 )
-from meridian_patch.bench.progress import progress_bars
-from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
-from meridian_patch.policy.retention import Retention, Tier
 
 BLOCK_SIZE = 16
 BLOCKS = 100_000

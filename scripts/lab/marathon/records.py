@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from meridian_patch.bench.marathon.faults import Fault
+from marathon.faults import Fault
 
 Outcome = Literal["ok", "cancelled", "error", "lost"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meridian_patch.bench.arms import STOCK, override
-from meridian_patch.bench.gpu.servers import (
+from gpu_suite.servers import (
     check_records,
     launched,
     problems,
     serving,
 )
-from meridian_patch.bench.gpu.suite import HALF_OF_THE_GPU, Context, Record, Served
+from gpu_suite.suite import HALF_OF_THE_GPU, Context, Record, Served
+from meridian_patch.bench.arms import STOCK, override
 from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.metrics import read_counters

@@ -10,9 +10,9 @@ from typing import Any, Final
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meridian_patch.bench.marathon.faults import Engine
-from meridian_patch.bench.marathon.records import Outcome, Result, Settings
-from meridian_patch.bench.marathon.verdict import Check, Window, growth_of, judge, windows_of
+from marathon.faults import Engine
+from marathon.records import Outcome, Result, Settings
+from marathon.verdict import Check, Window, growth_of, judge, windows_of
 from meridian_patch.bench.plots import finish_axes, to_png
 from meridian_patch.bench.report import write_json
 

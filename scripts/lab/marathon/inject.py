@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import aiohttp
 
-from meridian_patch.bench.marathon.faults import Fault
-from meridian_patch.bench.marathon.fleet import Fleet
-from meridian_patch.bench.marathon.network import scrape_slowly
-from meridian_patch.bench.marathon.processes import Supervised
-from meridian_patch.bench.marathon.records import Injected
-from meridian_patch.bench.marathon.warm_up import WarmUp
+from marathon.faults import Fault
+from marathon.fleet import Fleet
+from marathon.network import scrape_slowly
+from marathon.processes import Supervised
+from marathon.records import Injected
+from marathon.warm_up import WarmUp
 
 _SLOW_REPLY_S = 15.0
 _RESET_EVERY_S = 1.0

@@ -1,4 +1,4 @@
-"""``meridian bench telemetry-micro``: what telemetry costs per step, switched within one engine."""
+"""``telemetry-micro``: what telemetry costs per step, switched within one engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from meridian_patch.bench.micro.policy import ARMS, ChatLoad
-from meridian_patch.bench.micro.scheduler_times import CONTEXT_TOKENS, SETTLING_STEPS
-from meridian_patch.bench.micro.telemetry_switch import (
+from meridian_patch.bench.progress import progress_bars
+from meridian_patch.replay.cost import DEFAULT_COST, load_cost
+from meridian_patch.replay.engine import ReplayEngine
+from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
+from meridian_patch.replay.types import EngineLimits, ReplayArm, StepWork
+from micro.policy import ARMS, ChatLoad
+from micro.scheduler_times import CONTEXT_TOKENS, SETTLING_STEPS
+from micro.telemetry_switch import (
     CORE,
     OFF,
     ON,
@@ -19,7 +24,7 @@ from meridian_patch.bench.micro.telemetry_switch import (
     SwitchedEngine,
     patched_api,
 )
-from meridian_patch.bench.micro.timing import (
+from micro.timing import (
     Rounds,
     Seconds,
     column,
@@ -29,11 +34,6 @@ from meridian_patch.bench.micro.timing import (
     take_rounds,
     write_figures,
 )
-from meridian_patch.bench.progress import progress_bars
-from meridian_patch.replay.cost import DEFAULT_COST, load_cost
-from meridian_patch.replay.engine import ReplayEngine
-from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
-from meridian_patch.replay.types import EngineLimits, ReplayArm, StepWork
 
 PROCESSES = (CORE, WIRE, SERVER)
 HEADINGS = ("running", "process", "off", "on", "telemetry", "share of a step, %")

@@ -14,7 +14,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from meridian_patch.bench.micro.timing import Seconds, time_calls
 from meridian_patch.engine.api.phase_times import follow_outputs
 from meridian_patch.engine.api.request_state import build_request_state
 from meridian_patch.engine.api.stat_logger import build_prometheus_stat_logger
@@ -23,6 +22,7 @@ from meridian_patch.engine.scheduler import phase_part
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.types import ReplayRequest
+from micro.timing import Seconds, time_calls
 
 ON, OFF = "on", "off"
 _ATTACH = "attach_changes"

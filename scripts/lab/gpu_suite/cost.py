@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu_suite.suite import Context, Record, SkippedError
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
 from meridian_patch.bench.simulated.fit_command import (
     BURST,
     WARM_UP,

@@ -6,10 +6,10 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from meridian_patch.bench.micro.timing import Seconds, time_calls
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import BLOCK_SIZE, read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
+from micro.timing import Seconds, time_calls
 
 SCHEDULE, UPDATE = "schedule", "update_from_output"
 # By call, the time in it that is not in vLLM's method of the same name.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from meridian_patch.bench.marathon.faults import Kind
-from meridian_patch.bench.marathon.records import Asked, Injected, LogLine, Result, Sample
+from marathon.faults import Kind
+from marathon.records import Asked, Injected, LogLine, Result, Sample
 
 MOST_ERRORS: Final = 0.01
 """As a share of requests, outside of windows and within those of faults that clients do not see."""

@@ -1,4 +1,4 @@
-"""``meridian bench policy-micro``: what the policy costs per step, against stock."""
+"""``policy-micro``: what the policy costs per step, against stock."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,17 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from meridian_patch.bench.interrupts import EXIT_INTERRUPTED
-from meridian_patch.bench.micro.deep_queue import DeepQueue
-from meridian_patch.bench.micro.scheduler_times import OWN, PolicyMicro
-from meridian_patch.bench.micro.timing import (
-    Rounds,
-    column,
-    make_table,
-    show,
-    spread,
-    take_rounds,
-    write_figures,
-)
 from meridian_patch.bench.progress import progress_bars
 from meridian_patch.bench.simulated.lengths import (
     CHAT_ANSWER,
@@ -32,6 +21,17 @@ from meridian_patch.bench.simulated.lengths import (
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.scheduler import read_template_tokens
 from meridian_patch.replay.types import ReplayArm, ReplayRequest
+from micro.deep_queue import DeepQueue
+from micro.scheduler_times import OWN, PolicyMicro
+from micro.timing import (
+    Rounds,
+    column,
+    make_table,
+    show,
+    spread,
+    take_rounds,
+    write_figures,
+)
 
 STOCK, AGAIN = "stock", "stock again"
 # No time budget: a long step must show as one. ANSWER_ITL_MS lets steps hold as much as stock's:
@@ -96,7 +96,7 @@ def run_policy_micro(
                     rows += figures(many, behind, measure(many, behind, steps, seed, advance))
     except KeyboardInterrupt:
         is_interrupted = True
-        print("meridian: interrupted, what was measured so far is written", file=sys.stderr)
+        print("benches: interrupted, what was measured so far is written", file=sys.stderr)
     title = "CPU µs per step; extra over stock, of paired steps, and own: median (p20..p80)"
     console.print(make_table(title, HEADINGS, map(_cells, rows)))
     if operations:

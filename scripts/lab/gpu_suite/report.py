@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from meridian_patch.bench.gpu.suite import Context, Record
+from gpu_suite.suite import Context, Record
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.report import write_json, write_page
 
@@ -85,7 +85,7 @@ def write_report(folder: Path, origin: SuiteOrigin, records: Sequence[Record]) -
     }
     write_json(folder / DATA_NAME, document)
     page = folder / PAGE_NAME
-    write_page(page, "meridian_patch.bench.gpu", origin=origin, records=records)
+    write_page(page, "gpu_suite", origin=origin, records=records)
     return page
 
 

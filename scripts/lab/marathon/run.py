@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import aiohttp
 
-from meridian_patch.bench.marathon.faults import REST_S
-from meridian_patch.bench.marathon.fleet import MODEL, SEATS, Fleet
-from meridian_patch.bench.marathon.inject import Injector
-from meridian_patch.bench.marathon.load import Canary, Load, know
-from meridian_patch.bench.marathon.logs import read_logs
-from meridian_patch.bench.marathon.records import Result, Sample, Settings
-from meridian_patch.bench.marathon.verdict import mark_lost
-from meridian_patch.bench.marathon.warm_up import WarmUp
+from marathon.faults import REST_S
+from marathon.fleet import MODEL, SEATS, Fleet
+from marathon.inject import Injector
+from marathon.load import Canary, Load, know
+from marathon.logs import read_logs
+from marathon.records import Result, Sample, Settings
+from marathon.verdict import mark_lost
+from marathon.warm_up import WarmUp
 from meridian_patch.demo.problems import make_problems
 
 _SAMPLE_S: Final = 1.0

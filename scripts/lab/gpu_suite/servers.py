@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from meridian_patch.bench.gpu.suite import Context, Served
+from gpu_suite.suite import Context, Served
 from meridian_patch.bench.served.arms import arm_environment
 from meridian_patch.bench.served.client import Client, RequestRecord
 from meridian_patch.bench.served.run import describe_failures

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from gpu_suite.cost import fitted_arguments
+from gpu_suite.suite import Context, Record, SkippedError
 from meridian_patch.bench.arms import override
-from meridian_patch.bench.gpu.cost import fitted_arguments
-from meridian_patch.bench.gpu.suite import Context, Record, SkippedError
 from meridian_patch.bench.simulated.timed import Play, TimedRun, run_timed_engine
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import ReplayArm

@@ -13,13 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from marathon.faults import SHAPES, Kind, plan_faults
+from marathon.fleet import find_gateway
+from marathon.records import Settings
+from marathon.report import write_report
+from marathon.run import run_marathon
 from meridian_patch.bench.interrupts import EXIT_FAILED, run_program
 from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.marathon.faults import SHAPES, Kind, plan_faults
-from meridian_patch.bench.marathon.fleet import find_gateway
-from meridian_patch.bench.marathon.records import Settings
-from meridian_patch.bench.marathon.report import write_report
-from meridian_patch.bench.marathon.run import run_marathon
 from meridian_patch.bench.options import read_positive, read_whole
 from meridian_patch.bench.served.plan import packaged_model
 from meridian_patch.errors import BenchError

@@ -1,4 +1,4 @@
-"""``meridian bench validate``: the same traces on a real engine and in replay."""
+"""``benches.py validate``: the same traces on a real engine and in replay."""
 
 import argparse
 import json
@@ -22,9 +22,9 @@ from meridian_patch.errors import BenchError
 
 if TYPE_CHECKING:
     from meridian_patch.bench.simulated.timed import TimedRun
-    from meridian_patch.bench.simulated.validate import ReplayComparison, ValidationLoad
     from meridian_patch.replay.cost import CostModel
     from meridian_patch.replay.types import ReplayArm
+    from validation.replays import ReplayComparison, ValidationLoad
 
 # Seeds of the bursts that the cost model is fitted to; no trace is drawn from them.
 _BURST_SEED = 1001
@@ -40,7 +40,7 @@ _LONGEST_BURST = 512
 
 
 def add_validate(benches: Any) -> None:
-    """Add ``validate`` to the benches of the ``meridian`` command."""
+    """Add ``validate`` to the subcommands of ``benches.py``."""
     validate = benches.add_parser(
         "validate",
         help="the same traces on a real engine and in replay",
@@ -68,15 +68,14 @@ def run_validate(parsed: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from meridian_patch.bench.interrupts import end_like_ctrl_c
     from meridian_patch.bench.simulated.timed import run_timed_engine
-    from meridian_patch.bench.simulated.validate import (
+    from meridian_patch.replay.cost import load_cost
+    from validation.replays import (
         ValidationLoad,
         ratio_table,
         validation_report,
         validation_table,
     )
-    from meridian_patch.replay.cost import load_cost
 
     load = ValidationLoad(
         read_seeds(parsed.seeds),
@@ -98,7 +97,6 @@ def run_validate(parsed: argparse.Namespace) -> int:
     rounds = read_whole("--rounds", parsed.rounds)
     bursts = read_whole("--bursts", parsed.bursts)
     console = Console(markup=False, emoji=False)
-    end_like_ctrl_c()
     # Every second round in reverse order, so that a change of the machine's speed hits all arms.
     order = [(n, arm) for n in range(rounds) for arm in (arms if n % 2 == 0 else arms[::-1])]
     runs: list[tuple[int, ReplayArm, TimedRun]] = []
@@ -117,14 +115,14 @@ def run_validate(parsed: argparse.Namespace) -> int:
                 )
                 runs.append((number, arm, run))
     except KeyboardInterrupt:
-        print("meridian: interrupted", file=sys.stderr)
+        print("benches: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BenchError as error:
-        print(f"meridian: {error}", file=sys.stderr)
+        print(f"benches: {error}", file=sys.stderr)
         code = 1
     stock = [run for _, arm, run in runs if arm.name == STOCK]
     if not runs or (given is None and not stock):
-        print("meridian: nothing was written", file=sys.stderr)
+        print("benches: nothing was written", file=sys.stderr)
         return code
     cost = given or fit_bursts(stock, "measured", "tiny-reasoner")
     with console.status("replaying"):
@@ -192,7 +190,7 @@ def _trace_name(seed: int) -> str:
 def _compare(
     runs: "Sequence[tuple[int, ReplayArm, TimedRun]]", seeds: Sequence[int], cost: "CostModel"
 ) -> "list[ReplayComparison]":
-    from meridian_patch.bench.simulated.validate import compare
+    from validation.replays import compare
 
     names = {seed: _trace_name(seed) for seed in (_WARM_UP_SEED, *seeds)}
     return [c for number, arm, run in runs for c in compare(run, names, arm, cost, number)]

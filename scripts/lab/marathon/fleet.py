@@ -13,10 +13,10 @@ from typing import Final, Self
 
 import aiohttp
 
+from marathon.faults import Engine
+from marathon.network import Collector, Proxy
+from marathon.processes import Supervised
 from meridian_patch import envs
-from meridian_patch.bench.marathon.faults import Engine
-from meridian_patch.bench.marathon.network import Collector, Proxy
-from meridian_patch.bench.marathon.processes import Supervised
 from meridian_patch.bench.served.server import HOST, pick_port, server_environment
 from meridian_patch.errors import BenchError
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from meridian_patch.bench.marathon.records import Asked
+from marathon.records import Asked
 from meridian_patch.errors import BenchError
 
 Json = dict[str, Any]

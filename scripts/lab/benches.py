@@ -1,15 +1,36 @@
-"""``meridian bench kv-micro``, ``policy-micro``, ``probe-micro`` and ``telemetry-micro``."""
+"""Benches for those who work on this repository; ``meridian bench`` has those for users.
+
+    python -P scripts/lab/benches.py policy-micro [--running 64,256] [--waiting 0,1000]
+
+``kv-micro``, ``policy-micro``, ``probe-micro`` and ``telemetry-micro`` time single operations on
+the CPU, without a model; ``validate`` plays the same traces on a real engine and in replay.
+"""
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from meridian_patch.bench.interrupts import end_like_ctrl_c
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from validation.command import add_validate
+
+from meridian_patch.bench.interrupts import run_program
 from meridian_patch.bench.options import read_whole
 
 
-def add_micro(benches: Any) -> None:
-    """Add all four to the subcommands of ``meridian bench``."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a bench; exits with 1 on an error of ours and 130 on Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="benches.py", description=(__doc__ or "").split("\n")[0])
+    benches = parser.add_subparsers(required=True, metavar="BENCH")
+    _add_micro(benches)
+    add_validate(benches)
+    parsed = parser.parse_args(argv)
+    run_program("benches", lambda: int(parsed.run(parsed)))
+
+
+def _add_micro(benches: Any) -> None:
     kv = benches.add_parser(
         "kv-micro", help="what the KV tiers cost per operation, on 100 000 blocks"
     )
@@ -52,41 +73,42 @@ def add_micro(benches: Any) -> None:
 
 
 def _kv(parsed: argparse.Namespace) -> int:
-    from meridian_patch.bench.micro.kv import run_kv_micro
+    from micro.kv import run_kv_micro
 
     rounds = read_whole("--rounds", parsed.rounds)
     return run_kv_micro(rounds, parsed.out, in_order=parsed.in_order)
 
 
 def _policy(parsed: argparse.Namespace) -> int:
-    from meridian_patch.bench.micro.policy import run_policy_micro
+    from micro.policy import run_policy_micro
 
     running = [read_whole("--running", text) for text in parsed.running.split(",")]
     waiting = [_read_count("--waiting", text) for text in parsed.waiting.split(",")]
     steps, seed = read_whole("--steps", parsed.steps), read_whole("--seed", parsed.seed)
     deep = _read_count("--deep", parsed.deep)
-    end_like_ctrl_c()
     return run_policy_micro(running, waiting, deep, steps, seed, parsed.out)
 
 
 def _probe(parsed: argparse.Namespace) -> int:
-    from meridian_patch.bench.micro.probe import run_probe_micro
+    from micro.probe import run_probe_micro
 
     contexts = [read_whole("--context", text) for text in parsed.context.split(",")]
     rounds = read_whole("--rounds", parsed.rounds)
-    end_like_ctrl_c()
     return run_probe_micro(contexts, rounds, parsed.out)
 
 
 def _telemetry(parsed: argparse.Namespace) -> int:
-    from meridian_patch.bench.micro.telemetry import run_telemetry_micro
+    from micro.telemetry import run_telemetry_micro
 
     running = [read_whole("--running", text) for text in parsed.running.split(",")]
     pairs, seed = read_whole("--pairs", parsed.pairs), read_whole("--seed", parsed.seed)
-    end_like_ctrl_c()
     return run_telemetry_micro(running, pairs, seed, parsed.out)
 
 
 def _read_count(option: str, text: str) -> int:
     """A whole number, also 0."""
     return 0 if text == "0" else read_whole(option, text)
+
+
+if __name__ == "__main__":
+    main()

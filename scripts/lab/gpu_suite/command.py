@@ -13,14 +13,16 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
+from gpu_suite import checks, comparison, cost, kernels, observing
+from gpu_suite.cost import SIZES_OF_SHAPES
+from gpu_suite.report import describe_origin, write_report
+from gpu_suite.shapes import SHAPES, write_shape
+from gpu_suite.suite import FAILED, Context, Part, Record, Served, run_suite
 from meridian_patch import envs
-from meridian_patch.bench.gpu import checks, comparison, cost, kernels, observing
-from meridian_patch.bench.gpu.cost import SIZES_OF_SHAPES
-from meridian_patch.bench.gpu.report import describe_origin, write_report
-from meridian_patch.bench.gpu.shapes import SHAPES, write_shape
-from meridian_patch.bench.gpu.suite import FAILED, Context, Part, Record, Served, run_suite
 from meridian_patch.bench.interrupts import EXIT_FAILED, EXIT_INTERRUPTED, run_program
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.options import read_positive, read_whole

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from gpu_suite.servers import SEED
+from gpu_suite.suite import HALF_OF_THE_GPU, Context, Record, Served
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.gpu.servers import SEED
-from meridian_patch.bench.gpu.suite import HALF_OF_THE_GPU, Context, Record, Served
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.served.arms import KNOWN_ARMS, PATCHED, STOCK_AGAIN
 from meridian_patch.bench.served.capacity import CAPACITY_SHARE, bearable_rate
