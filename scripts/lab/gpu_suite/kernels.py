@@ -2,13 +2,12 @@
 
 import csv
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpu_suite.suite import Context, Record, SkippedError
-from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.bench.child import Child, log_tail
 from meridian_patch.errors import BenchError
 
 _END_S = 10.0
@@ -128,23 +127,13 @@ def _run(
     arguments: Sequence[str], root: Path, env: Mapping[str, str], log: Path, limit_s: float
 ) -> int:
     """Exit code of a Python process in the checkout; what it started ends with it."""
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            # -P keeps the repository root off sys.path: see ServerSettings.arguments.
-            [sys.executable, "-P", *arguments],
-            cwd=root,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise BenchError(f"did not end within {limit_s:.0f} s. {log_tail(log)}") from None
-        finally:
-            end_group(process, _END_S)
+    # -P keeps the repository root off sys.path: see ServerSettings.arguments.
+    command = [sys.executable, "-P", *arguments]
+    with Child(command, env, log, _END_S, folder=root) as child:
+        code = child.wait(limit_s)
+    if code is None:
+        raise BenchError(f"did not end within {limit_s:.0f} s. {log_tail(log)}")
+    return code
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from meridian_patch.bench.served.server import ServerSettings
-from meridian_patch.bench.served.summary import Spread
+from meridian_patch.bench.statistics import Spread
 from meridian_patch.errors import BenchError, MeridianError
 
 Verdict = Literal["passed", "failed", "skipped", "not run"]

@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 
 from marathon.records import Asked
+from meridian_patch.bench.served.client import chat_body, streamed_chunks
 from meridian_patch.errors import BenchError
 
 Json = dict[str, Any]
@@ -27,6 +28,7 @@ _SHARE_CANARIES: Final = 0.2
 _SHARE_CANCELLED: Final = 0.1
 _LONGEST_UNTIL_CANCEL_S: Final = 3.0
 _BURST_EVERY_S: Final = 20.0
+_MOST_TOKENS: Final = 600
 
 
 class _NoResponse(Exception):  # noqa: N818 - the name is what happened
@@ -181,14 +183,7 @@ class Load:
 
 
 def _body(model: str, question: str) -> Json:
-    message = {"role": "user", "content": question}
-    return {
-        "model": model,
-        "messages": [message],
-        "temperature": 0,
-        "max_tokens": 600,
-        "return_token_ids": True,
-    }
+    return chat_body(model, [{"role": "user", "content": question}], _MOST_TOKENS)
 
 
 async def _streamed(
@@ -198,13 +193,7 @@ async def _streamed(
     thought, answer, finish = "", "", None
     async with _Posted(http, url, body) as reply:
         try:
-            async for line in reply.content:
-                text = line.decode().removeprefix("data:").strip()
-                if not text:
-                    continue
-                if text == "[DONE]":
-                    break
-                chunk = json.loads(text)
+            async for chunk in streamed_chunks(reply):
                 if "error" in chunk:
                     raise _Wrong(f"error event: {_message(chunk)}")
                 for choice in chunk["choices"]:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -13,7 +12,7 @@ from typing import Final
 
 import aiohttp
 
-from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.bench.child import Child, log_tail
 from meridian_patch.errors import BenchError
 
 _POLL_S: Final = 0.25
@@ -24,14 +23,14 @@ _MIB: Final = 2**20
 _ENGINE_CORE: Final = "VLLM::EngineCor"
 
 
-class Supervised:
-    """A server that leads a process group of its own.
+class Supervised(Child):
+    """A server that is started again when it ends.
 
     Args:
         name: for the report.
         command: of the server.
         env: complete environment.
-        log: takes what it prints; a later start appends.
+        log: takes what it prints.
         port: on which it answers ``/health``.
 
     Attributes:
@@ -43,10 +42,7 @@ class Supervised:
     ) -> None:
         self.name = name
         self.port = port
-        self.log = log
-        self._command = command
-        self._env = env
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(command, env, log, _TERMINATE_S)
         self.num_orphans = 0
         self._has_started = asyncio.Event()
 
@@ -55,25 +51,9 @@ class Supervised:
         """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        """The leader's process id, which is also the group's."""
-        assert self._process is not None
-        return self._process.pid
-
     def start(self) -> None:
         """Start it; it is not healthy yet."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as sink:
-            self._process = subprocess.Popen(
-                list(self._command),
-                env=dict(self._env),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                # Its own group: Ctrl-C reaches us alone, and we end the whole group.
-                process_group=0,
-            )
+        super().start()
         self._has_started.set()
 
     async def wait_for_another(self, old: int) -> None:
@@ -91,7 +71,7 @@ class Supervised:
         try:
             async with asyncio.timeout(_START_LIMIT_S):
                 while not await self.is_healthy(http):
-                    if self.has_ended:
+                    if self.code is not None:
                         raise BenchError(f"{self.name} ended. {log_tail(self.log)}")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
@@ -108,23 +88,18 @@ class Supervised:
                 return reply.status == HTTPStatus.OK
         return False
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its leader has ended."""
-        return self._process is None or self._process.poll() is not None
-
     async def supervise(self) -> None:
         """Start it again whenever it has ended, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
-            if self.has_ended:
+            if self.code is not None:
                 self.num_orphans += len(list(processes_of(self.pid)))
                 self.stop()
                 self.start()
 
     def kill(self) -> None:
         """Kill all of its processes at once, as when its machine is lost."""
-        os.killpg(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def kill_leader(self) -> None:
         """Kill the process that serves HTTP, and leave the others."""
@@ -164,14 +139,12 @@ class Supervised:
         found = {f"{self.name}-{core}": _memory_mib(core) for core in self.cores()}
         return {name: mib for name, mib in found.items() if mib is not None}
 
-    def stop(self) -> None:
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End it and all that it started."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
+        if self._process is not None:
             # What was stopped would not see that it is to end.
-            os.killpg(self.pid, signal.SIGCONT)
-        end_group(self._process, _TERMINATE_S)
+            self.send_signal(signal.SIGCONT)
+        super().stop(number)
 
 
 def processes_of(group: int) -> Iterator[int]:

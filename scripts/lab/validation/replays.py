@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from meridian_patch.bench.figures import FIGURES as KINDS
+from meridian_patch.bench.figures import RequestTimes, Times, figures_of
 from meridian_patch.bench.machine import describe_machine
-from meridian_patch.bench.simulated.metrics import answer_gaps
 from meridian_patch.bench.simulated.timed import TimedRequest, TimedRun
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.cost import CostModel
@@ -138,18 +139,19 @@ def figures(records: Sequence[ReplayRecord], preemptions: int) -> dict[str, floa
     Raises:
         BenchError: no request has an answer.
     """
-    gaps = answer_gaps(records)
-    answered = [record for record in records if record.request.answer_start < len(record.token_s)]
-    waits = [record.token_s[record.request.answer_start] - record.arrival_s for record in answered]
-    if not (gaps.size and waits):
+    times = Times.of(
+        RequestTimes.of(record.arrival_s, record.token_s, record.request.answer_start)
+        for record in records
+    )
+    kinds = [KINDS[name] for name in FIGURES if name in KINDS]
+    found = {name: value for name, value in figures_of(times, kinds).items() if value is not None}
+    if not times.answer_gaps_s.size:
         raise BenchError("no request of the trace reached its answer; give it more --max-tokens")
     tokens = sum(len(record.token_s) for record in records)
     begin = min(record.arrival_s for record in records)
     end = max(record.token_s[-1] for record in records)
     return {
-        "ttfat_mean_s": float(np.mean(waits)),
-        "answer_itl_p50_s": float(np.quantile(gaps, 0.5)),
-        "answer_itl_p99_s": float(np.quantile(gaps, 0.99)),
+        **found,
         "tokens_per_s": tokens / (end - begin),
         PREEMPTIONS: 100 * preemptions / len(records),
     }
