@@ -30,6 +30,29 @@ _SCALES = {"ms": 1000.0, "%": 100.0, "% of requests": 100.0}
 # Digits after the point, where all figures of a unit have as many.
 _DIGITS = {"ms": 1, "%": 1, "% of requests": 1, "requests/s": 3}
 
+# What a label does not say.
+_WORDS: Mapping[str, str] = {
+    "ttft_mean_s": "submit to first token of any kind",
+    "ttfat_mean_s": "submit to first answer token",
+    "slowdown_mean": "TTFAT over that of the same request alone on the engine with nothing cached",
+    HARM: "p99 over requests of (arm - stock) / stock, TTFAT of the same request",
+    "ttot_p99_s": "boundary to first answer token",
+    "think_tpot_mean_s": "per think token but the first",
+    "answer_itl_p50_s": "gaps between answer tokens",
+    "answer_itl_p99_over_decode_only": "over the p99 time of the run's steps without prefill",
+    "answer_stalls": f"answer gaps over {STALL_S * 1000:.0f} ms",
+    "qoe_mean": "Andes' integral at 50 ms/token",
+    "tokens_per_s": "output tokens from the first arrival to the last token",
+    "steady_tokens_per_s": "from 10 % to 80 % of all output tokens",
+    "window_tokens_per_s": "output tokens from the first arrival to the last",
+    GOODPUT: "requests within the limits on TTFAT slowdown and own answer ITL p99",
+    "hit_share": "prompt tokens found in the prefix cache when a request is first admitted",
+    "hit_bound_share": "prompt tokens in full blocks that an earlier request of the run computed",
+    "missed_tokens": "prompt tokens that would be hit if nothing were evicted, and are not",
+    "first_wait_max_s": "from a request's arrival to the first step that it is part of",
+    "longest_pause_s": "longest time after its first step in which a request was part of no step",
+}
+
 
 @dataclass(frozen=True)
 class RequestTimes:
@@ -100,7 +123,8 @@ class Times(NamedTuple):
         rows = [(t.ttft_s, t.ttfat_s, t.ttot_s, t.e2e_s) for t in listed]
         known = [[nan if value is None else value for value in row] for row in rows]
         columns = np.array(known, np.float64).reshape(-1, 4).T
-        return cls(*columns, np.array([gap for t in listed for gap in t.answer_gaps_s]))
+        gaps = np.array([gap for t in listed for gap in t.answer_gaps_s])
+        return cls(columns[0], columns[1], columns[2], columns[3], gaps)
 
 
 @dataclass(frozen=True)
@@ -113,7 +137,6 @@ class Kind:
         unit: shown; the value itself is in seconds, a share, or a count.
         better: which way is better; None: neither.
         decimals: digits after the point; None: as many as others of the unit have.
-        words: what the label does not say.
         of: computes it from the times of a run's requests; None: it comes from elsewhere.
     """
 
@@ -122,8 +145,12 @@ class Kind:
     unit: str = ""
     better: Literal["less", "more"] | None = "less"
     decimals: int | None = None
-    words: str = ""
     of: Callable[[Times], float | None] | None = None
+
+    @property
+    def words(self) -> str:
+        """What the label does not say; may be empty."""
+        return _WORDS.get(self.name, "")
 
     @property
     def title(self) -> str:
@@ -163,90 +190,43 @@ def _pauses(times: Times) -> float:
     return float(np.sum(gaps[gaps > PAUSE_S]))
 
 
-_TTFT = "submit to first token of any kind"
-_TTFAT = "submit to first answer token"
-_TTOT = "boundary to first answer token"
-_GAPS = "gaps between answer tokens"
 FIGURES: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("ttft_mean_s", "TTFT mean", "s", words=_TTFT, of=_mean("ttft_s")),
+        Kind("ttft_mean_s", "TTFT mean", "s", of=_mean("ttft_s")),
         Kind("ttft_p50_s", "TTFT p50", "ms", of=_at("ttft_s", 0.5)),
         Kind("ttft_p99_s", "TTFT p99", "ms", of=_at("ttft_s", 0.99)),
-        Kind("ttfat_mean_s", "TTFAT mean", "s", words=_TTFAT, of=_mean("ttfat_s")),
+        Kind("ttfat_mean_s", "TTFAT mean", "s", of=_mean("ttfat_s")),
         Kind("ttfat_p50_s", "TTFAT p50", "s", of=_at("ttfat_s", 0.5)),
         Kind("ttfat_p95_s", "TTFAT p95", "s", of=_at("ttfat_s", 0.95)),
         Kind("ttfat_p99_s", "TTFAT p99", "s", of=_at("ttfat_s", 0.99)),
-        Kind(
-            "slowdown_mean",
-            "TTFAT slowdown mean",
-            words="TTFAT over that of the same request alone on the engine with nothing cached",
-        ),
+        Kind("slowdown_mean", "TTFAT slowdown mean"),
         Kind("slowdown_p99", "TTFAT slowdown p99"),
-        Kind(
-            HARM,
-            "harm p99",
-            "%",
-            words="p99 over requests of (arm - stock) / stock, TTFAT of the same request",
-        ),
+        Kind(HARM, "harm p99", "%"),
         Kind("ttot_p50_s", "TTOT p50", "ms", of=_at("ttot_s", 0.5)),
-        Kind("ttot_p99_s", "TTOT p99", "ms", words=_TTOT, of=_at("ttot_s", 0.99)),
+        Kind("ttot_p99_s", "TTOT p99", "ms", of=_at("ttot_s", 0.99)),
         Kind("ttot_max_s", "TTOT max", "ms", of=_at("ttot_s", 1.0)),
-        Kind("think_tpot_mean_s", "think TPOT mean", "ms", words="per think token but the first"),
+        Kind("think_tpot_mean_s", "think TPOT mean", "ms"),
         Kind("think_tpot_p99_s", "think TPOT p99", "ms"),
-        Kind("answer_itl_p50_s", "answer ITL p50", "ms", words=_GAPS, of=_at("answer_gaps_s", 0.5)),
+        Kind("answer_itl_p50_s", "answer ITL p50", "ms", of=_at("answer_gaps_s", 0.5)),
         Kind("answer_itl_p99_s", "answer ITL p99", "ms", of=_at("answer_gaps_s", 0.99)),
         Kind("answer_itl_p999_s", "answer ITL p99.9", "ms", of=_at("answer_gaps_s", 0.999)),
         Kind("answer_gap_max_s", "worst answer gap", "ms", of=_at("answer_gaps_s", 1.0)),
-        Kind(
-            "answer_itl_p99_over_decode_only",
-            "answer ITL p99 / decode step",
-            words="over the p99 time of the run's steps without prefill",
-        ),
+        Kind("answer_itl_p99_over_decode_only", "answer ITL p99 / decode step"),
         Kind("answer_gap_max_over_decode_only", "answer gap max / decode step"),
         Kind("decode_only_step_p99_s", "decode-only step p99", "ms"),
-        Kind(
-            "answer_stalls",
-            f"answer stalls > {STALL_S * 1000:.0f} ms",
-            decimals=1,
-            words=f"answer gaps over {STALL_S * 1000:.0f} ms",
-            of=_stalls,
-        ),
+        Kind("answer_stalls", f"answer stalls > {STALL_S * 1000:.0f} ms", decimals=1, of=_stalls),
         Kind("answer_pauses_s", "answers stood still", "s", of=_pauses),
-        Kind("qoe_mean", "QoE mean", "", "more", 4, "Andes' integral at 50 ms/token"),
+        Kind("qoe_mean", "QoE mean", better="more", decimals=4),
         Kind("qoe_low_share", "QoE < 0.95", "% of requests"),
         Kind("silence_max_s", "longest silence", "ms"),
         Kind("e2e_mean_s", "e2e mean", "s", of=_mean("e2e_s")),
         Kind("e2e_p50_s", "end to end p50", "s", of=_at("e2e_s", 0.5)),
         Kind("e2e_p99_s", "e2e p99", "s", of=_at("e2e_s", 0.99)),
-        Kind(
-            "tokens_per_s",
-            "tokens/s",
-            better="more",
-            decimals=1,
-            words="output tokens from the first arrival to the last token",
-        ),
-        Kind(
-            "steady_tokens_per_s",
-            "steady tokens/s",
-            better="more",
-            decimals=1,
-            words="from 10 % to 80 % of all output tokens",
-        ),
-        Kind(
-            "window_tokens_per_s",
-            "tokens/s while requests arrive",
-            better="more",
-            decimals=1,
-            words="output tokens from the first arrival to the last",
-        ),
-        Kind(
-            GOODPUT,
-            "goodput",
-            "requests/s",
-            better="more",
-            words="requests within the limits on TTFAT slowdown and own answer ITL p99",
-        ),
+        Kind("tokens_per_s", "tokens/s", better="more", decimals=1),
+        Kind("steady_tokens_per_s", "steady tokens/s", better="more", decimals=1),
+        Kind("window_tokens_per_s", "tokens/s while requests arrive", better="more", decimals=1),
+        Kind(GOODPUT, "goodput", "requests/s", better="more"),
         Kind("preemptions", "preemptions, all", decimals=1),
         Kind("answer_preemptions", "answer preemptions"),
         Kind("think_preemptions", "think preemptions"),
@@ -259,26 +239,9 @@ FIGURES: Mapping[str, Kind] = {
         Kind("recomputed_tokens", "recomputed tokens", decimals=0),
         Kind("recomputed_tokens_think", "... thinking", decimals=0),
         Kind("recomputed_tokens_answer", "... answering", decimals=0),
-        Kind(
-            "hit_share",
-            "prefix hits",
-            "%",
-            better="more",
-            words="prompt tokens found in the prefix cache when a request is first admitted",
-        ),
-        Kind(
-            "hit_bound_share",
-            "... if nothing were evicted",
-            "%",
-            better=None,
-            words="prompt tokens in full blocks that an earlier request of the run computed",
-        ),
-        Kind(
-            "missed_tokens",
-            "avoidable prefix misses",
-            decimals=0,
-            words="prompt tokens that would be hit if nothing were evicted, and are not",
-        ),
+        Kind("hit_share", "prefix hits", "%", better="more"),
+        Kind("hit_bound_share", "... if nothing were evicted", "%", better=None),
+        Kind("missed_tokens", "avoidable prefix misses", decimals=0),
         Kind("prompt_tokens", "prompt tokens", better=None),
         Kind("computed_tokens", "prompt tokens computed"),
         Kind("computed_again_tokens", "prompt tokens computed again"),
@@ -289,18 +252,8 @@ FIGURES: Mapping[str, Kind] = {
         Kind("requests", "requests sent", better=None),
         Kind("failed_requests", "failed requests"),
         Kind("unended_thoughts", "thoughts without end"),
-        Kind(
-            "first_wait_max_s",
-            "longest first wait",
-            "s",
-            words="from a request's arrival to the first step that it is part of",
-        ),
-        Kind(
-            "longest_pause_s",
-            "longest pause",
-            "s",
-            words="longest time after its first step in which a request was part of no step",
-        ),
+        Kind("first_wait_max_s", "longest first wait", "s"),
+        Kind("longest_pause_s", "longest pause", "s"),
         Kind(LATE_SHARE, "emulated time late", "%"),
         Kind("engine_cpu_s", "engine's CPU time per step", "ms"),
     )

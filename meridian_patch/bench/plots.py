@@ -73,7 +73,9 @@ def distributions(
         style = {"color": colours[arm], "lw": max(1.2, 4.0 - number), "where": "post"}
         waits = np.sort(ttfat_s[arm])
         left.step(waits, np.arange(1, waits.size + 1) / max(1, waits.size), label=arm, **style)
-        right.step(*tails[arm], **style)
+        gaps_ms, shares = tails[arm]
+        if gaps_ms.size:
+            right.step(gaps_ms, shares, **style)
     if is_log:
         left.set_xscale("log")
         label_log_axis(left.xaxis, plain_number)

@@ -46,7 +46,8 @@ def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
 
 def _known(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
-    return array[~np.isnan(array)]
+    known: NDArray[np.float64] = array[~np.isnan(array)]
+    return known
 
 
 def ratio_of_sums(
