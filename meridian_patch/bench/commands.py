@@ -4,11 +4,9 @@ from typing import Any
 
 from meridian_patch.bench.exit.command import add_exit
 from meridian_patch.bench.exit_trace import add_exit_trace
-from meridian_patch.bench.micro.command import add_micro
 from meridian_patch.bench.served.command import add_serve
 from meridian_patch.bench.simulated.command import add_replay
 from meridian_patch.bench.simulated.fit_command import add_fit_cost
-from meridian_patch.bench.simulated.validate_command import add_validate
 
 
 def add_bench(commands: Any) -> None:
@@ -17,8 +15,6 @@ def add_bench(commands: Any) -> None:
     benches = bench.add_subparsers(required=True, metavar="BENCH")
     add_serve(benches)
     add_fit_cost(benches)
-    add_validate(benches)
     add_replay(benches)
-    add_micro(benches)
     add_exit_trace(benches)
     add_exit(benches)

@@ -1,50 +1,84 @@
-"""Bootstrap intervals over seeds, problems and other items that are alike; bounds of shares."""
+"""Ratios with bootstrap intervals over seeds and other items that are alike; bounds of shares."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-Item = TypeVar("Item")
+Interval = tuple[float, float]
 _RESAMPLES = 2000
 _COVERAGE = 0.95
 # Bisection steps of [0, 1] down to the last bit of a double.
 _HALVINGS = 60
 
 
-def bootstrap_interval(
-    items: Sequence[Item], statistic: Callable[[Sequence[Item]], float | None]
-) -> tuple[float, float] | None:
-    """The 95 % percentile interval of a statistic over resampled items, such as one per seed.
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of one figure over seeds."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """Spread of the values, or None of nothing."""
+        if not values:
+            return None
+        return cls(median(values), min(values), max(values), len(values))
+
+
+def quantile(values: Sequence[float] | NDArray[np.float64], share: float) -> float | None:
+    """The ``share`` quantile (0 to 1) of the values that are no NaN; None without any."""
+    known = _known(values)
+    return float(np.quantile(known, share)) if known.size else None
+
+
+def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    """The mean of the values that are no NaN; None without any."""
+    known = _known(values)
+    return float(known.mean()) if known.size else None
+
+
+def _known(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    array = np.asarray(values, np.float64)
+    known: NDArray[np.float64] = array[~np.isnan(array)]
+    return known
+
+
+def ratio_of_sums(
+    above: Sequence[float] | NDArray[np.float64],
+    below: Sequence[float] | NDArray[np.float64] | None = None,
+) -> tuple[float | None, Interval | None]:
+    """The sum of one figure over that of another, paired by item, such as one item per seed.
+
+    Args:
+        above: an element per item.
+        below: the same of the other; None: 1 each, so that the ratio is the mean of ``above``.
 
     Returns:
-        Low and high; None for fewer than two items, or when the statistic is nowhere defined.
-        Deterministic.
+        The ratio, and its 95 % percentile interval over resampled items. Both None where the sum
+        below is 0. No interval for fewer than two items. An end of it may be infinite: a
+        resample counts so in which only the sum below is 0. Deterministic.
     """
-    if len(items) < 2:  # noqa: PLR2004 - one item has no spread
-        return None
-    values = [statistic([items[index] for index in pick]) for pick in bootstrap_picks(len(items))]
-    known = [value for value in values if value is not None]
-    return percentile_interval(known) if known else None
+    tops = np.asarray(above, np.float64)
+    totals = np.ones_like(tops) if below is None else np.asarray(below, np.float64)
+    total = float(totals.sum())
+    if total == 0:
+        return None, None
+    return float(tops.sum()) / total, _interval(tops, totals)
 
 
-def bootstrap_quotient(
-    above: NDArray[np.float64], below: NDArray[np.float64]
-) -> tuple[float, float] | None:
-    """The same for the sum of ``above`` over that of ``below``, one element of both per item.
-
-    Infinite where only the sum of ``below`` is 0, undefined where both are. An end may be infinite.
-    Many times faster than ``bootstrap_interval``.
-    """
+def _interval(above: NDArray[np.float64], below: NDArray[np.float64]) -> Interval | None:
     if len(above) < 2:  # noqa: PLR2004 - one item has no spread
         return None
     picks = bootstrap_picks(len(above))
     tops, totals = above[picks].sum(axis=1), below[picks].sum(axis=1)
     known = (tops != 0) | (totals != 0)
-    if not (totals != 0).any():
-        return None
     with np.errstate(divide="ignore"):
         return percentile_interval(tops[known] / totals[known])
 
@@ -54,7 +88,7 @@ def bootstrap_picks(items: int) -> NDArray[np.int64]:
     return np.random.default_rng(0).integers(0, items, (_RESAMPLES, items))
 
 
-def percentile_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+def percentile_interval(values: Sequence[float] | NDArray[np.float64]) -> Interval:
     """Low and high of a statistic over the resamples."""
     tail = (1 - _COVERAGE) / 2
     if np.isinf(values).any():
@@ -66,7 +100,7 @@ def percentile_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[
 
 
 def plain_interval(
-    interval: tuple[float, float] | None,
+    interval: Interval | None,
 ) -> tuple[float | None, float | None] | None:
     """An interval for JSON, which has no infinity: such an end is None."""
     if interval is None:

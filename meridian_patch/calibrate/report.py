@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meridian_patch.bench.report import write_json, write_page
-from meridian_patch.bench.served.report import data_url
+from meridian_patch.bench.report import data_url, write_json, write_page
 from meridian_patch.calibrate.observe import Natural
 from meridian_patch.calibrate.outcome import Goal, StrategyOutcome, mean_natural_answer_tokens
 from meridian_patch.calibrate.plots import accuracy_curves

@@ -194,7 +194,7 @@ class ExitConfig(StrictModel):
         ge=1,
         description="EAT: upper bound of the tokens before the trial boundaries, summed over the "
         "probes of one step; a single probe may have more. A probe's CPU time grows with its "
-        "context; `meridian bench probe-micro` prints it.",
+        "context; `scripts/lab/benches.py probe-micro` prints it.",
     )
     rpdi: bool = Field(
         default=True,

@@ -4,12 +4,11 @@ import inspect
 
 import pytest
 import vllm.envs
+from gpu_suite.checks import SYNC_VARIABLE, SYNC_WORDS, WORDS
 from vllm.utils import gpu_sync_debug
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import model_runner as gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
-
-from meridian_patch.bench.gpu.checks import SYNC_VARIABLE, SYNC_WORDS, WORDS
 
 
 def test_variable_and_its_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""`meridian bench kv-micro` times what it says it times."""
+"""`benches.py kv-micro` times what it says it times."""
 
 import json
 
+import benches
 import pytest
+from micro import kv as kv_micro
 
-from meridian_patch import cli
-from meridian_patch.bench.micro import kv as kv_micro
 from meridian_patch.engine.kv_cache.free_queue import TieredFreeQueue
 from meridian_patch.engine.kv_cache.integrity import find_faults
 from meridian_patch.policy.retention import Tier
@@ -35,7 +35,7 @@ def test_all_arms_do_the_same_work_each_with_its_own_queue():
 def test_the_command_writes_its_figures(tmp_path, capsys):
     """Each operation with its ratios, and how they were obtained."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "kv-micro", "--rounds", "2", "--out", str(tmp_path)])
+        benches.main(["kv-micro", "--rounds", "2", "--out", str(tmp_path)])
     assert ended.value.code == 0
     report = json.loads((tmp_path / "kv-micro.json").read_text())
     assert report["provenance"] == "measured-cpu"

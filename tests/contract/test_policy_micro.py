@@ -1,13 +1,13 @@
-"""`meridian bench policy-micro` times what it says it times."""
+"""`benches.py policy-micro` times what it says it times."""
 
 import json
 from contextlib import closing
 
+import benches
 import pytest
+from micro.policy import ARMS, STOCK, ChatLoad
+from micro.scheduler_times import OWN, SCHEDULE, UPDATE, PolicyMicro
 
-from meridian_patch import cli
-from meridian_patch.bench.micro.policy import ARMS, STOCK, ChatLoad
-from meridian_patch.bench.micro.scheduler_times import OWN, SCHEDULE, UPDATE, PolicyMicro
 from meridian_patch.replay.types import ReplayArm
 
 
@@ -40,7 +40,7 @@ def test_the_command_writes_its_figures(tmp_path, capsys):
     """Each call of each arm, its cost over stock, and how it was obtained."""
     options = ["--running", "8", "--waiting", "0,4", "--steps", "20", "--deep", "300"]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "policy-micro", *options, "--out", str(tmp_path)])
+        benches.main(["policy-micro", *options, "--out", str(tmp_path)])
     assert ended.value.code == 0
     report = json.loads((tmp_path / "policy-micro.json").read_text())
     assert report["provenance"] == "measured-cpu"
@@ -64,14 +64,14 @@ def test_the_command_writes_its_figures(tmp_path, capsys):
 )
 def test_a_wrong_number_is_one_sentence(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "policy-micro", option, value, "--out", str(tmp_path)])
+        benches.main(["policy-micro", option, value, "--out", str(tmp_path)])
     assert ended.value.code not in (0, None)
     assert f"{option} is '{value}'" in capsys.readouterr().err
 
 
 def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
     """The sizes that were done are kept; the exit status says that it is not all."""
-    from meridian_patch.bench.micro import policy as policy_micro
+    from micro import policy as policy_micro
 
     def interrupted(running, *args):
         if running == 9:
@@ -82,7 +82,7 @@ def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_micro, "measure", interrupted)
     options = ["--running", "8,9", "--waiting", "0", "--steps", "5", "--deep", "0"]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "policy-micro", *options, "--out", str(tmp_path)])
+        benches.main(["policy-micro", *options, "--out", str(tmp_path)])
     assert ended.value.code == 130
     report = json.loads((tmp_path / "policy-micro.json").read_text())
     assert report["is_interrupted"]

@@ -1,11 +1,10 @@
-"""`meridian bench probe-micro` times what it says it times."""
+"""`benches.py probe-micro` times what it says it times."""
 
 import json
 
+import benches
 import pytest
-
-from meridian_patch import cli
-from meridian_patch.bench.micro.probe import CALLS, PLAIN, PROBED, ProbeMicro
+from micro.probe import CALLS, PLAIN, PROBED, ProbeMicro
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
@@ -25,7 +24,7 @@ def test_every_second_step_has_a_probe(is_v2):
 def test_the_command_writes_its_figures(tmp_path, capsys):
     options = ["--context", "200,400", "--rounds", "5", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "probe-micro", *options])
+        benches.main(["probe-micro", *options])
     assert ended.value.code == 0
     report = json.loads((tmp_path / "probe-micro.json").read_text())
     assert report["provenance"] == "measured-cpu"

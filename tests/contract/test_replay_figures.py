@@ -7,6 +7,7 @@ import pytest
 from replay_runs import replay_run, requests
 
 from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.figures import GOODPUT, HARM
 from meridian_patch.bench.simulated.arms import (
     arm_settings,
     choose_arms,
@@ -14,9 +15,6 @@ from meridian_patch.bench.simulated.arms import (
     own_arm,
 )
 from meridian_patch.bench.simulated.figures import (
-    GOODPUT,
-    HARM,
-    KINDS,
     Limits,
     by_point,
     point_cells,
@@ -35,12 +33,9 @@ from meridian_patch.bench.simulated.metrics import (
     steady_span,
     weighted_quantile,
 )
+from meridian_patch.bench.simulated.rows import ROWS
 from meridian_patch.bench.simulated.trace import History
-from meridian_patch.bench.statistics import (
-    bootstrap_interval,
-    bootstrap_quotient,
-    plain_interval,
-)
+from meridian_patch.bench.statistics import bootstrap_picks, plain_interval, ratio_of_sums
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import BenchError
 from meridian_patch.phase.tracker import Phase
@@ -145,7 +140,7 @@ def test_run_figures():
     assert figures["tokens_per_s"] == pytest.approx(7 / 3.1)
     assert figures["ttft_mean_s"] == 1.0
     assert figures["hit_share"] is figures["missed_tokens"] is None
-    assert {kind.name for kind in KINDS} <= {*figures, HARM, GOODPUT}
+    assert {row.kind.name for row in ROWS} <= {*figures, HARM, GOODPUT}
 
 
 def test_prefix_hits_of_a_run():
@@ -230,25 +225,28 @@ def test_arms_are_paired_with_stock_by_seed():
     assert harm.cells == ["0.0", "49.0"]
 
 
-def test_the_fast_bootstrap_gives_the_interval_of_the_slow_one():
+def test_the_interval_of_a_ratio_is_that_of_its_resamples():
+    """Resampled items are pairs; of one item there is no interval, of nothing below no ratio."""
     above, below = np.array([1.0, 2.0, 5.0]), np.array([2.0, 1.0, 4.0])
-    pairs = list(zip(above, below, strict=True))
-    slow = bootstrap_interval(pairs, lambda p: sum(a for a, _ in p) / sum(b for _, b in p))
-    assert slow[0] < 8 / 7 < slow[1]
-    assert bootstrap_interval(pairs[:1], lambda p: p[0][0]) is None
-    assert bootstrap_quotient(above, below) == pytest.approx(slow)
-    assert bootstrap_quotient(above[:1], below[:1]) is None
-    assert bootstrap_quotient(above, np.zeros(3)) is None
+    again = [sum(above[pick]) / sum(below[pick]) for pick in bootstrap_picks(3)]
+    value, interval = ratio_of_sums(above, below)
+    assert value == pytest.approx(8 / 7)
+    assert interval == pytest.approx(tuple(np.quantile(again, (0.025, 0.975))))
+    assert interval[0] < value < interval[1]
+    assert ratio_of_sums(above[:1], below[:1]) == (0.5, None)
+    assert ratio_of_sums(above, np.zeros(3)) == ratio_of_sums([]) == (None, None)
+    assert ratio_of_sums(above) == ratio_of_sums(above, np.ones(3))
+    assert ratio_of_sums(above)[0] == pytest.approx(8 / 3)
 
 
 def test_a_sample_in_which_only_the_divisor_is_nothing_counts_as_infinite():
     """Leaving it out would call a difference sure that one seed carries alone."""
     below = np.array([8.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    low, high = bootstrap_quotient(np.array([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), below)
+    _, (low, high) = ratio_of_sums([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], below)
     assert low < 0.7
     assert high == inf
     assert plain_interval((low, high)) == (low, None)
-    assert bootstrap_quotient(np.zeros(6), below) == (0.0, 0.0)
+    assert ratio_of_sums(np.zeros(6), below) == (0.0, (0.0, 0.0))
 
 
 def test_arms():

@@ -1,20 +1,20 @@
-"""`meridian bench telemetry-micro` switches telemetry, and times what it says it times."""
+"""`benches.py telemetry-micro` switches telemetry, and times what it says it times."""
 
 import json
 from contextlib import closing
 
+import benches
 import pytest
-from prometheus_client import REGISTRY
-
-from meridian_patch import cli
-from meridian_patch.bench.micro.policy import ARMS, ChatLoad
-from meridian_patch.bench.micro.telemetry_switch import (
+from micro.policy import ARMS, ChatLoad
+from micro.telemetry_switch import (
     CORE,
     SERVER,
     WIRE,
     SwitchedEngine,
     patched_api,
 )
+from prometheus_client import REGISTRY
+
 from meridian_patch.replay.engine import ReplayEngine
 from meridian_patch.replay.scheduler import read_template_tokens
 from meridian_patch.replay.types import EngineLimits, ReplayArm
@@ -66,7 +66,7 @@ def test_the_command_writes_its_figures(tmp_path, capsys):
     """Per process and in all, on and off, and the share of a step."""
     options = ["--running", "4", "--pairs", "6", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "telemetry-micro", *options])
+        benches.main(["telemetry-micro", *options])
     assert ended.value.code == 0
     report = json.loads((tmp_path / "telemetry-micro.json").read_text())
     assert report["provenance"] == "measured-cpu"

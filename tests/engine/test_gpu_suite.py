@@ -11,7 +11,9 @@ from meridian_patch.envs import environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
-COMMAND = (sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command", "--rehearse")
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = ROOT / "scripts" / "lab" / "gpu_suite" / "command.py"
+COMMAND = (sys.executable, "-P", str(SUITE), "--rehearse")
 
 
 @pytest.mark.timeout(900)

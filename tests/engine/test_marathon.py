@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from marathon import command as command_file
+from marathon.fleet import find_gateway
 from run_engine import clean_environment
 
-from meridian_patch.bench.marathon.fleet import find_gateway
 from meridian_patch.errors import BenchError
 
 try:
@@ -29,7 +30,7 @@ def test_ten_minutes_of_faults(tmp_path):
 
     How soon memory is flat, and so whether it grows, is up to the machine's cores.
     """
-    command = [sys.executable, "-P", "-m", "meridian_patch.bench.marathon.command"]
+    command = [sys.executable, "-P", command_file.__file__]
     command += [
         "--minutes",
         "10",

@@ -1,19 +1,19 @@
-"""A short version of `meridian bench validate` with a loose bound."""
+"""A short version of `scripts/lab/benches.py validate` with a loose bound."""
 
 import json
 import subprocess
 import sys
 
+import benches
 import pytest
 from run_engine import clean_environment
-
-from meridian_patch.bench.simulated.validate import (
+from validation.replays import (
     FIGURES,
     PREEMPTIONS,
     ReplayComparison,
     mean_errors,
 )
-from meridian_patch.bench.simulated.validate import repeat_spread as spread_of
+from validation.replays import repeat_spread as spread_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -42,7 +42,7 @@ def report(tmp_path_factory):
 def validate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("validation")
     options = "--seeds 1 --requests 50 --rounds 1 --bursts 1 --blocks 97".split()  # noqa: SIM905
-    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "bench", "validate", *options]
+    command = [sys.executable, "-P", benches.__file__, "validate", *options]
     done = subprocess.run(
         [*command, "--out", str(folder)],
         env=clean_environment(folder),

@@ -11,12 +11,12 @@ from meridian_patch.bench.served.metrics import (
     difference,
     first_answer_index,
     longest_silence,
-    quantile,
     read_counters,
     request_times,
     run_figures,
 )
 from meridian_patch.bench.served.workload import ServedRequest
+from meridian_patch.bench.statistics import quantile
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 END = (257,)

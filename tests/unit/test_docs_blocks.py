@@ -5,10 +5,10 @@ import re
 
 import pytest
 from docs_blocks import ROOT, blocks, words
+from gpu_suite import command as gpu_suite
+from marathon import command as marathon
 
 from meridian_patch import cli
-from meridian_patch.bench.gpu import command as gpu_suite
-from meridian_patch.bench.marathon import command as marathon
 from meridian_patch.demo import problems
 
 BLOCKS = blocks()

@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-from meridian_patch.bench.gpu import checks, command, comparison, cost, kernels, observing, shapes
-from meridian_patch.bench.gpu.report import REHEARSED, describe_origin, write_report
-from meridian_patch.bench.gpu.suite import (
+from gpu_suite import checks, command, comparison, cost, kernels, observing, shapes
+from gpu_suite.report import REHEARSED, describe_origin, write_report
+from gpu_suite.suite import (
     FAILED,
     NOT_RUN,
     PASSED,
@@ -26,6 +24,8 @@ from meridian_patch.bench.gpu.suite import (
     SkippedError,
     run_suite,
 )
+from rich.console import Console
+
 from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.served.plan import any_settings, packaged_model

@@ -10,19 +10,14 @@ from itertools import pairwise
 
 import aiohttp
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
-
-from meridian_patch.bench.marathon import fleet
-from meridian_patch.bench.marathon.command import parse, read_settings
-from meridian_patch.bench.marathon.faults import REST_S, SHAPES, STRUCK, Fault, plan_faults
-from meridian_patch.bench.marathon.load import Canary, Load, know
-from meridian_patch.bench.marathon.logs import read_logs
-from meridian_patch.bench.marathon.network import Collector, Proxy
-from meridian_patch.bench.marathon.processes import Supervised, processes_of
-from meridian_patch.bench.marathon.records import (
+from marathon import fleet
+from marathon.command import parse, read_settings
+from marathon.faults import REST_S, SHAPES, STRUCK, Fault, plan_faults
+from marathon.load import Canary, Load, know
+from marathon.logs import read_logs
+from marathon.network import Collector, Proxy
+from marathon.processes import Supervised, processes_of
+from marathon.records import (
     Asked,
     Injected,
     LogLine,
@@ -30,8 +25,13 @@ from meridian_patch.bench.marathon.records import (
     Sample,
     Settings,
 )
-from meridian_patch.bench.marathon.report import write_report
-from meridian_patch.bench.marathon.verdict import growth_of, judge, mark_lost, windows_of
+from marathon.report import write_report
+from marathon.verdict import growth_of, judge, mark_lost, windows_of
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
 from meridian_patch.errors import BenchError
 
 KINDS = tuple(SHAPES)

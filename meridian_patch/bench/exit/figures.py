@@ -8,13 +8,11 @@ import numpy as np
 
 from meridian_patch.bench.exit.arms import NATURAL
 from meridian_patch.bench.exit.run import ExitArmRun, Result
-from meridian_patch.bench.statistics import bootstrap_quotient, clopper_pearson
+from meridian_patch.bench.statistics import Interval, clopper_pearson, ratio_of_sums
 
 # Largest loss of accuracy at which a fixed budget counts as good, in percentage points.
 TOLERANCE_PP = 0.5
 _RISK = 0.05
-
-Interval = tuple[float, float]
 
 
 class Figures(NamedTuple):
@@ -116,11 +114,13 @@ def _compare(ours: Sequence[Result], natural: Sequence[Result]) -> dict[str, Any
     right = np.array([[r.is_right for r in side] for side in (ours, natural)], np.float64)
     changes = right[0] - right[1]
     lost = int((changes < 0).sum())
+    think_ratio, think_interval = ratio_of_sums(tokens[0], tokens[1])
+    difference_pp, difference_interval = ratio_of_sums(100 * changes)
     return {
-        "think_ratio": float(tokens[0].sum() / tokens[1].sum()),
-        "think_ratio_interval": bootstrap_quotient(tokens[0], tokens[1]),
-        "difference_pp": 100 * float(changes.mean()),
-        "difference_pp_interval": bootstrap_quotient(100 * changes, np.ones_like(changes)),
+        "think_ratio": think_ratio,
+        "think_ratio_interval": think_interval,
+        "difference_pp": difference_pp,
+        "difference_pp_interval": difference_interval,
         "lost": lost,
         "won": int((changes > 0).sum()),
         "lost_bound": clopper_pearson(lost, len(ours), _RISK),

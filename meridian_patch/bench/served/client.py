@@ -7,7 +7,7 @@ holds what the server itself said, so it is known only then.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ _MARKERS_PER_MESSAGE = 6
 _ALIVE_POLL_S = 0.5
 _RESET_LIMIT_S = 10.0
 _ASK_LIMIT_S = 60.0
+_LAST_EVENT = b"[DONE]"
 
 
 @dataclass
@@ -199,13 +200,8 @@ class Client:
     ) -> None:
         thinks = self.history != "plain"
         payload = {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": record.request.max_tokens,
-            # Greedy: every arm has the very same tokens to compute.
-            "temperature": 0,
+            **chat_body(self.model, messages, record.request.max_tokens),
             "stream": True,
-            "return_token_ids": True,
             **({} if thinks else {"chat_template_kwargs": {"enable_thinking": False}}),
             **record.request.extra,
         }
@@ -213,9 +209,8 @@ class Client:
             if not reply.ok:
                 record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
                 return
-            async for line in reply.content:
-                if line.startswith(b"data: {"):
-                    _note(record, json.loads(line[6:]), time.monotonic() - begin)
+            async for chunk in streamed_chunks(reply):
+                _note(record, chunk, time.monotonic() - begin)
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
         address = self.url + path
@@ -234,6 +229,30 @@ class Client:
                 f"{method} {address} answered HTTP {reply.status}, expected 200: {text[:200]}"
             )
         return text
+
+
+def chat_body(model: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
+    """A chat request whose tokens come back, the same ones from every server: greedy."""
+    return {
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+
+
+async def streamed_chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events, as they come.
+
+    Raises:
+        ValueError: an event is no JSON.
+        aiohttp.ClientError: the connection broke off.
+    """
+    async for line in reply.content:
+        event = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and event != _LAST_EVENT:
+            yield json.loads(event)
 
 
 def _note(record: RequestRecord, chunk: dict[str, Any], now_s: float) -> None:

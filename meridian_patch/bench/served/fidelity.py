@@ -12,8 +12,9 @@ from typing import Any
 from rich.table import Table
 
 from meridian_patch import envs
+from meridian_patch.bench.figures import FIGURES
 from meridian_patch.bench.served.client import RequestRecord
-from meridian_patch.bench.served.metrics import FIGURE_KINDS, first_answer_index
+from meridian_patch.bench.served.metrics import first_answer_index
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import ArmRun, SeedRun
 from meridian_patch.bench.simulated.arms import arm_settings
@@ -31,7 +32,6 @@ BARS: Mapping[str, float | None] = {
     "tokens_per_s": 0.02,
     "preemptions": None,
 }
-_LABELS = {kind.name: kind for kind in FIGURE_KINDS}
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,11 @@ def fidelity_table(found: Sequence[Fidelity], how: str) -> Table:
     title = f"{how}, against a replay of the same requests (simulated): means over seeds"
     table = Table("arm", "figure", "emulated", "replayed", "error", "bar", title=title)
     for each in found:
-        kind = _LABELS[each.figure]
-        scale = 1000 if kind.unit == "ms" else 1
+        kind = FIGURES[each.figure]
         table.add_row(
             each.arm,
-            f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
-            *(f"{value * scale:.4g}" for value in (each.emulated, each.replayed)),
+            kind.title,
+            *(f"{value * kind.scale:.4g}" for value in (each.emulated, each.replayed)),
             "-" if each.error is None else f"{each.error:+.1%}",
             "-" if each.bar is None else f"{each.bar:.0%}",
         )

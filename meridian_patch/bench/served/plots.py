@@ -2,24 +2,23 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import PercentFormatter
 
+from meridian_patch.bench import plots
+from meridian_patch.bench.figures import PAUSE_S, STALL_S, RequestTimes
 from meridian_patch.bench.plots import (
     arm_styles,
     finish_axes,
-    finish_gap_tail,
     label_log_axis,
     plain_number,
     to_png,
 )
-from meridian_patch.bench.served.metrics import PAUSE_S, STALL_S, RequestTimes, request_times
+from meridian_patch.bench.served.metrics import request_times
 from meridian_patch.bench.served.summary import SeedRun
 
 _WAITS, _THINKS, _ANSWERS = "waits", "thinks", "answers"
@@ -86,30 +85,15 @@ def gap_timeline(runs: Runs, caption: str) -> bytes:
 
 
 def distributions(runs: Runs, caption: str) -> bytes:
-    """Tail of the answer gaps, and how soon answers begin."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    styles = arm_styles(runs)
+    """How soon answers begin, and the tail of the answer gaps."""
+    ttfat_s, tails = {}, {}
     for arm, run in runs.items():
         times = _times(run)
-        style: dict[str, Any] = {"color": styles[arm][0], "lw": 2.0}
-        gaps = np.sort([gap * 1000 for t in times for gap in t.answer_gaps_s])
-        if gaps.size:
-            # From every gap longer than the one before down to the single longest.
-            left.step(gaps, np.arange(gaps.size, 0, -1) / gaps.size, where="post", **style)
-        ttfat = np.sort([t.ttfat_s for t in times if t.ttfat_s is not None])
-        if ttfat.size:
-            right.step(ttfat, np.arange(1, ttfat.size + 1) / ttfat.size, where="post", **style)
-    right.set_xlabel("seconds from the request to its first answer token")
-    right.set_ylabel("requests whose answer has begun")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
-    right.set_xlim(left=0)
-    right.set_ylim(0, 1.02)
-    handles = [Line2D([], [], color=styles[arm][0], lw=2.0, label=arm) for arm in runs]
-    left.legend(handles=handles, loc="upper right", frameon=False)
-    finish_gap_tail(figure, left, STALL_S, shortest_ms=0.5)
-    finish_axes(figure, right, "How soon answers begin (TTFAT)")
-    return to_png(figure, caption)
+        ttfat_s[arm] = np.array([t.ttfat_s for t in times if t.ttfat_s is not None])
+        gaps_ms = np.sort([gap * 1000 for t in times for gap in t.answer_gaps_s])
+        # From every gap longer than the one before down to the single longest.
+        tails[arm] = gaps_ms, np.arange(gaps_ms.size, 0, -1) / max(1, gaps_ms.size)
+    return plots.distributions(ttfat_s, tails, caption)
 
 
 def _rows(runs: Iterable[SeedRun]) -> dict[str, int]:

@@ -1,33 +1,29 @@
 """Writes the report of a served comparison: a table, an HTML page with plots, and JSON."""
 
-import base64
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.resources import files
 from math import isinf
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.figures import FIGURES, HARM, LATE_SHARE, STALL_S, Kind
 from meridian_patch.bench.machine import Machine
+from meridian_patch.bench.report import data_url, write_json, write_page
 from meridian_patch.bench.served import plots
 from meridian_patch.bench.served.arms import NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.fidelity import Fidelity
 from meridian_patch.bench.served.load import Load
-from meridian_patch.bench.served.metrics import LATE_SHARE, STALL_S, FigureKind
 from meridian_patch.bench.served.server import ServerSettings
 from meridian_patch.bench.served.summary import (
     ArmRun,
     ArmSummary,
     Ratio,
     SeedRun,
-    Spread,
     chance_factor,
     compared_arms,
     counted_seeds,
@@ -38,7 +34,7 @@ from meridian_patch.bench.served.summary import (
     shown_kinds,
     summarise,
 )
-from meridian_patch.bench.statistics import plain_interval
+from meridian_patch.bench.statistics import Spread, plain_interval
 from meridian_patch.emulation.ledger import MOST_LATE, NOT_CERTIFIED
 
 FORMAT_VERSION = 3
@@ -62,8 +58,6 @@ CHANCE_NOTE = (
     "or whose own interval holds 1, shows nothing"
 )
 _BORROWED = ("answer_preemptions", "think_preemptions")
-# Values are kept in seconds and shares.
-_SCALES = {"ms": 1000.0, "%": 100.0}
 
 
 @dataclass(frozen=True)
@@ -115,9 +109,9 @@ def write_report(
     picture = picture_of(runs, origin)
     if picture is not None:
         (folder / PICTURE_NAME).write_bytes(picture)
-    (folder / DATA_NAME).write_text(json.dumps(document, indent=1) + "\n")
+    write_json(folder / DATA_NAME, document)
     page = folder / PAGE_NAME
-    page.write_text(_render(arms, runs, origin))
+    _write_page(page, arms, runs, origin)
     return page
 
 
@@ -159,7 +153,7 @@ def _arm_data(arm: ArmSummary) -> dict[str, Any]:
 def _ratio_data(arms: Sequence[ArmSummary], arm: str) -> dict[str, Any]:
     """Ratios by figure; empty where nothing was played on both."""
     ratios = {kind.name: ratio_to_stock(arms, arm, kind.name) for kind in shown_kinds(arms)}
-    ratios["harm_p99"] = harm_over_stock(arms, arm)
+    ratios[HARM] = harm_over_stock(arms, arm)
     ratios["avoidable_misses"] = misses_over_stock(arms, arm)
     return {name: _plain(ratio) for name, ratio in ratios.items() if ratio is not None}
 
@@ -168,13 +162,16 @@ def _plain(ratio: Ratio) -> dict[str, Any]:
     return asdict(ratio) | {"interval": plain_interval(ratio.interval)}
 
 
-def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files("meridian_patch.bench.served").joinpath("report.html.j2").read_text()
+def _write_page(
+    path: Path, arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin
+) -> None:
     rows = build_rows(arms)
     short_titles, headlines = build_headlines(arms)
     worst = {name: ratio_to_stock(arms, name, WORST_GAP) for name in compared_arms(arms)}
-    return environment.from_string(source).render(
+    kinds = (FIGURES[row.name] for row in headlines)
+    write_page(
+        path,
+        "meridian_patch.bench.served",
         how=origin.machine.how,
         origin=origin,
         arms=arms,
@@ -183,6 +180,7 @@ def _render(arms: Sequence[ArmSummary], runs: Sequence[ArmRun], origin: Origin) 
         rows=rows,
         short_titles=short_titles,
         headlines=headlines,
+        more=[kind.label for kind in kinds if kind.better == "more"],
         silence=silence_in_words(arms),
         emulated=emulation_in_words(arms),
         is_certified=is_certified(arms),
@@ -218,7 +216,7 @@ def _plots(runs: Sequence[ArmRun], caption: str) -> list[dict[str, str]]:
         },
         {
             "title": "Distributions",
-            "text": "Left, further left and lower is better; right, further left is better.",
+            "text": "Left, further left is better; right, further left and lower is better.",
             "data": data_url(plots.distributions(shown, caption)),
         },
     ]
@@ -252,11 +250,6 @@ def _median_seed(runs: Sequence[ArmRun]) -> dict[str, SeedRun]:
 def _differing(shown: Mapping[str, SeedRun]) -> Mapping[str, SeedRun]:
     """Stock and the arms that decide otherwise; all arms where there is no such arm."""
     return {name: run for name, run in shown.items() if name not in (NOOP, STOCK_AGAIN)} or shown
-
-
-def data_url(png: bytes) -> str:
-    """The picture as a data URL, so that a page is one file."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 @dataclass(frozen=True)
@@ -324,7 +317,7 @@ def build_rows(arms: Sequence[ArmSummary]) -> list[FigureRow]:
     rows = [
         FigureRow(
             kind.name,
-            f"{kind.label}, {kind.unit}" if kind.unit else kind.label,
+            kind.title,
             tuple(_arm_cell(kind, arm, by_name.get(NOOP)) for arm in arms),
             _ratio_cells(arms, kind.name),
         )
@@ -338,8 +331,10 @@ def build_rows(arms: Sequence[ArmSummary]) -> list[FigureRow]:
         label = "avoidable misses, stock = 1"
         rows.insert(1, FigureRow("avoidable_misses", label, none, by_chance + cells))
     if compared:
-        harm = tuple(_ratio_cell(harm_over_stock(arms, name), _SCALES["%"]) for name in compared)
-        rows.append(FigureRow("harm_p99", "harm p99 in TTFAT, %", none, by_chance + harm))
+        harm = tuple(
+            _ratio_cell(harm_over_stock(arms, name), FIGURES[HARM].scale) for name in compared
+        )
+        rows.append(FigureRow(HARM, "harm p99 in TTFAT, %", none, by_chance + harm))
     return rows
 
 
@@ -460,11 +455,11 @@ def _empty_table(title: str, note: str | None, *, is_certified: bool = True) -> 
     return table
 
 
-def _arm_cell(kind: FigureKind, arm: ArmSummary, noop: ArmSummary | None) -> Cell:
+def _arm_cell(kind: Kind, arm: ArmSummary, noop: ArmSummary | None) -> Cell:
     spread = arm.spreads.get(kind.name)
     if spread is None and noop and arm.name == STOCK and kind.name in _BORROWED:
-        return _spread_cell(noop.spreads.get(kind.name), _SCALES.get(kind.unit, 1.0), mark="*")
-    return _spread_cell(spread, _SCALES.get(kind.unit, 1.0))
+        return _spread_cell(noop.spreads.get(kind.name), kind.scale, mark="*")
+    return _spread_cell(spread, kind.scale)
 
 
 def _ratio_cell(ratio: Ratio | None, scale: float, chance: float = 0.0) -> Cell:

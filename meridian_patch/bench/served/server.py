@@ -2,7 +2,6 @@
 
 import re
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -10,9 +9,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.bench.child import Child, log_tail
 from meridian_patch.emulation.device import EmulatedDevice
 from meridian_patch.emulation.options import device_options
 from meridian_patch.errors import BenchError
@@ -124,7 +122,7 @@ def pick_port(wanted: int = 0) -> int:
         return port
 
 
-class ServerProcess:
+class ServerProcess(Child):
     """Launches a server on entry, ends it and everything it started on exit.
 
     On entry it does not wait: several servers can start beside each other.
@@ -149,47 +147,23 @@ class ServerProcess:
         on_wait: Callable[[float], None] = lambda _: None,
         stop_limit_s: float = _TERMINATE_S,
     ) -> None:
-        self._stop_limit_s = stop_limit_s
-        self._arguments = settings.arguments(port)
-        self._env = env
-        self._log_path = log_path
+        super().__init__(settings.arguments(port), env, log_path, stop_limit_s)
         self._start_limit_s = start_limit_s
         self._on_wait = on_wait
-        self._process: subprocess.Popen[bytes] | None = None
         self._launched_at = 0.0
         self.url = f"http://{HOST}:{port}"
 
-    def __enter__(self) -> Self:
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+    def start(self) -> None:
+        """Launch it; it is not healthy yet."""
         self._launched_at = time.monotonic()
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._arguments,
-                env=dict(self._env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Its own group: Ctrl-C reaches us alone, and we end the whole group. But not its
-                # own session: Linux' autogroup gives each session its own share of a core, and
-                # beside the server's spinning worker the client then waited up to half a second.
-                process_group=0,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of the server's process group."""
-        return self._started.pid
+        super().start()
 
     def check_alive(self) -> None:
         """Raise BenchError with the last log lines when the server has ended."""
-        code = self._started.poll()
-        if code is not None:
-            tail = log_tail(self._log_path)
-            raise BenchError(f"the vLLM server ended with exit code {code}. {tail}")
+        if self.code is not None:
+            raise BenchError(
+                f"the vLLM server ended with exit code {self.code}. {log_tail(self.log)}"
+            )
 
     def wait_until_healthy(self) -> None:
         """Return once it serves, on cores of its own where that was asked for; else it is ended.
@@ -200,15 +174,9 @@ class ServerProcess:
         try:
             self._poll_health()
         except BaseException:
-            self._stop()
+            self.stop()
             raise
         cores.separate(self.pid, self._env)
-
-    @property
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise BenchError("the vLLM server was not started; use ServerProcess in a with block")
-        return self._process
 
     def _poll_health(self) -> None:
         while True:
@@ -220,7 +188,7 @@ class ServerProcess:
             if waited > self._start_limit_s:
                 raise BenchError(
                     f"the vLLM server was not healthy after {self._start_limit_s:.0f} s. "
-                    f"{log_tail(self._log_path)}"
+                    f"{log_tail(self.log)}"
                 )
             time.sleep(_POLL_S)
 
@@ -230,7 +198,3 @@ class ServerProcess:
                 return bool(reply.status == 200)  # noqa: PLR2004 - HTTP OK
         except (urllib.error.URLError, OSError):
             return False
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            end_group(self._process, self._stop_limit_s)

@@ -3,25 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from statistics import fmean, median
 
 import numpy as np
 
 from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.figures import LATE_SHARE, Figures, Kind
 from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (
     EMULATED_KINDS,
     FIGURE_KINDS,
-    LATE_SHARE,
     TURN_KINDS,
-    FigureKind,
-    Figures,
-    quantile,
     request_times,
     run_figures,
 )
-from meridian_patch.bench.statistics import bootstrap_interval, bootstrap_quotient
+from meridian_patch.bench.statistics import Interval, Spread, quantile, ratio_of_sums
 from meridian_patch.emulation.ledger import MOST_LATE
 
 # Few seeds can agree by luck: less is no difference that a comparison of this size shows.
@@ -75,23 +71,6 @@ class ArmRun:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Median and range of one figure over seeds."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread | None":
-        """Spread of the values, or None of nothing."""
-        if not values:
-            return None
-        return cls(median(values), min(values), max(values), len(values))
-
-
-@dataclass(frozen=True)
 class Ratio:
     """One figure of an arm over another's, paired by seed.
 
@@ -103,7 +82,7 @@ class Ratio:
 
     by_seed: Mapping[int, float]
     value: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
 
     def is_chance(self, factor: float) -> bool:
         """Whether it shows nothing where two servers of the same code differ by this factor.
@@ -165,7 +144,7 @@ def summarise(run: ArmRun) -> ArmSummary:
     )
 
 
-def shown_kinds(arms: Sequence[ArmSummary]) -> tuple[FigureKind, ...]:
+def shown_kinds(arms: Sequence[ArmSummary]) -> tuple[Kind, ...]:
     """The figures of a comparison in the order shown; those of prefix hits only for turns."""
     turns = TURN_KINDS if any(arm.has_turns for arm in arms) else ()
     emulated = EMULATED_KINDS if any(LATE_SHARE in arm.spreads for arm in arms) else ()
@@ -208,15 +187,8 @@ def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | N
         above, below = over.seeds[seed].get(name), under.seeds[seed].get(name)
         if above is not None and below is not None:
             both.append((above, below))
-    total = sum(below for _, below in both)
-    if total == 0:
-        return None
-    above_all, below_all = np.array(sorted(both)).T
-    return Ratio(
-        seed_ratios(over, under, name),
-        float(above_all.sum()) / total,
-        bootstrap_quotient(above_all, below_all),
-    )
+    value, interval = ratio_of_sums(*np.array(sorted(both)).reshape(-1, 2).T)
+    return None if value is None else Ratio(seed_ratios(over, under, name), value, interval)
 
 
 def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
@@ -297,8 +269,8 @@ def _whole(arms: Sequence[ArmSummary]) -> dict[str, ArmSummary]:
 
 
 def _mean(by_seed: Mapping[int, float]) -> Ratio | None:
-    values = list(by_seed.values())
-    return Ratio(by_seed, fmean(values), bootstrap_interval(values, fmean)) if values else None
+    value, interval = ratio_of_sums(list(by_seed.values()))
+    return None if value is None else Ratio(by_seed, value, interval)
 
 
 def _ttfat(run: SeedRun) -> dict[str, float]:

@@ -7,10 +7,12 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from meridian_patch.bench.figures import Figures, Floats, RequestTimes, Times, figures_of
+from meridian_patch.bench.simulated.rows import ROWS
+from meridian_patch.bench.statistics import mean, quantile
 from meridian_patch.phase.tracker import Phase
 from meridian_patch.replay.types import ReplayRecord, StepWork
 
-STALL_S = 0.25
 # The pace of a reader, and the QoE below which an answer counts as low.
 READING_S_PER_TOKEN = 0.05
 LOW_QOE = 0.95
@@ -19,9 +21,6 @@ LOW_QOE = 0.95
 STEADY = (0.1, 0.8)
 # Borders of the histogram of answer gaps, in seconds; 100 bins per factor of 10.
 GAP_BORDERS_S = np.geomspace(1e-4, 1e3, 701)
-
-Floats = NDArray[np.float64]
-Figures = dict[str, float | None]
 
 
 class AloneTimes:
@@ -107,7 +106,7 @@ class StepTimes:
     @property
     def decode_only_p99_s(self) -> float | None:
         """p99 of the duration of the steps that computed no prompt."""
-        return _quantile(self.seconds[(self.prefill_tokens == 0) & (self.seconds > 0)], 0.99)
+        return quantile(self.seconds[(self.prefill_tokens == 0) & (self.seconds > 0)], 0.99)
 
 
 def per_request(records: Sequence[ReplayRecord], alone: AloneTimes) -> PerRequest:
@@ -119,18 +118,18 @@ def per_request(records: Sequence[ReplayRecord], alone: AloneTimes) -> PerReques
 
 def _row(record: ReplayRecord, alone: AloneTimes) -> tuple[float, ...]:
     stamps, start = record.token_s, record.request.answer_start
-    ttfat_s = stamps[start] - record.arrival_s
-    gaps = np.diff(stamps[start:])
+    times = RequestTimes.of(record.arrival_s, stamps, start)
+    assert times.ttfat_s is not None
     return (
         record.arrival_s,
-        stamps[0] - record.arrival_s,
-        ttfat_s,
-        ttfat_s / alone.seconds(len(record.request.prompt), start),
-        stamps[start] - stamps[start - 1] if start else np.nan,
+        times.ttft_s,
+        times.ttfat_s,
+        times.ttfat_s / alone.seconds(len(record.request.prompt), start),
+        np.nan if times.ttot_s is None else times.ttot_s,
         (stamps[start - 1] - stamps[0]) / (start - 1) if start > 1 else np.nan,
-        float(np.quantile(gaps, 0.99)) if gaps.size else 0.0,
+        quantile(times.answer_gaps_s, 0.99) or 0.0,
         reading_quality(stamps[start:]),
-        stamps[-1] - record.arrival_s,
+        times.e2e_s,
         (record.admitted_s or 0.0) - record.arrival_s,
         record.longest_pause_s,
     )
@@ -164,36 +163,23 @@ def run_figures(
     span = steady_span(records, stamps)
     is_steady = (steps.end_s >= span[0]) & (steps.end_s <= span[1])
     decode_only = steps.decode_only_p99_s
-    itl_p99, gap_max = _quantile(gaps, 0.99), _quantile(gaps, 1.0)
     prompt_tokens = float(sum(len(record.request.prompt) for record in records))
     hits = float(sum(record.hit_tokens for record in records))
     bound = float(sum(record.bound_tokens for record in records))
     busy_s = float(stamps[-1] - requests.arrival_s.min())
+    times = Times(requests.ttft_s, requests.ttfat_s, requests.ttot_s, requests.e2e_s, gaps)
+    timed = figures_of(times, (row.kind for row in ROWS))
     return {
-        "ttft_mean_s": float(requests.ttft_s.mean()),
-        "ttft_p99_s": _quantile(requests.ttft_s, 0.99),
-        "ttfat_mean_s": float(requests.ttfat_s.mean()),
-        "ttfat_p50_s": _quantile(requests.ttfat_s, 0.5),
-        "ttfat_p95_s": _quantile(requests.ttfat_s, 0.95),
-        "ttfat_p99_s": _quantile(requests.ttfat_s, 0.99),
+        **timed,
         "slowdown_mean": float(requests.slowdown.mean()),
-        "slowdown_p99": _quantile(requests.slowdown, 0.99),
-        "ttot_p99_s": _quantile(requests.ttot_s, 0.99),
-        "ttot_max_s": _quantile(requests.ttot_s, 1.0),
-        "think_tpot_mean_s": _mean(requests.think_tpot_s),
-        "think_tpot_p99_s": _quantile(requests.think_tpot_s, 0.99),
-        "answer_itl_p50_s": _quantile(gaps, 0.5),
-        "answer_itl_p99_s": itl_p99,
-        "answer_itl_p999_s": _quantile(gaps, 0.999),
-        "answer_gap_max_s": gap_max,
+        "slowdown_p99": quantile(requests.slowdown, 0.99),
+        "think_tpot_mean_s": mean(requests.think_tpot_s),
+        "think_tpot_p99_s": quantile(requests.think_tpot_s, 0.99),
         "decode_only_step_p99_s": decode_only,
-        "answer_itl_p99_over_decode_only": _over(itl_p99, decode_only),
-        "answer_gap_max_over_decode_only": _over(gap_max, decode_only),
-        "answer_stalls": float(np.sum(gaps > STALL_S)),
+        "answer_itl_p99_over_decode_only": _over(timed["answer_itl_p99_s"], decode_only),
+        "answer_gap_max_over_decode_only": _over(timed["answer_gap_max_s"], decode_only),
         "qoe_mean": float(requests.qoe.mean()),
         "qoe_low_share": float(np.mean(requests.qoe < LOW_QOE)),
-        "e2e_mean_s": float(requests.e2e_s.mean()),
-        "e2e_p99_s": _quantile(requests.e2e_s, 0.99),
         "tokens_per_s": len(stamps) / busy_s,
         "steady_tokens_per_s": steady_rate(stamps, span),
         # Afterwards the longest requests run alone: the makespan is theirs.
@@ -265,16 +251,6 @@ def goodput(requests: PerRequest, makespan_s: float, slowdown: float, itl_s: flo
 def _total(records: Sequence[ReplayRecord], field: str, phase: Phase | None = None) -> float:
     counts = [getattr(record, field) for record in records]
     return float(sum(c.total() if phase is None else c[phase] for c in counts))
-
-
-def _quantile(values: Floats, share: float) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(np.quantile(known, share)) if known.size else None
-
-
-def _mean(values: Floats) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else None
 
 
 def _over(above: float | None, below: float | None) -> float | None:

@@ -8,19 +8,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter
 
+from meridian_patch.bench import plots
 from meridian_patch.bench.arms import STOCK
+from meridian_patch.bench.figures import GOODPUT
 from meridian_patch.bench.plots import (
     arm_colours,
     finish_axes,
-    finish_gap_tail,
     label_log_axis,
     plain_number,
     to_png,
 )
-from meridian_patch.bench.simulated.figures import GOODPUT, SweepRow
-from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S, STALL_S
+from meridian_patch.bench.simulated.figures import SweepRow
+from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S
 from meridian_patch.bench.simulated.run import ReplayRun, Timeline
 
 _KV_LINE: dict[str, Any] = {
@@ -37,31 +37,15 @@ ArmRuns = Mapping[str, Mapping[int, ReplayRun]]
 
 def distributions(runs: ArmRuns, title: str, caption: str) -> bytes:
     """Distributions of TTFAT and of the answer gaps; all seeds together."""
-    figure = Canvas(figsize=(10, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    colours = arm_colours(runs)
-    for number, (arm, of_arm) in enumerate(runs.items()):
-        # Later arms are thinner, so that equal ones do not hide each other.
-        style = {"color": colours[arm], "lw": max(1.2, 4.0 - number), "where": "post"}
-        ttfat = np.sort(np.concatenate([run.requests.ttfat_s for run in of_arm.values()]))
-        shares = np.arange(1, ttfat.size + 1) / ttfat.size
-        left.step(ttfat, shares, label=arm, **style)
+    ttfat_s, tails = {}, {}
+    for arm, of_arm in runs.items():
+        ttfat_s[arm] = np.concatenate([run.requests.ttfat_s for run in of_arm.values()])
         counts = np.sum([run.gap_counts for run in of_arm.values()], axis=0)
         at_least = counts[::-1].cumsum()[::-1] / max(1, counts.sum())
         shown = at_least > 0
         # Each bin stands at its lower border: its gaps are at least that long.
-        right.step(GAP_BORDERS_S[:-1][shown] * 1000, at_least[shown], **style)
-    left.set_xscale("log")
-    label_log_axis(left.xaxis, plain_number)
-    left.set_ylim(0, 1.02)
-    left.yaxis.set_major_formatter(PercentFormatter(1.0))
-    left.set_xlabel("seconds from the request to its first answer token")
-    left.set_ylabel("requests whose answer has begun")
-    left.legend(frameon=False, loc="lower right")
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    finish_axes(figure, left, "How soon answers begin (TTFAT)")
-    finish_gap_tail(figure, right, STALL_S, shortest_ms=1.0)
-    return to_png(figure, caption)
+        tails[arm] = GAP_BORDERS_S[:-1][shown] * 1000, at_least[shown]
+    return plots.distributions(ttfat_s, tails, caption, title=title, is_log=True)
 
 
 def harm_scatter(runs: ArmRuns, title: str, caption: str) -> bytes | None:

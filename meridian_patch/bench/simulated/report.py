@@ -1,22 +1,17 @@
 """Writes what a comparison found: ``report.html`` with plots, ``results.json``, and the PNGs."""
 
-import base64
-import json
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from meridian_patch.bench.report import data_url, write_json, write_page
 from meridian_patch.bench.simulated import plots
 from meridian_patch.bench.simulated.figures import (
-    DEFINITIONS,
     NOTE,
     Cells,
     Figure,
@@ -33,6 +28,7 @@ from meridian_patch.bench.simulated.grid import (
     SweepPoint,
     point_title,
 )
+from meridian_patch.bench.simulated.rows import DEFINITIONS
 from meridian_patch.bench.simulated.run import ReplayRun
 from meridian_patch.bench.statistics import plain_interval
 from meridian_patch.replay.cost import CostModel
@@ -90,9 +86,11 @@ class _Plot:
     file: str
     png: bytes
 
+    text: str = ""
+
     @property
-    def data_url(self) -> str:
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+    def data(self) -> str:
+        return data_url(self.png)
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def write_results(folder: Path, results: Results, rows: Sequence[SweepRow]) -> l
         rows: of its runs.
     """
     data = folder / "results.json"
-    data.write_text(json.dumps(results_data(results, rows), indent=1) + "\n")
+    write_json(data, results_data(results, rows))
     sections = [_section(results, of_point) for of_point in by_point(rows).values()]
     across = []
     if results.is_sweep:
@@ -124,17 +122,15 @@ def write_results(folder: Path, results: Results, rows: Sequence[SweepRow]) -> l
         across.append(_Plot("Goodput over load", "goodput.png", png))
     for plot in (*across, *(plot for section in sections for plot in section.plots)):
         (folder / plot.file).write_bytes(plot.png)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files("meridian_patch.bench.simulated").joinpath("report.html.j2").read_text()
     page = folder / "report.html"
-    page.write_text(
-        environment.from_string(source).render(
-            results=results,
-            across=across,
-            sections=sections,
-            units=UNITS,
-            note=NOTE,
-        )
+    write_page(
+        page,
+        "meridian_patch.bench.simulated",
+        results=results,
+        across=across,
+        sections=sections,
+        units=UNITS,
+        note=NOTE,
     )
     return [page, data]
 

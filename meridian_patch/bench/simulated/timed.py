@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meridian_patch import envs
-from meridian_patch.bench.child import end_group, log_tail
+from meridian_patch.bench.child import Child, log_tail
 from meridian_patch.bench.served.server import server_environment
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.types import EngineLimits, ReplayArm, StepWork
@@ -105,28 +104,17 @@ def run_timed_engine(
     job, result, log = (folder / name for name in ("job.json", "result.json", "log.txt"))
     job.write_text(json.dumps({"engine": dict(arguments), "plays": plays}))
     result.unlink(missing_ok=True)
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            # -P keeps the working directory off sys.path: see ServerSettings.arguments.
-            [sys.executable, "-P", "-m", _MODULE, str(job), str(result)],
-            env=_environment(arm),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C reaches only this process, which then ends the engine and its children.
-            process_group=0,
-        )
+    # -P keeps the working directory off sys.path: see ServerSettings.arguments.
+    command = [sys.executable, "-P", "-m", _MODULE, str(job), str(result)]
+    with Child(command, _environment(arm), log, _TERMINATE_S) as engine:
         begin = time.monotonic()
-        try:
-            while process.poll() is None and time.monotonic() - begin < limit_s:
-                on_wait(time.monotonic() - begin)
-                time.sleep(_POLL_S)
-            is_over = process.poll() is None
-        finally:
-            end_group(process, _TERMINATE_S)
+        while engine.code is None and time.monotonic() - begin < limit_s:
+            on_wait(time.monotonic() - begin)
+            time.sleep(_POLL_S)
+        is_over = engine.code is None
     found = json.loads(result.read_text()) if result.is_file() else None
     if found is None or (len(found["plays"]) < len(plays) and not is_over):
-        what = f"the engine of arm {arm.name} ended with exit code {process.returncode}"
+        what = f"the engine of arm {arm.name} ended with exit code {engine.code}"
         what = f"no play of arm {arm.name} ended within {limit_s:.0f} s" if is_over else what
         raise BenchError(f"{what} before it was done. {log_tail(log)}")
     return _read(found, arm)

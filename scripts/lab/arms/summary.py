@@ -1,5 +1,6 @@
 """What the page says of an arm at a point: means over seeds with paired bootstrap intervals."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import numpy as np
 from arms.campaign import Point
 from arms.replays import Key, Line
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.statistics import bootstrap_quotient
+from meridian_patch.bench.statistics import ratio_of_sums
 
 Interval = tuple[float, float] | None
 
@@ -103,7 +104,7 @@ class Summary:
         ours = self.of(point, arm, column.figure)
         if column.is_worst:
             return Value(float(ours.max()))
-        below = self.of(point, STOCK, column.figure) if column.is_ratio else np.ones_like(ours)
+        below = self.of(point, STOCK, column.figure) if column.is_ratio else None
         return quotient(ours, below)
 
     def share_within(self, point: Point, arm: str, slowdown: float, steps: float) -> float:
@@ -119,9 +120,10 @@ class Summary:
         return Key(point.workload, point.pool, point.rate, seed, self.requests, arm)
 
 
-def quotient(above: np.ndarray, below: np.ndarray) -> Value:
+def quotient(above: np.ndarray, below: np.ndarray | None) -> Value:
     """The ratio of two sums over seeds, resampled in pairs."""
-    return Value(float(above.sum() / below.sum()), bootstrap_quotient(above, below))
+    value, interval = ratio_of_sums(above, below)
+    return Value(math.nan if value is None else value, interval)
 
 
 def text(value: Value, column: Column) -> str:

@@ -1,8 +1,8 @@
 """Packs the product and vLLM's CUDA build into two folders that travel one after the other.
 
-Folder one holds the product, the kernels' tests and bench, what vLLM imports, and the beginning of
-the archive of vLLM's compiled parts; folder two holds the rest of that archive. Both have the same
-size, so that each fits beside a checkout into what one trip may carry.
+Folder one holds the product, the GPU suite, the kernels' tests and bench, what vLLM imports, and
+the beginning of the archive of vLLM's compiled parts; folder two holds the rest of that archive.
+Both have the same size, so that each fits beside a checkout into what one trip may carry.
 """
 
 import argparse
@@ -64,10 +64,16 @@ ROOTS = (
     "meridian_patch.patches",
     "meridian_patch.engine.scheduler_cls",
     "meridian_patch.engine.worker.logits_tap",
-    "meridian_patch.bench.gpu.command",
+    "gpu_suite.command",
     "meridian_patch.replay.timed_engine",
 )
-TESTS = ("tests/kernels", "tests/support/references/kernel_*.py", "scripts/bench_kernels.py")
+SUITE = "scripts/lab/gpu_suite"
+CHECKOUT = (
+    "tests/kernels",
+    "tests/support/references/kernel_*.py",
+    "scripts/bench_kernels.py",
+    SUITE,
+)
 PYTEST_INI = "[pytest]\npythonpath = tests/support/references\naddopts = --import-mode=importlib\n"
 
 
@@ -136,7 +142,7 @@ def build_wheel(folder: Path) -> Path:
 
 def check_imports(site: Path, product: Path) -> Findings:
     image = frozenset(re.findall(r"^[A-Za-z]\w*", (HERE / "image.txt").read_text(), re.MULTILINE))
-    found = walk(ROOTS, (site, product), image)
+    found = walk(ROOTS, (site, product, (ROOT / SUITE).parent), image)
     if found.missing:
         lines = [f"  {name}, which {by} imports" for name, by in sorted(found.missing.items())]
         sys.exit(
@@ -151,7 +157,7 @@ def pack(site: Path, wheel: Path, out: Path) -> None:
     files = sorted(path for path in site.rglob("*") if path.is_file())
     compiled = [p for p in files if p.suffix == ".so" and p.parent == site / "vllm"]
     write_archive(one / PACKAGES, site, [path for path in files if path not in compiled])
-    for pattern in TESTS:
+    for pattern in CHECKOUT:
         for path in ROOT.glob(pattern):
             copy(path, one / path.relative_to(ROOT))
     (one / "pytest.ini").write_text(PYTEST_INI)

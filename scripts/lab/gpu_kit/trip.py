@@ -172,7 +172,7 @@ class Suite:
         of_part = PARTS[self.trip][part]
         whole_s = limit_s - BESIDE_S[self.trip]
         seconds = whole_s if of_part is None or self.rehearse else min(whole_s, of_part)
-        command = [sys.executable, "-P", "-m", "meridian_patch.bench.gpu.command"]
+        command = [sys.executable, "-P", "scripts/lab/gpu_suite/command.py"]
         command += ["--parts", part, "--minutes", f"{max(0.5, seconds / 60):.2f}"]
         command += ["--out", str(self.stay / self.trip / part), "--shape", "qwen3-8b"]
         command += ["--rehearse"] if self.rehearse else []
