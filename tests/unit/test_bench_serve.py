@@ -130,10 +130,14 @@ def test_described_arm_sets_its_keys():
 
 
 def test_hub_name_and_directory_are_told_apart(tmp_path, monkeypatch):
-    """owner/name is a directory only where the owner is a folder here."""
+    """owner/name is a directory only where the owner is a folder here; nothing is downloaded."""
     monkeypatch.chdir(tmp_path)
-    assert find_model("owner/name") == "owner/name"
+    with pytest.raises(BenchError, match="run 'hf download owner/name'"):
+        find_model("owner/name")
     (tmp_path / "owner").mkdir()
+    with pytest.raises(BenchError, match="model directory owner/name does not exist"):
+        find_model("owner/name")
+    (tmp_path / "owner" / "name").mkdir()
     with pytest.raises(BenchError, match="holds no config"):
         find_model("owner/name")
 
@@ -146,6 +150,8 @@ def test_other_models_are_served_as_vllm_would(tmp_path):
     other = any_settings(tmp_path / "Model-8B", 500, ("--enforce-eager",))
     assert other.options == ["--num-gpu-blocks-override", "500", "--enforce-eager"]
     assert other.served_name == "Model-8B"
+    cached = tmp_path / "models--acme--Model-8B" / "snapshots" / "0a1b"
+    assert any_settings(cached, None, ()).served_name == "acme/Model-8B"
 
 
 def comparison_of(*options: str):

@@ -42,7 +42,7 @@ class Served:
         is_dummy: the model has random weights and never ends a thought by itself.
     """
 
-    model: Path | str
+    model: Path
     settings: ServerSettings
     is_tiny: bool = False
     is_dummy: bool = False
