@@ -4,8 +4,8 @@
 leads to the page made of that file where there is one (`PAGES`); otherwise its text is left without
 a link. A link to a file that does not exist is a warning, which ends a strict build.
 
-**Folders that grow.** In `nav` of mkdocs.yml ``adr/*`` stands for all pages of that folder that have
-no line of their own there.
+**Folders that grow.** In `nav` of mkdocs.yml ``adr/*`` stands for all pages of that folder that
+have no line of their own there.
 """
 
 import logging
