@@ -129,6 +129,14 @@ def test_missing_directory():
         run("/none/such", None, None, as_json=False)
 
 
+def test_a_name_that_is_not_cached(tmp_path, monkeypatch):
+    """Nothing is downloaded without a word: the sentence names the command that does."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BoundaryError, match="run 'hf download acme/think-8b'"):
+        run("acme/think-8b", None, None, as_json=False)
+
+
 @pytest.mark.parametrize(
     ("model_type", "part"),
     [("qwen3", "cannot encode any text"), ("none_such", "has no usable tokenizer")],

@@ -84,8 +84,8 @@ def refused(capsys, *arguments: str) -> str:
         (["--port", "65535"], "--port is '65535', expected 0 to 65534"),
         (["--serve-args", "--x 'a"], '--serve-args is "--x \'a": No closing quotation'),
         (["--blocks", "64"], "--blocks is 64, expected at least 65"),
-        (["--model", "/no/where"], "model directory /no/where holds no config.json"),
-        (["--model", "./none"], "model directory none holds no config.json"),
+        (["--model", "/no/where"], "model directory /no/where does not exist"),
+        (["--model", "./none"], "model directory ./none does not exist"),
         (["--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
         (["--trace", "t.jsonl", "--seeds", "1"], "leave one of them out"),
         (["--workload", "turns", "--blocks", "128"], "--blocks is 128, expected at least 129"),
@@ -93,7 +93,6 @@ def refused(capsys, *arguments: str) -> str:
         (["--workload", "turns", "--pause-tokens", "nan"], "--pause-tokens is 'nan'"),
         (["--pause", "9", "--pause-tokens", "5"], "give one of them"),
         (["--trace", "t.jsonl", "--pause-tokens", "5"], "leave out one"),
-        (["--arms", "stock,ample", "--model", "a/b"], "ample has 20 times the KV pool"),
     ],
 )
 def test_wrong_option_is_one_sentence(capsys, arguments, message):
@@ -127,6 +126,12 @@ def test_described_arm_sets_its_keys():
     config = load_config(arm_environment(calm.environment, {})).config
     assert (config.policy.level_tokens, config.kv.tiers) == (7, False)
     assert arm_environment(stock.environment, {})["MERIDIAN_PATCH"] == "0"
+
+
+def test_an_ample_arm_of_another_model_needs_the_pool_of_the_others(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["--arms", "stock,ample", "--model", str(tmp_path)]
+    assert "ample has 20 times the KV pool" in refused(capsys, *arguments)
 
 
 def test_hub_name_and_directory_are_told_apart(tmp_path, monkeypatch):

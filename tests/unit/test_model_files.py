@@ -71,7 +71,6 @@ def test_the_sentence_for_a_directory(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "command",
     [
-        ["boundaries", NAME],
         ["bench", "serve", "--model", NAME],
         ["calibrate", "--model", NAME, "--data", "problems.jsonl"],
     ],
@@ -82,8 +81,7 @@ def test_a_command_says_it_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Status 1 and no traceback."""
-    pytest.importorskip("transformers")
+    """Status 1 and no traceback; `boundaries` in tests/contract/test_boundaries_command.py."""
     monkeypatch.chdir(cache)
     lines = [f'{{"prompt": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(3)]
     (cache / "problems.jsonl").write_text("".join(lines))
