@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     boundaries = commands.add_parser(
         "boundaries", help="which think boundaries a model would be served with, and why"
     )
-    boundaries.add_argument("model", help="model directory")
+    boundaries.add_argument("model", help="model directory, or a name in the Hugging Face cache")
     boundaries.add_argument("--reasoning-parser", help="as given to vLLM")
     boundaries.add_argument("--family", help="take this family file, whatever matches")
     boundaries.add_argument("--json", action="store_true", dest="as_json")

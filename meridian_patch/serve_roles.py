@@ -74,8 +74,11 @@ class Role(NamedTuple):
     environment: dict[str, str]
 
 
-class _Parser(argparse.ArgumentParser):
+class ServeParser(argparse.ArgumentParser):
+    """Options of ``meridian serve``; a wrong one is one sentence."""
+
     def error(self, message: str) -> NoReturn:
+        """See ``argparse``."""
         raise ConfigError(f"meridian serve: {message}")
 
 
@@ -89,7 +92,7 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     Raises:
         ConfigError: a wrong value, an option without ``--role``, or a missing package.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = ServeParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--role", choices=("think", "answer"))
     parser.add_argument("--fabric", choices=tuple(FABRICS))
     parser.add_argument("--offload-threshold-blocks", type=_blocks)
@@ -164,7 +167,7 @@ def _in_config_file(arguments: list[str]) -> list[str]:
 
 def _side_channel(arguments: Sequence[str]) -> int:
     """A port for the connector that differs between servers of one host, as theirs do."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = ServeParser(add_help=False, allow_abbrev=False)
     parser.add_argument(_PORT, type=int, default=_DEFAULT_PORT)
     port = int(parser.parse_known_args(list(arguments))[0].port)
     return _FIRST_CHANNEL + port * _CHANNELS % _ALL_CHANNELS

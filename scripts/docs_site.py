@@ -4,13 +4,15 @@
 leads to the page made of that file where there is one (`PAGES`); otherwise its text is left without
 a link. A link to a file that does not exist is a warning, which ends a strict build.
 
-**Folders that grow.** In `nav` of mkdocs.yml ``adr/*`` stands for all pages of that folder.
+**Folders that grow.** In `nav` of mkdocs.yml ``adr/*`` stands for all pages of that folder that
+have no line of their own there.
 """
 
 import logging
 import os
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +29,44 @@ logger = logging.getLogger("mkdocs.hooks.docs_site")
 
 def on_config(config: Any) -> Any:
     """Replace each pattern in the navigation by the pages that it stands for."""
-    config.nav = [_spread(item, Path(config.docs_dir)) for item in config.nav]
+    config.nav = spread(config.nav, Path(config.docs_dir))
     return config
 
 
-def _spread(item: Any, docs: Path) -> Any:
-    if not isinstance(item, dict):
-        return item
-    ((title, pages),) = item.items()
-    if isinstance(pages, list):
-        return {title: [_spread(page, docs) for page in pages]}
-    if not pages.endswith("*"):
-        return item
-    # A folder's own page is its first.
-    found = sorted(docs.glob(f"{pages}.md"), key=lambda page: (page.stem != "README", page.name))
-    return {title: [page.relative_to(docs).as_posix() for page in found]}
+def spread(nav: list[Any], docs: Path) -> list[Any]:
+    """The navigation with each pattern replaced by the pages that it stands for.
+
+    Args:
+        nav: as in mkdocs.yml: pages, or titles with a page, a pattern or a list of the same.
+        docs: folder of the pages.
+    """
+    named = set(_named(nav))
+
+    def spread_item(item: Any) -> Any:
+        if not isinstance(item, dict):
+            return item
+        ((title, pages),) = item.items()
+        if isinstance(pages, list):
+            return {title: [spread_item(page) for page in pages]}
+        if not pages.endswith("*"):
+            return item
+        # A folder's own page is its first.
+        found = sorted(
+            docs.glob(f"{pages}.md"), key=lambda page: (page.stem != "README", page.name)
+        )
+        paths = [page.relative_to(docs).as_posix() for page in found]
+        return {title: [path for path in paths if path not in named]}
+
+    return [spread_item(item) for item in nav]
+
+
+def _named(item: Any) -> Iterator[str]:
+    """Pages and patterns of a part of the navigation."""
+    if isinstance(item, str):
+        yield item
+    else:
+        for part in item.values() if isinstance(item, dict) else item:
+            yield from _named(part)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -13,7 +13,9 @@ def add_calibrate(commands: Any) -> None:
         description="Lets a model solve labelled problems, ends each thought where a threshold "
         "would, and chooses the thresholds that save most while the loss is bounded.",
     )
-    calibrate.add_argument("--model", required=True, help="model directory")
+    calibrate.add_argument(
+        "--model", required=True, help="model directory, or a name in the Hugging Face cache"
+    )
     calibrate.add_argument(
         "--data", type=Path, required=True, help="JSON lines with prompt or messages, and answer"
     )

@@ -19,6 +19,7 @@ from meridian_patch.calibrate.thresholds import (
 )
 from meridian_patch.config.load import load_config
 from meridian_patch.config.yaml_file import parse_value
+from meridian_patch.engine.model_files import describe_missing, find_model
 from meridian_patch.errors import CalibrationError
 
 _JOURNAL = "replies.jsonl"
@@ -34,6 +35,7 @@ class CalibrationRequest:
     """What was asked for, checked as far as can be without the model.
 
     Attributes:
+        model: directory.
         thresholds: to try, by strategy.
         sampling: fields of ``SamplingParams`` in place of the model's own.
         max_tokens: of a natural output; None: as many as there is room for.
@@ -67,7 +69,8 @@ def read_request(parsed: argparse.Namespace) -> CalibrationRequest:
     """Check everything that can be checked without the model.
 
     Raises:
-        CalibrationError, BenchError: a wrong value, or a data file that cannot be used.
+        CalibrationError, BenchError: a wrong value, no such model on this machine, or a data file
+            that cannot be used.
         ConfigError: a wrong configuration.
     """
     epsilon = read_share("--epsilon", parsed.epsilon)
@@ -82,7 +85,6 @@ def read_request(parsed: argparse.Namespace) -> CalibrationRequest:
         sampling["temperature"] = _temperature(parsed.temperature)
     max_tokens = parsed.max_tokens
     return CalibrationRequest(
-        model=Path(parsed.model),
         data=data,
         grader=grader,
         epsilon=epsilon,
@@ -96,7 +98,15 @@ def read_request(parsed: argparse.Namespace) -> CalibrationRequest:
         template=_pairs("--template", parsed.template),
         engine=_ENGINE | _pairs("--engine", parsed.engine),
         out=parsed.out,
+        model=_model(parsed.model),
     )
+
+
+def _model(text: str) -> Path:
+    directory = find_model(text)
+    if directory is None:
+        raise CalibrationError(describe_missing(text))
+    return directory
 
 
 def _kinds(parsed: argparse.Namespace) -> list[StrategyKind]:

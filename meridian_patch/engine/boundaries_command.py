@@ -1,4 +1,4 @@
-"""``meridian boundaries MODEL_DIR``: prints which think boundaries would be used, and why.
+"""``meridian boundaries MODEL``: prints which think boundaries would be used, and why.
 
 Reads the tokenizer and config.json; starts no engine and reads no weights.
 """
@@ -21,7 +21,7 @@ def run(model: str, reasoning_parser: str | None, family: str | None, as_json: b
     """Print what the scheduler would use for a model.
 
     Args:
-        model: directory with config.json and the tokenizer's files.
+        model: directory with config.json and the tokenizer's files, or a cached name.
         reasoning_parser: as given to the server, or None.
         family: forces a family, as ``family:`` in the configuration does.
         as_json: one JSON object instead of tables.
@@ -30,7 +30,7 @@ def run(model: str, reasoning_parser: str | None, family: str | None, as_json: b
         Exit status: 0, also for a model with a single phase.
 
     Raises:
-        BoundaryError: no such directory, no tokenizer, or unresolvable boundaries.
+        BoundaryError: no such model on this machine, no tokenizer, or unresolvable boundaries.
         ConfigError: wrong configuration or family file, unknown family.
     """
     found = read_model(model, reasoning_parser, family)

@@ -13,6 +13,7 @@ from meridian_patch.engine.boundaries import (
     resolve_model,
     vocabulary_of,
 )
+from meridian_patch.engine.model_files import describe_missing, find_model
 from meridian_patch.engine.reasoning_parser import server_strings
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.resolve import Resolution
@@ -41,20 +42,19 @@ def read_model(model: str, reasoning_parser: str | None, family: str | None) -> 
     """Resolve a model as the scheduler would.
 
     Args:
-        model: directory with config.json and the tokenizer's files.
+        model: directory with config.json and the tokenizer's files, or a cached name.
         reasoning_parser: as given to the server, or None.
         family: forces a family, as ``family:`` in the configuration does.
 
     Raises:
-        BoundaryError: no such directory, no tokenizer, or unresolvable boundaries.
+        BoundaryError: no such model on this machine, no tokenizer, or unresolvable boundaries.
         ConfigError: wrong configuration or family file, unknown family.
     """
     loaded = _with_family(process_config(), family)
-    if not Path(model).is_dir():
-        raise BoundaryError(
-            f"model directory {model} does not exist; expected a local directory with config.json "
-            "and the tokenizer's files"
-        )
+    directory = find_model(model)
+    if directory is None:
+        raise BoundaryError(describe_missing(model))
+    model = str(directory)
     tokenizer = _load(AutoTokenizer.from_pretrained, model, "tokenizer")
     vocabulary = vocabulary_of(tokenizer, model)
     identity = _identify(model, reasoning_parser)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -14,6 +15,8 @@ from meridian_patch.errors import MeridianError
 from meridian_patch.operate.text import printable
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))  # noqa: S104 - compared with
+# Without a scheme: a name or an address, IPv6 in brackets, then a port and perhaps a path.
+_HOST_PORT = re.compile(r"(?:[\w.-]+|\[[\w:.]+\]):\d+(?:/.*)?")
 _MOST_SHOWN = 200
 _MOST_BYTES = 2**25
 _GET_LIMIT_S = 10.0
@@ -53,7 +56,8 @@ class ServerClient:
     """A server at an address.
 
     Args:
-        url: ``http://host:port``, with or without a path before vLLM's own paths.
+        url: ``http://host:port``, or ``host:port`` for HTTP, with or without a path before vLLM's
+            own paths.
         api_key: sent as a bearer token; None: none is sent.
         limit_s: most seconds that one read of a reply to a POST may take.
         tls: what verifies the server; None: what the system trusts.
@@ -73,6 +77,8 @@ class ServerClient:
         is_direct: bool = False,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/metrics")
+        if _HOST_PORT.fullmatch(self.url):
+            self.url = f"http://{self.url}"
         try:
             parts = urlsplit(self.url)
             is_usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0

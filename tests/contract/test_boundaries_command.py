@@ -110,10 +110,31 @@ def test_wrong_options(model_dir, parser, family, error, part):
     assert part in str(raised.value)
 
 
+def test_a_cached_name(model_dir, tmp_path, monkeypatch, capsys):
+    """A snapshot of the Hugging Face cache is found by its repository's name."""
+    repository, commit = tmp_path / "models--acme--tiny-reasoner", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    Path(model_dir("written")).rename(repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert run("acme/tiny-reasoner", None, None, as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"], report["family"]) == ("acme/tiny-reasoner", "tiny_reasoner")
+
+
 def test_missing_directory():
     """A directory that does not exist is named."""
     with pytest.raises(BoundaryError, match="model directory /none/such does not exist"):
         run("/none/such", None, None, as_json=False)
+
+
+def test_a_name_that_is_not_cached(tmp_path, monkeypatch):
+    """Nothing is downloaded without a word: the sentence names the command that does."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BoundaryError, match="run 'hf download acme/think-8b'"):
+        run("acme/think-8b", None, None, as_json=False)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ cli_args = importlib.import_module(
 )
 BLOCKS = blocks()
 RUN = sorted({command for block in BLOCKS if block.kind == "run" for command in block.commands})
-# README.md shows these in one block with commands that need a server of their own.
-ALSO = ("meridian boundaries", "meridian status", "meridian doctor")
+# README.md shows this in one block with commands that need a server of their own.
+ALSO = ("meridian doctor",)
 README = [
     command
     for block in BLOCKS
@@ -32,9 +32,9 @@ README = [
 ]
 # No patched process of this user runs beside the tests.
 EXIT_CODES = {"meridian status": 1}
-MODEL = "/models/Qwen3-8B"
-SLOW = {"meridian doctor /models/Qwen3-8B", "meridian doctor --url http://localhost:8000"}
-SERVER = re.compile(r"http://localhost:8000")
+MODEL = "Qwen/Qwen3-8B"
+SLOW = {"meridian doctor Qwen/Qwen3-8B", "meridian doctor --url localhost:8000"}
+SERVER = re.compile(r"(?<![\w/])(http://)?localhost:8000")
 
 
 @pytest.fixture(scope="module")

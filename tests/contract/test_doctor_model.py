@@ -9,9 +9,10 @@ import pytest
 
 from meridian_patch import envs
 from meridian_patch.demo.tokenizer import save_tokenizer
+from meridian_patch.engine.model_files import find_model
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.operate.doctor.finding import State
-from meridian_patch.operate.doctor.model import check_model, find_model
+from meridian_patch.operate.doctor.model import check_model
 from meridian_patch.operate.doctor.patches import check_binding, check_contracts
 from meridian_patch.patches import PATCHES
 from meridian_patch.patches.lock import load_lock

@@ -84,8 +84,8 @@ def refused(capsys, *arguments: str) -> str:
         (["--port", "65535"], "--port is '65535', expected 0 to 65534"),
         (["--serve-args", "--x 'a"], '--serve-args is "--x \'a": No closing quotation'),
         (["--blocks", "64"], "--blocks is 64, expected at least 65"),
-        (["--model", "/no/where"], "model directory /no/where holds no config.json"),
-        (["--model", "./none"], "model directory none holds no config.json"),
+        (["--model", "/no/where"], "model directory /no/where does not exist"),
+        (["--model", "./none"], "model directory ./none does not exist"),
         (["--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
         (["--trace", "t.jsonl", "--seeds", "1"], "leave one of them out"),
         (["--workload", "turns", "--blocks", "128"], "--blocks is 128, expected at least 129"),
@@ -93,7 +93,6 @@ def refused(capsys, *arguments: str) -> str:
         (["--workload", "turns", "--pause-tokens", "nan"], "--pause-tokens is 'nan'"),
         (["--pause", "9", "--pause-tokens", "5"], "give one of them"),
         (["--trace", "t.jsonl", "--pause-tokens", "5"], "leave out one"),
-        (["--arms", "stock,ample", "--model", "a/b"], "ample has 20 times the KV pool"),
     ],
 )
 def test_wrong_option_is_one_sentence(capsys, arguments, message):
@@ -129,11 +128,21 @@ def test_described_arm_sets_its_keys():
     assert arm_environment(stock.environment, {})["MERIDIAN_PATCH"] == "0"
 
 
+def test_an_ample_arm_of_another_model_needs_the_pool_of_the_others(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["--arms", "stock,ample", "--model", str(tmp_path)]
+    assert "ample has 20 times the KV pool" in refused(capsys, *arguments)
+
+
 def test_hub_name_and_directory_are_told_apart(tmp_path, monkeypatch):
-    """owner/name is a directory only where the owner is a folder here."""
+    """owner/name is a directory only where the owner is a folder here; nothing is downloaded."""
     monkeypatch.chdir(tmp_path)
-    assert find_model("owner/name") == "owner/name"
+    with pytest.raises(BenchError, match="run 'hf download owner/name'"):
+        find_model("owner/name")
     (tmp_path / "owner").mkdir()
+    with pytest.raises(BenchError, match="model directory owner/name does not exist"):
+        find_model("owner/name")
+    (tmp_path / "owner" / "name").mkdir()
     with pytest.raises(BenchError, match="holds no config"):
         find_model("owner/name")
 
@@ -146,6 +155,8 @@ def test_other_models_are_served_as_vllm_would(tmp_path):
     other = any_settings(tmp_path / "Model-8B", 500, ("--enforce-eager",))
     assert other.options == ["--num-gpu-blocks-override", "500", "--enforce-eager"]
     assert other.served_name == "Model-8B"
+    cached = tmp_path / "models--acme--Model-8B" / "snapshots" / "0a1b"
+    assert any_settings(cached, None, ()).served_name == "acme/Model-8B"
 
 
 def comparison_of(*options: str):

@@ -116,12 +116,17 @@ def test_a_pattern_stands_for_its_pages(tmp_path):
     """A folder's own page comes first; what is no pattern stays."""
     for name in ("0002-b.md", "0001-a.md", "README.md"):
         (tmp_path / name).touch()
-    spread = load_hook()._spread
+    spread = load_hook().spread
     pages = ["README.md", "0001-a.md", "0002-b.md"]
-    assert spread({"P": [{"D": "*"}, {"x": "x.md"}]}, tmp_path) == {
-        "P": [{"D": pages}, {"x": "x.md"}]
-    }
-    assert spread("index.md", tmp_path) == "index.md"
+    nav = ["index.md", {"P": [{"D": "*"}, {"x": "x.md"}]}]
+    assert spread(nav, tmp_path) == ["index.md", {"P": [{"D": pages}, {"x": "x.md"}]}]
+
+
+def test_a_page_with_a_line_of_its_own_stands_in_no_pattern(tmp_path):
+    for name in ("0001-a.md", "0002-b.md"):
+        (tmp_path / name).touch()
+    nav = [{"D": "*"}, {"P": [{"a": "0001-a.md"}]}]
+    assert load_hook().spread(nav, tmp_path) == [{"D": ["0002-b.md"]}, {"P": [{"a": "0001-a.md"}]}]
 
 
 def test_pictures_have_a_title_and_are_used():

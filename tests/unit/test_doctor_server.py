@@ -281,7 +281,7 @@ def test_the_command_fails_with_a_broken_server(no_processes, server, capsys):
     assert "fix: start it with VLLM_PLUGINS=meridian_patch" in " ".join(printed.out.split())
 
 
-@pytest.mark.parametrize("url", ("localhost:8000", "http://", "http://[", "ftp://host", "nonsense"))
+@pytest.mark.parametrize("url", ("localhost:http", "http://", "http://[", "ftp://host", "nonsense"))
 def test_a_wrong_address_is_a_finding(no_processes, url, capsys):
     """No traceback, whatever is written there."""
     code, printed = run(["--url", url], capsys)
@@ -384,6 +384,20 @@ def test_this_machine_is_asked_through_no_proxy(server, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert ServerClient(server.url).get("/health").is_ok
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    (
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("gpu-1.example:8000/metrics", "http://gpu-1.example:8000"),
+        ("[::1]:8000/v", "http://[::1]:8000/v"),
+        ("https://gpu-1.example", "https://gpu-1.example"),
+    ),
+)
+def test_an_address_needs_no_scheme(address, url):
+    """HOST:PORT is HTTP."""
+    assert ServerClient(address).url == url
 
 
 @pytest.mark.parametrize("url", ("http://bob:hunter2@host", "http://hunter2@host", "bob:hunter2@h"))

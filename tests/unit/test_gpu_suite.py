@@ -6,11 +6,10 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpu_suite import checks, command, comparison, cost, kernels, observing, shapes
+from gpu_suite import checks, command, comparison, cost, kernels, shapes
 from gpu_suite.report import REHEARSED, describe_origin, write_report
 from gpu_suite.suite import (
     FAILED,
@@ -234,13 +233,6 @@ def test_without_a_checkout(context: Context) -> None:
     for part in (kernels.run_tests, kernels.run_bench):
         with pytest.raises(SkippedError, match="without a checkout"):
             part(context, Record("k", "", 1.0), lambda: 1.0)
-
-
-def test_a_cost_model_needs_the_models_files(context: Context) -> None:
-    hub = replace(context, sized=Served("Qwen/Qwen3-8B", context.thinking.settings))
-    for part in (cost.run_fit, observing.run_observing):
-        with pytest.raises(SkippedError, match="expected a directory"):
-            part(hub, Record("c", "", 1.0), lambda: 1.0)
 
 
 def test_steps_of_the_grid_fit_the_engine() -> None:

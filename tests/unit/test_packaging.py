@@ -21,6 +21,7 @@ BUILT_FROM = (
     "pyproject.toml",
     "README.md",
     "LICENSE",
+    "NOTICE",
     "meridian_patch",
     "configs",
     "triton_kernels",

@@ -82,7 +82,7 @@ def test_a_page_that_cannot_be_read_is_one_line(server, reply, message, capsys):
     assert len(printed.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("url", ("http://127.0.0.1:1", "localhost:8000"))
+@pytest.mark.parametrize("url", ("http://127.0.0.1:1", "127.0.0.1:1", "nonsense"))
 def test_an_address_that_cannot_be_reached_is_one_line(url, capsys):
     for arguments in ([url, "--once"], [url]):
         code, printed = run(arguments, capsys)

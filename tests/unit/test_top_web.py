@@ -202,7 +202,7 @@ def test_a_port_in_use_is_one_line(capsys):
         (["--port", "65536"], 2, "no port between 0 and 65535"),
         (["--port", "x"], 2, "invalid port value"),
         (["--once"], 1, "--web goes with neither --once nor --json"),
-        (["localhost:8000"], 1, "is no http://host:port"),
+        (["ftp://localhost:8000"], 1, "is no http://host:port"),
         (["--replay", "none.txt"], 1, "recording none.txt cannot be read"),
     ),
 )

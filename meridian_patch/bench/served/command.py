@@ -23,7 +23,7 @@ def add_serve(benches: Any) -> argparse.ArgumentParser:
         "interval over pairs. All servers are up at once: on one accelerator, give each its share "
         "of the memory with --serve-args.",
     )
-    serve.add_argument("--model", help="directory, or owner/name (default: the tiny reasoner)")
+    serve.add_argument("--model", help="directory, or a cached name (default: the tiny reasoner)")
     serve.add_argument(
         "--arms",
         default="stock,latency",

@@ -1,7 +1,6 @@
 """Turns options into a served comparison: its model, servers, arms and traces."""
 
 import argparse
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from meridian_patch.bench.served.workload import (
 from meridian_patch.config.validate import shown
 from meridian_patch.emulation.device import EmulatedDevice, check_machine, load_device
 from meridian_patch.emulation.options import MOST_SEQS
+from meridian_patch.engine import model_files
 from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import BenchError
 
@@ -50,7 +50,6 @@ _MIXED_TURNS = (2, 3)
 _MIXED_HARD_SHARE = 0.5
 # The CPU build wants a multiple of 32.
 _BLOCK_SIZE = 32
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HIGHEST_PORT = 65535
 _KEEPING_TEMPLATE = "chat_template_keep_thinking.jinja"
 
@@ -185,17 +184,15 @@ def packaged_model() -> Path:
     return Path(str(files("meridian_patch.demo").joinpath("tiny-reasoner"))).resolve()
 
 
-def find_model(text: str | None) -> Path | str:
-    """A model's directory, by default the packaged one, or a name on the Hugging Face hub.
-
-    What looks like ``owner/name`` is a directory when its first folder exists here.
+def find_model(text: str | None) -> Path:
+    """A model's directory: a given one, that of a cached name, or by default the packaged one.
 
     Raises:
-        BenchError: a directory without a model.
+        BenchError: no such model on this machine, or a directory without one.
     """
-    path = Path(text) if text is not None else packaged_model()
-    if text is not None and _HUB_NAME.fullmatch(text) and not path.parent.exists():
-        return text
+    path = packaged_model() if text is None else model_files.find_model(text)
+    if path is None:
+        raise BenchError(model_files.describe_missing(str(text)))
     if not (path / "config.json").is_file():
         raise BenchError(
             f"model directory {path} holds no config.json; give --model DIR, a directory as "
@@ -205,7 +202,7 @@ def find_model(text: str | None) -> Path | str:
 
 
 def any_settings(
-    model: Path | str,
+    model: Path,
     blocks: int | None,
     extra: tuple[str, ...],
     sizes: tuple[int, int] = SIZES["problems"],
@@ -264,7 +261,7 @@ def _keeping_thoughts(
     Its own template strips them, and its family file says so: it is served with its other template
     and ``kv.history``, which an arm's own setting overrides.
     """
-    template = ("--chat-template", str(Path(settings.model) / _KEEPING_TEMPLATE))
+    template = ("--chat-template", str(settings.model / _KEEPING_TEMPLATE))
     history = override({"kv.history": "keep"})
     return (
         [replace(arm, environment=history | dict(arm.environment)) for arm in arms],

@@ -13,6 +13,7 @@ from pathlib import Path
 from meridian_patch.bench.child import Child, log_tail
 from meridian_patch.emulation.device import EmulatedDevice
 from meridian_patch.emulation.options import device_options
+from meridian_patch.engine.model_files import model_name
 from meridian_patch.errors import BenchError
 from meridian_patch.replay import cpu_affinity as cores
 
@@ -30,7 +31,7 @@ class ServerSettings:
     """What all arms of a comparison share; None leaves a setting to vLLM.
 
     Attributes:
-        model: directory, or a name on the Hugging Face hub.
+        model: directory.
         kv_blocks: size of the KV pool in blocks.
         block_size: tokens per block.
         max_num_seqs: most requests that run at once.
@@ -42,7 +43,7 @@ class ServerSettings:
         device: on whose time the server's steps run; None: they take what they take.
     """
 
-    model: Path | str
+    model: Path
     kv_blocks: int | None = None
     block_size: int | None = None
     max_num_seqs: int | None = None
@@ -56,7 +57,7 @@ class ServerSettings:
     @property
     def served_name(self) -> str:
         """Name of the model in requests; model families are found by it too."""
-        return self.model.name if isinstance(self.model, Path) else self.model
+        return model_name(self.model)
 
     @property
     def options(self) -> list[str]:

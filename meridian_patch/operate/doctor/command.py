@@ -34,7 +34,7 @@ def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what is wrong, and what to do about it")
     doctor.add_argument("model", nargs="?", help="model directory, or a cached name")
     doctor.add_argument("--reasoning-parser", help="as given to vLLM")
-    doctor.add_argument("--url", help="also ask a running server: http://host:port")
+    doctor.add_argument("--url", help="also ask a running server: http://host:port, or host:port")
     doctor.add_argument(
         "--answer",
         action="append",

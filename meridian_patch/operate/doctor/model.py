@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meridian_patch.engine.model_files import find_model
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.doctor.finding import Area, Finding
 from meridian_patch.operate.http_client import read_object
@@ -45,19 +46,6 @@ def check_model(model: str, reasoning_parser: str | None) -> Iterator[Finding]:
         return
     yield AREA.ok("files", str(folder))
     yield from _check_phases(str(folder), reasoning_parser)
-
-
-def find_model(model: str) -> Path | None:
-    """Directory of a model that is a directory or lies in the Hugging Face cache."""
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception:
-        # Not cached, no such name, or no Hugging Face library: there is no directory.
-        return None
 
 
 def _wrong_files(folder: Path) -> Iterator[Finding]:

@@ -30,7 +30,12 @@ _PIPE_CLOSED = 141
 def add_top(commands: Any) -> None:
     """Add ``top`` to the subcommands of the ``meridian`` command."""
     top = commands.add_parser("top", help="what a running server does, live; q quits")
-    top.add_argument("url", nargs="?", default=_DEFAULT_URL, help=f"default {_DEFAULT_URL}")
+    top.add_argument(
+        "url",
+        nargs="?",
+        default=_DEFAULT_URL,
+        help=f"http://host:port, or host:port (default {_DEFAULT_URL})",
+    )
     top.add_argument("--interval", type=seconds, default=2.0, help="seconds per scrape (2)")
     top.add_argument("--once", action="store_true", help="print one window and end")
     top.add_argument("--json", action="store_true", dest="as_json", help="one object per window")

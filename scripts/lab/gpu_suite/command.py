@@ -163,7 +163,7 @@ def _context(
 
 
 def _served(
-    model: Path | str,
+    model: Path,
     blocks: int | None,
     extra: tuple[str, ...],
     accelerator: str | None,
@@ -201,7 +201,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--minutes", default=_MINUTES, help=f"of all parts together (default: {_MINUTES})"
     )
     parser.add_argument("--parts", help=f"comma list of {', '.join(p.name for p in PARTS)}")
-    parser.add_argument("--model", help="directory, or owner/name (default: the tiny reasoner)")
+    parser.add_argument("--model", help="directory, or a cached name (default: the tiny reasoner)")
     parser.add_argument("--shape", help=f"random weights of this size: {', '.join(SHAPES)}")
     parser.add_argument("--blocks", help="KV pool of each server (default: vLLM's choice)")
     parser.add_argument(

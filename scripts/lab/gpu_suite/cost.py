@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_suite.suite import Context, Record, SkippedError
+from gpu_suite.suite import Context, Record
 from meridian_patch.bench.arms import STOCK
 from meridian_patch.bench.simulated.fit_command import (
     BURST,
@@ -50,7 +50,6 @@ def run_fit(context: Context, record: Record, remaining_s: Callable[[], float]) 
 
     Raises:
         BenchError: the engine failed, or no cost model fits.
-        SkippedError: the model is not a directory.
     """
     arguments = fitted_arguments(context)
     plays = grid_plays(rehearse=context.rehearse, longest=arguments["max_model_len"])
@@ -71,14 +70,8 @@ def run_fit(context: Context, record: Record, remaining_s: Callable[[], float]) 
 
 
 def fitted_arguments(context: Context) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` for an engine whose steps are timed.
-
-    Raises:
-        SkippedError: the model is not a directory.
-    """
+    """Arguments of ``vllm.LLM`` for an engine whose steps are timed."""
     served = context.sized
-    if not isinstance(served.model, Path):
-        raise SkippedError(f"the model is {served.model!r}, expected a directory on this machine")
     texts = [f"max_num_seqs={_SEQUENCES}", f"max_num_batched_tokens={_BUDGET}"]
     if served.is_dummy:
         texts += [f"max_model_len={_LONGEST}", f"cudagraph_capture_sizes={[*_GRAPHS]}"]

@@ -36,13 +36,13 @@ class Served:
     """A model as a server runs it.
 
     Attributes:
-        model: directory or hub name.
+        model: directory.
         settings: of servers of that model.
         is_tiny: the model is the packaged tiny reasoner.
         is_dummy: the model has random weights and never ends a thought by itself.
     """
 
-    model: Path | str
+    model: Path
     settings: ServerSettings
     is_tiny: bool = False
     is_dummy: bool = False

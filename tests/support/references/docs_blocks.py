@@ -1,4 +1,4 @@
-"""Command blocks of README.md, docs/ and examples/: what stands in them, how they are marked.
+"""Command blocks of README.md, CONTRIBUTING.md, docs/ and examples/, and how they are marked.
 
 A comment right before a block says whether its commands are run:
 
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted(page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")),
 ]
 _BLOCK = re.compile(
