@@ -380,6 +380,13 @@ def found_by(
             id="scripts/gpu_suite",
         ),
         pytest.param(
+            [sys.executable, "-P", "scripts/lab/marathon/command.py", "--help"],
+            id="scripts/marathon",
+        ),
+        pytest.param(
+            [sys.executable, "-P", "scripts/lab/benches.py", "--help"], id="scripts/lab/benches.py"
+        ),
+        pytest.param(
             [sys.executable, "-P", "-m", "pytest", "--collect-only", "-q", __file__],
             id="scripts/test",
         ),
