@@ -75,16 +75,17 @@ class Traffic:
             state = tracker.get(name)
             return state is not None and state.phase is phase
 
+        def watched(is_such):
+            return [name for name, each in exits.requests.items() if is_such(each)]
+
         self.moments = {
             "before the first token": lambda: in_phase(Phase.PREFILL),
             "in thought": lambda: in_phase(Phase.THINK),
             "in the answer": lambda: in_phase(Phase.ANSWER),
-            "probe in flight": lambda: list(exits.probes._live_of),
-            "probe due": lambda: list(exits.probes._due),
-            "being closed": lambda: list(exits.forced_closes._closings),
-            "a token was forced": lambda: list(
-                filter(exits.forced_closes.has_begun, scheduler.requests)
-            ),
+            "probe in flight": lambda: [each.watched.name for each in exits.probes.live.values()],
+            "probe due": lambda: list(exits.probes.due),
+            "being closed": lambda: watched(lambda each: each.closing),
+            "a token was forced": lambda: watched(lambda each: each.has_close_begun),
         }
 
     def arrive(self):

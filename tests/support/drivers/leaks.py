@@ -10,7 +10,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 
 def find_leaks(scheduler: Any, names: set[str]) -> list[str]:
-    """Where objects of ours hold a request, or the name of one; paths such as ``exits._watched``.
+    """Where objects of ours hold a request, or the name of one; paths such as ``exits.requests``.
 
     Args:
         scheduler: ours, of which everything that is not vLLM's own is walked through.

@@ -198,7 +198,7 @@ def _of_product(scheduler) -> dict:
 
 def _of_exits(exits) -> dict:
     return {
-        "watched_left": exits.num_watched + len(exits.forced_closes),
+        "watched_left": len(exits.requests) + len(exits.forced_closes),
         "probes_left": len(exits.probes or ()),
         # What waits to be told with a step that never comes.
         "told_left": len(exits.reports.drain()),
