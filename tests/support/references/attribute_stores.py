@@ -147,8 +147,11 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
                     yield from zip(target.elts, values or [None] * len(target.elts), strict=True)
                 else:
                     yield target, value
-        case ast.AugAssign(target=target, value=value) | ast.AnnAssign(target=target, value=value):
+        case ast.AnnAssign(target=target, value=value):
             yield target, value
+        case ast.AugAssign(target=target):
+            # The result of an operator is no function.
+            yield target, None
         case ast.Delete(targets=targets):
             yield from ((target, None) for target in targets)
         case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[_, _, *value]):
