@@ -413,7 +413,7 @@ def play(stub: Server, length_s: float = 1.0) -> Load:
 
 
 def test_load_compares_canaries_and_cancels():
-    load = play(Server())
+    load = play(Server(), 3.0)
     outcomes = {each.outcome for each in load.asked}
     assert outcomes <= {"ok", "cancelled"}
     assert {each.is_equal for each in load.asked if each.is_canary} <= {True, None}
