@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-_LEVELS = "levels of think tokens decide who waits for whom; set policy.level_tokens or aging_s"
+_LEVELS = "levels of think tokens decide which requests wait; set policy.level_tokens or aging_s"
 _ADMISSION = "it changed no figure beside levels (docs/adr/0021); leave it out"
 _VICTIMS = "levels of think tokens choose now who is preempted; leave it out"
 _PACING = "it lengthened the gaps of answers (docs/adr/0021); leave it out"

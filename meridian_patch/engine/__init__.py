@@ -1,1 +1,1 @@
-"""The only code that imports vLLM."""
+"""Carries out in vLLM's processes what the pure packages decide."""

@@ -26,14 +26,14 @@ def find_model(model: str) -> Path | None:
         return None
 
 
-def is_hub_name(model: str) -> bool:
+def _is_hub_name(model: str) -> bool:
     """Whether ``owner/name`` is meant for a name on the hub: there is no folder ``owner`` here."""
     return _HUB_NAME.fullmatch(model) is not None and not Path(model).parent.exists()
 
 
 def describe_missing(model: str) -> str:
     """The sentence for a model that `find_model` does not find: what is so, expected, and to do."""
-    if not is_hub_name(model):
+    if not _is_hub_name(model):
         return (
             f"model directory {model} does not exist; expected a local directory with config.json "
             "and the tokenizer's files, or a name in the Hugging Face cache"

@@ -1,4 +1,4 @@
-"""Levels of attained service: who has had most waits for whom (multi-level feedback)."""
+"""Levels of attained service: requests that have had most wait (multi-level feedback)."""
 
 from collections.abc import Sequence
 from typing import Final, Self

@@ -54,6 +54,9 @@ def test_a_release_is_attested() -> None:
     assert {"actions/attest-build-provenance", "actions/attest-sbom"} <= used
     assert any("python -m build" in step.get("run", "") for step in steps(path))
     assert read(path)["permissions"] == {}
+    (job,) = read(path)["jobs"].values()
+    assert job["permissions"] == dict.fromkeys(("attestations", "contents", "id-token"), "write")
+    assert read(GITHUB / "workflows" / "ci.yml")["permissions"] == {"contents": "read"}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

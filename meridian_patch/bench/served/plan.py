@@ -190,9 +190,9 @@ def find_model(text: str | None) -> Path:
     Raises:
         BenchError: no such model on this machine, or a directory without one.
     """
-    path = packaged_model() if text is None else model_files.find_model(text) or Path(text)
-    if text is not None and not path.is_dir() and model_files.is_hub_name(text):
-        raise BenchError(model_files.describe_missing(text))
+    path = packaged_model() if text is None else model_files.find_model(text)
+    if path is None:
+        raise BenchError(model_files.describe_missing(str(text)))
     if not (path / "config.json").is_file():
         raise BenchError(
             f"model directory {path} holds no config.json; give --model DIR, a directory as "

@@ -208,7 +208,7 @@ class ForcedCloses:
     ) -> TokenIds:
         """Return the tokens that are still to be forced, from this step's on; () for none.
 
-        None while the prompt is being computed, or while an earlier sampled token is not back yet.
+        () also while the prompt is being computed, or an earlier sampled token is not back yet.
         Sets where ``closing`` begins the first time, and anew when a token differs from the forced
         one.
 

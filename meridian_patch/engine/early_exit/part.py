@@ -275,7 +275,7 @@ class EarlyExit(SchedulerPart):
             self.probes.recall()
 
     def stand_in(self) -> SchedulerPart:
-        stopped = NoEarlyExit(self._scheduler, self.config, Obstacle.STOPPED, is_for_all=True)
+        stopped = NoEarlyExit(self.config, Obstacle.STOPPED, is_for_all=True)
         for name, each in self.measured.items():
             stopped.add(name, each.config, each.controller.outcome, each.think_tokens)
         return stopped

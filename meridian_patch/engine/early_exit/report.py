@@ -287,7 +287,6 @@ class NoEarlyExit(SchedulerPart):
     thoughts cannot be closed.
 
     Args:
-        scheduler: the phase-aware scheduler.
         config: early exit settings of the configuration, of a family only where one is known.
         obstacle: why the engine has no early exit.
         is_for_all: requests without options of their own get the report, too, in mode ``enforce``.
@@ -298,14 +297,13 @@ class NoEarlyExit(SchedulerPart):
 
     name = counters.EARLY_EXIT
 
-    def __init__(
-        self, scheduler: Any, config: ExitConfig, obstacle: Obstacle, *, is_for_all: bool = False
-    ) -> None:
-        self._scheduler = scheduler
+    def __init__(self, config: ExitConfig, obstacle: Obstacle, *, is_for_all: bool = False) -> None:
         self._config = config
         self._obstacle = obstacle
         self._is_for_all = is_for_all
         self.reports: dict[str, ExitReport] = {}
+        # Requests with a report that ended; their last outputs may be in the current step.
+        self._ended: set[str] = set()
 
     def on_added(self, request: Any, options: RequestOptions) -> None:
         if options.has_exit_options or self._is_for_all:
@@ -314,14 +312,18 @@ class NoEarlyExit(SchedulerPart):
     def on_session_continued(self, session: Any, options: RequestOptions) -> None:
         self.on_added(session, options)
 
+    def on_freed(self, request: Any) -> None:
+        if request.request_id in self.reports:
+            self._ended.add(request.request_id)
+
     def after_update(self, scheduler_output: Any, results: Any) -> None:
         if not self.reports:
             return
         names = {each.request_id for batch in results.values() for each in batch.outputs}
-        attach_all(results, {name: self.reports[name] for name in self.reports.keys() & names})
-        # A request that ended had its last output in this step at the latest.
-        left = self.reports.keys() & self._scheduler.requests.keys() - names
-        self.reports = {name: self.reports[name] for name in left}
+        attach_all(results, {name: self.reports.pop(name) for name in self.reports.keys() & names})
+        for name in self._ended:
+            self.reports.pop(name, None)
+        self._ended.clear()
 
     def add(
         self, name: str, config: ExitConfig, outcome: Outcome | None = None, think_tokens: int = 0

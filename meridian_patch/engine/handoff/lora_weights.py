@@ -8,7 +8,7 @@ What cannot be told is ``NOT_KNOWN``, which is equal to nothing: a name of a hub
 was never in a file, and files that cannot be read or are still being read. So are files that have
 changed since the engine's first request with them, until it starts again: workers may have the old
 or the new weights in memory, and the prefix cache, whose key is the path, may have blocks of both.
-Changed weights belong into a new path, as vLLM says of ``load_inplace``, too.
+Changed weights belong under a new path, as vLLM says of ``load_inplace``, too.
 
 What is not noticed, because the scheduler does not see what workers load:
 

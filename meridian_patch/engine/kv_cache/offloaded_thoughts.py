@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class OffloadedThoughts(Protocol):
-    """What a tier is told when a request ends whose thought is dropped from the history."""
+    """What a tier does when a request ends whose thought is dropped from the history."""
 
     def drop(self, request: "Request", kept_tokens: int) -> None:
         """Keep no tokens after the first ``kept_tokens`` of a request that is about to end.

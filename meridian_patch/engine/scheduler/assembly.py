@@ -109,7 +109,7 @@ def assemble(
     if early_exit:
         policy_part.limiter.probes = early_exit.probes
     # A request that asks for early exit gets a report where there is none.
-    exit_part = NoEarlyExit(scheduler, config.exit, obstacle) if obstacle else early_exit
+    exit_part = NoEarlyExit(config.exit, obstacle) if obstacle else early_exit
     phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
     handoff = build_handoff(scheduler, config.handoff, tracker)
     metrics = build_metrics(scheduler, config.metrics, lambda: phase_part.last_changes)

@@ -52,7 +52,7 @@ class Module:
         """Read the module's imports, constants and functions."""
         self.tree = ast.parse(self.text)
         self.upstream = set(_imported(self.tree, _UPSTREAM))
-        self.code = {name for name in _imported(self.tree, "meridian_patch") if name.islower()}
+        self.code = {name for name in _imported(self.tree, "meridian_patch") if not name.isupper()}
         self.names = dict(self.constants) | dict(_constants(self.tree))
 
     def stores(self) -> Iterator[Store]:
