@@ -139,10 +139,12 @@ def _threads(env: Mapping[str, str]) -> dict[str, str]:
         env: the environment of the server; a variable that is set there is kept.
     """
     cores = len(os.sched_getaffinity(0))
-    if _THREADS in env or cores > _FEW_CORES or not _is_cpu_build():
+    is_unbound = env.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    if _THREADS in env or is_unbound or cores > _FEW_CORES or not _is_cpu_build():
         return {}
-    # Load-bearing: torch computes with as many threads as this variable says, in each process of
-    # the server, and with one per core where it is unset; they wait for each other by spinning.
+    # Load-bearing: torch computes with as many threads as this variable says, in API server and
+    # EngineCore, and with one per core where it is unset; they wait for each other by spinning.
+    # vLLM sets it anew for workers in processes of their own, which it binds to cores.
     print(
         f"meridian serve: {_THREADS}=1, because vLLM is built for CPUs and has {cores} cores here; "
         "set the variable for another number of threads"

@@ -70,18 +70,31 @@ def load_config(env: Mapping[str, str]) -> LoadedConfig:
 
 
 def process_config() -> LoadedConfig:
-    """The configuration of this process, loaded once for the variables that are set.
+    """The configuration of this process, loaded once for the variables and the file as they are.
 
     Raises:
         ConfigError: as ``load_config``.
     """
     variables = envs.environment().items()
-    return _loaded(frozenset(each for each in variables if each[0].startswith(envs.PREFIX)))
+    ours = {name: value for name, value in variables if name.startswith(envs.PREFIX)}
+    return _loaded(frozenset(ours.items()), _version_of(envs.config_path(ours)))
 
 
 @lru_cache(maxsize=1)
-def _loaded(variables: frozenset[tuple[str, str]]) -> LoadedConfig:
+def _loaded(variables: frozenset[tuple[str, str]], _version: tuple[str, int, int]) -> LoadedConfig:
     return load_config(dict(variables))
+
+
+def _version_of(file: Path | None) -> tuple[str, int, int]:
+    """What differs once a configuration file was edited, or is another one by the same name."""
+    if file is None:
+        return "", 0, 0
+    try:
+        stat = file.stat()
+    except (OSError, ValueError):
+        # Loading it names what is wrong.
+        return "", 0, 0
+    return str(file.absolute()), stat.st_mtime_ns, stat.st_size
 
 
 def _read_file(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:

@@ -1,5 +1,6 @@
 """The configuration: precedence, origins, and one clear error for each wrong input."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -60,7 +61,7 @@ def test_environment_alone():
 
 
 def test_a_process_loads_its_configuration_once(config_file, monkeypatch):
-    """Until a variable of ours changes; a wrong value is refused each time, with field and file."""
+    """Until a variable of ours or the file changes; a wrong value is refused each time."""
     env = config_file("version: 1\npolicy: {level_tokens: 5}\n")
     monkeypatch.setenv("MERIDIAN_PATCH_CONFIG", env["MERIDIAN_PATCH_CONFIG"])
     first = process_config()
@@ -69,6 +70,8 @@ def test_a_process_loads_its_configuration_once(config_file, monkeypatch):
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
     changed = process_config().config.policy
     assert (changed.name, changed.level_tokens) == ("noop", 5)
+    Path(env["MERIDIAN_PATCH_CONFIG"]).write_text("version: 1\npolicy: {level_tokens: 60}\n")
+    assert process_config().config.policy.level_tokens == 60
     wrong = config_file("version: 1\npolicy: {level_tokens: many}\n")["MERIDIAN_PATCH_CONFIG"]
     monkeypatch.delenv("MERIDIAN_PATCH_SET_POLICY__NAME")
     monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "off")

@@ -115,6 +115,11 @@ def test_other_machines_keep_vllms_choice(
     assert THREADS not in start()
 
 
+def test_unbound_threads_are_the_users_choice(machine: pytest.MonkeyPatch) -> None:
+    machine.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert THREADS not in start()
+
+
 def test_an_option_takes_precedence_over_the_environment(machine: pytest.MonkeyPatch) -> None:
     machine.setenv(POLICY, "latency")
     assert start("--policy", "noop")[POLICY] == "noop"

@@ -320,8 +320,9 @@ class NoEarlyExit(SchedulerPart):
         if not self.reports:
             return
         names = {each.request_id for batch in results.values() for each in batch.outputs}
-        attach_all(results, {name: self.reports.pop(name) for name in self.reports.keys() & names})
-        for name in self._ended:
+        sent = self.reports.keys() & names
+        attach_all(results, {name: self.reports[name] for name in sent})
+        for name in sent | self._ended:
             self.reports.pop(name, None)
         self._ended.clear()
 
@@ -340,6 +341,7 @@ class NoEarlyExit(SchedulerPart):
             asked = (each.reason for each in STRATEGIES if each.is_on(config))
             obstacles = dict.fromkeys(asked, self._obstacle)
             self.reports[name] = ExitReport(outcome, think_tokens, obstacles)
+            self._ended.discard(name)
 
 
 def _fields(verdict: Close) -> dict[str, Any]:
