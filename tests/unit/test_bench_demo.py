@@ -36,11 +36,11 @@ def test_wrong_option_is_refused(capsys, arguments, message):
 
 
 def test_missing_model_is_named(capsys, tmp_path):
-    """A model directory that is none is one sentence with its path and the option."""
+    """A model directory that is none is one sentence with its path and what to give."""
     code, err = run(capsys, "--model", str(tmp_path / "nowhere"))
     assert code == 1
     assert err.startswith("demo: model directory ")
-    assert "nowhere holds no config.json; give --model DIR" in err
+    assert "nowhere does not exist; expected a local directory" in err
 
 
 def test_taken_port_is_refused(capsys, tmp_path):

@@ -140,7 +140,7 @@ def test_hub_name_and_directory_are_told_apart(tmp_path, monkeypatch):
     with pytest.raises(BenchError, match="run 'hf download owner/name'"):
         find_model("owner/name")
     (tmp_path / "owner").mkdir()
-    with pytest.raises(BenchError, match="holds no config"):
+    with pytest.raises(BenchError, match="owner/name does not exist"):
         find_model("owner/name")
 
 

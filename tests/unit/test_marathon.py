@@ -270,7 +270,7 @@ def test_a_handshake_that_a_frozen_engine_did_not_answer_is_known(tmp_path):
         f"{head} zmq.error.Again: Resource temporarily unavailable\n"
     )
     lines = read_logs([log])
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert all("frozen" in line.known for line in lines)
 
 
