@@ -54,11 +54,11 @@ def test_a_close_comes_where_calibration_says(demo_model, monkeypatch, is_async,
         driver.add(job)
         offered, offer = {}, exits.probes.offer
 
-        def watched_offer(token_budget, offered=offered, offer=offer, exits=exits):
+        def watched_offer(*limits, offered=offered, offer=offer, exits=exits):
             # Steps from the first one that could have had the probe to the one that has it.
             for due in exits.probes.due.values():
                 offered[due.probe.think_tokens] = offered.get(due.probe.think_tokens, -1) + 1
-            offer(token_budget)
+            offer(*limits)
 
         monkeypatch.setattr(exits.probes, "offer", watched_offer)
         driver.drain()

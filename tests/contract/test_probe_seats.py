@@ -114,6 +114,27 @@ def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):
     assert scheduler.early_exit.probes.num_probes - before > 5
 
 
+def test_a_probe_stands_in_a_queue_by_priority_where_its_request_would(monkeypatch, demo_model):
+    """For a step other arrival times stand in for those of running requests."""
+    arguments = {"scheduling_policy": "priority"}
+    driver = exit_driver(monkeypatch, demo_model, engine_args=arguments)
+    driver.add(thinker("early", arrival_time=1.0))
+    driver.add(thinker("late", arrival_time=5.0))
+    probes, seen = driver.scheduler.early_exit.probes, {}
+    settle = probes.settle
+
+    def settled(output):
+        for name, due in probes.live.items():
+            arrivals = driver.scheduler.requests[name].arrival_time, due.parent.arrival_time
+            seen.setdefault(due.parent.request_id, set()).add(arrivals)
+        settle(output)
+
+    monkeypatch.setattr(probes, "settle", settled)
+    for _ in range(200):
+        driver.step()
+    assert seen == {"early": {(1.0, 1.0)}, "late": {(5.0, 5.0)}}
+
+
 def test_a_probe_without_a_place_leaves_a_queue_by_priority_from_its_front(monkeypatch, demo_model):
     """To take one out of a heap's middle takes as long as the queue is."""
     arguments = {"scheduling_policy": "priority"}

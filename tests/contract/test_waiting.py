@@ -1,6 +1,5 @@
 """Places in vLLM's own queues: the order against a plain sort, and that no move walks through."""
 
-import itertools
 import random
 import time
 from types import SimpleNamespace
@@ -52,8 +51,6 @@ def test_the_order_is_that_of_a_plain_sort(seed):
     rng = random.Random(seed)
     order, queue, number = WaitingOrder(AGING_S), FCFSRequestQueue(), 0
     front, arrivals, sorted_ones = [], {}, []
-    # Of equal places the one that was placed first goes first.
-    placed = itertools.count()
     for now_s in range(400):
         move = rng.random()
         if move < 0.5:
@@ -64,13 +61,14 @@ def test_the_order_is_that_of_a_plain_sort(seed):
             level = rng.choice([0, 0, 0, 1, 3])
             order.on_added(one, queue, level, priority, float(now_s))
             steps = max(-MOST_STEPS, min(MOST_STEPS, priority))
-            arrivals[one] = now_s + steps * AGING_S
-            sorted_ones.append((level, arrivals[one], next(placed), one))
+            # Of those that arrived at once the first one goes first.
+            arrivals[one] = now_s + steps * AGING_S, number
+            sorted_ones.append((level, arrivals[one], one))
         elif move < 0.7 and queue:
             # What the next step admits; some of it runs on, some is preempted.
             one = queue.pop_request()
             front = [other for other in front if other is not one]
-            sorted_ones = [row for row in sorted_ones if row[3] is not one]
+            sorted_ones = [row for row in sorted_ones if row[2] is not one]
             if rng.random() < 0.3:
                 order.on_removed(one)
                 continue
@@ -79,22 +77,40 @@ def test_the_order_is_that_of_a_plain_sort(seed):
             if rng.random() < 0.7:
                 level = rng.randrange(5)
                 order.put_at_level(one, level, queue)
-                sorted_ones.append((level, arrivals[one], next(placed), one))
+                sorted_ones.append((level, arrivals[one], one))
             else:
                 front.insert(0, one)
         elif move < 0.85 and sorted_ones:
-            chosen = [row[3] for row in rng.sample(sorted_ones, min(2, len(sorted_ones)))]
+            chosen = [row[2] for row in rng.sample(sorted_ones, min(2, len(sorted_ones)))]
             order.bring_forward(chosen, queue)
-            sorted_ones = [row for row in sorted_ones if row[3] not in chosen]
+            sorted_ones = [row for row in sorted_ones if row[2] not in chosen]
             front = chosen + front
         elif queue:
             one = rng.choice(list(queue))
             queue.remove_requests([one])
             order.on_removed(one)
             front = [other for other in front if other is not one]
-            sorted_ones = [row for row in sorted_ones if row[3] is not one]
-        sorted_ones.sort(key=lambda row: row[:3])
-        assert names(queue) == names([*front, *(row[3] for row in sorted_ones)])
+            sorted_ones = [row for row in sorted_ones if row[2] is not one]
+        sorted_ones.sort(key=lambda row: row[:2])
+        assert names(queue) == names([*front, *(row[2] for row in sorted_ones)])
+
+
+def test_one_of_many_that_came_at_once_is_found_again():
+    """More arrive in the same moment than are searched; the first is preempted, then answers."""
+    order, queue = WaitingOrder(AGING_S), FCFSRequestQueue()
+    ones = [Waiter(f"r{number}") for number in range(REACH + 20)]
+    for one in ones:
+        queue.add_request(one)
+        order.on_added(one, queue, 0, 0, 1.0)
+    first_one = queue.pop_request()
+    queue.prepend_request(first_one)
+    order.moved_to_front(first_one)
+    order.put_at_level(first_one, 0, queue)
+    assert queue[0] is first_one
+    order.put_at_level(first_one, 1, queue)
+    assert queue[-1] is first_one
+    order.bring_forward([first_one], queue)
+    assert queue[0] is first_one
 
 
 def test_the_first_of_a_heap_are_those_of_its_order():

@@ -18,6 +18,7 @@ from meridian_patch.engine.early_exit.watched_request import WatchedRequest
 from meridian_patch.engine.kv_cache.shared_blocks import held_tokens, tokens_behind_hits
 from meridian_patch.engine.probe_request import ProbeRequest, sampled_as
 from meridian_patch.engine.scheduler.admission_checks import first_ready, num_seated
+from meridian_patch.engine.scheduler.running_order import ArrivalOrder
 from meridian_patch.exit.actions import Probe
 from meridian_patch.phase.boundaries import TokenIds
 
@@ -199,18 +200,22 @@ class Probes:
         if self.live and self._scheduler._pause_state is PauseState.PAUSED_ALL:
             self.recall()
 
-    def offer(self, token_budget: int | None = None) -> None:
+    def offer(self, token_budget: int | None = None, arrivals: ArrivalOrder | None = None) -> None:
         """Put due probes at the front of the waiting queue; call before a step is scheduled.
 
         Args:
             token_budget: the step's budget if it is lower than the engine's; else None.
+            arrivals: holds the true arrival times of running requests where others stand in for
+                them during the step.
         """
         self._is_short = False
         if not self.are_next or self._scheduler._pause_state is not PauseState.UNPAUSED:
             return
         for due in self._choose(token_budget):
             name = next(self._names)
-            request = self._make(name, due)
+            parent = due.parent
+            arrival_s = arrivals.true_s(parent) if arrivals else parent.arrival_time
+            request = self._make(name, due, arrival_s)
             del self.due[due.parent.request_id]
             if not self._is_in_cache(request, due):
                 continue
@@ -346,7 +351,7 @@ class Probes:
         manager = self._scheduler.kv_cache_manager
         return bool(manager.get_computed_blocks(request)[1] >= self._num_cached(due.prefix_tokens))
 
-    def _make(self, name: str, due: Due) -> ProbeRequest:
+    def _make(self, name: str, due: Due, arrival_s: float) -> ProbeRequest:
         parent = due.parent
         token_ids = parent._all_token_ids[: due.prefix_tokens]
         token_ids += self._suffix
@@ -356,7 +361,7 @@ class Probes:
             sampling_params=sampled_as(parent.sampling_params, len(token_ids)),
             pooling_params=None,
             client_index=parent.client_index,
-            arrival_time=parent.arrival_time,
+            arrival_time=arrival_s,
             mm_features=parent.mm_features,
             lora_request=parent.lora_request,
             cache_salt=parent.cache_salt,

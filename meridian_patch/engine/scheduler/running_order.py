@@ -203,6 +203,10 @@ class ArrivalOrder:
         for place, request in enumerate(running):
             request.arrival_time = earliest + place * 1e-6
 
+    def true_s(self, request: "Request") -> float:
+        """A request's own arrival time, in seconds."""
+        return self._arrivals.get(request, request.arrival_time)
+
     def restore_one(self, request: "Request") -> None:
         """Restore a request's true arrival time; unknown requests are ignored."""
         arrival = self._arrivals.pop(request, None)

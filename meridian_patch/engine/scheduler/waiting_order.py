@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,9 +16,12 @@ MOST_STEPS = 4
 # A request is searched among so many requests from the place on where it should be.
 REACH = 256
 
-# Level and time, by which the queue is sorted.
-_Place = tuple[int, float]
-_FRONT: _Place = (-1, 0.0)
+# When a request arrived, moved by its priority, and its number: several may come at once.
+_Arrival = tuple[float, int]
+_NO_ARRIVAL: _Arrival = (0.0, 0)
+# Level and arrival, by which the queue is sorted.
+_Place = tuple[int, _Arrival]
+_FRONT: _Place = (-1, _NO_ARRIVAL)
 
 
 class WaitingOrder:
@@ -39,8 +42,9 @@ class WaitingOrder:
 
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
-        # Arrival times of live requests, moved by their priorities.
-        self._arrivals: dict[Any, float] = {}
+        self._numbers = count()
+        # Arrivals of live requests.
+        self._arrivals: dict[Any, _Arrival] = {}
         # Where live requests stand; a request without a place is at the front.
         self._places: dict[Any, _Place] = {}
 
@@ -57,7 +61,8 @@ class WaitingOrder:
             now_s: time of a monotonic clock.
         """
         steps = max(-MOST_STEPS, min(priority, MOST_STEPS))
-        arrival = self._arrivals[request] = now_s + steps * self._aging_s
+        arrival = now_s + steps * self._aging_s, next(self._numbers)
+        self._arrivals[request] = arrival
         place = self._places[request] = (level, arrival)
         if not (isinstance(waiting, deque) and len(waiting) > 1 and waiting[-1] is request):
             return
@@ -77,7 +82,7 @@ class WaitingOrder:
     def put_at_level(self, request: "Request", level: int, waiting: Any) -> None:
         """Move a request that was preempted to the place of its level; ignored if it is gone."""
         if isinstance(waiting, deque) and self._take(request, waiting):
-            place = self._places[request] = (level, self._arrivals.get(request, 0.0))
+            place = self._places[request] = (level, self._arrivals.get(request, _NO_ARRIVAL))
             waiting.insert(bisect_right(waiting, place, key=self._place), request)
 
     def bring_forward(self, requests: Collection["Request"], waiting: Any) -> None:
@@ -107,7 +112,7 @@ class WaitingOrder:
         begin = bisect_right(waiting, _FRONT, key=self._place)
         following = islice(waiting, begin, begin + REACH)
         ready = (one for one in following if one not in passed_over)
-        return next((self._place(one)[1] for one in ready), math.inf)
+        return next((self._place(one)[1][0] for one in ready), math.inf)
 
     def _take(self, request: "Request", waiting: Any) -> bool:
         """Remove a request from the queue if it stands about where it should."""
