@@ -42,7 +42,7 @@ def run(model, folder, requests, engine, *, is_v2=False):
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[pytest.mark.nightly] * (way in {"sync", "drafts"})) for way in WAYS],
+    [pytest.param(way, marks=[pytest.mark.nightly] * (way != "async")) for way in WAYS],
 )
 def test_a_model_that_opens_its_thought_again_answers(tmp_path, way):
     """It would open it behind each end: 286 of 300 tokens were thought, and 13 closes."""

@@ -205,6 +205,7 @@ def test_prompts_beside_an_answer_stay_within_the_graph(mode, tmp_path):
         assert max(gaps) > 0.45
 
 
+@pytest.mark.nightly
 def test_prompts_beside_an_answer_are_not_computed_in_dear_pieces(tmp_path):
     """As on an H200: with any prompt token a step takes long, above the graph hardly longer.
 

@@ -276,6 +276,7 @@ def test_pressure_was_there(runs):
     assert runs["pressed"]["preemptions"]
 
 
+@pytest.mark.nightly
 def test_drafts_were_there(runs):
     """The test under speculation did accept drafts."""
     assert runs["ngram"]["accepted"] > 0

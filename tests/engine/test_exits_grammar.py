@@ -37,7 +37,7 @@ WAYS = {
 BOUND = [
     pytest.param("async", "without a parser", marks=pytest.mark.nightly),
     ("async", "in reasoning"),
-    ("v2", "in reasoning"),
+    pytest.param("v2", "in reasoning", marks=pytest.mark.nightly),
     pytest.param("sync", "without a parser", marks=pytest.mark.nightly),
     pytest.param("sync", "in reasoning", marks=pytest.mark.nightly),
     pytest.param("v2", "without a parser", marks=pytest.mark.nightly),

@@ -11,7 +11,7 @@ from seeing_reference import SeeingReference
 from tiny_vlm import IMAGE, IMAGE_TOKENS, make_vlm
 from workloads import ask, engine_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 BLOCK_SIZE = 32
 # Tokens behind a picture that ends its question: of the turn's end and the answer's beginning.
@@ -48,7 +48,7 @@ def reference(model):
     return SeeingReference(model)
 
 
-@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["v1", "v2"])
 def job(request, model, tmp_path_factory):
     """Model Runner V2 is slow here: its thoughts are cut."""
     is_v2 = request.param == "v2"

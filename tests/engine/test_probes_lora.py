@@ -6,7 +6,7 @@ from probe_reference import Reference, make_adapter
 from probed_engine import Probed
 from workloads import ask, engine_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 BLOCK_SIZE = 32
 

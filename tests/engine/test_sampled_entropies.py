@@ -5,7 +5,7 @@ from engine_plans import AMPLE, PRESSURE
 from run_engine import Job, run_job
 from workloads import ask_all, engine_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 LOGITS = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}

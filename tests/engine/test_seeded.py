@@ -5,7 +5,7 @@ from engine_plans import AMPLE, LONG_QUESTION, PATIENT
 from run_engine import PATCHED, Job, run_job
 from workloads import ask, engine_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 # A target that no step keeps, and nothing that widens the budget on a slow machine: prompts come in
 # the smallest pieces there are.

@@ -39,13 +39,22 @@ def stage(name, engine, problems, max_tokens):
     return {"name": name, "engine": engine, "runs": [plain, measured]}
 
 
+def on_v1(model, folder, names):
+    stages = [
+        stage(name, engine_arguments(model, **LOGITS, **V1_STAGES[name]), AMPLE, 60)
+        for name in names
+    ]
+    return run_job(Job(stages, env=ALONE, allow_async=True), folder)
+
+
 @pytest.fixture(scope="module")
 def v1(demo_model, tmp_path_factory):
-    stages = [
-        stage(name, engine_arguments(demo_model, **LOGITS, **changes), AMPLE, 60)
-        for name, changes in V1_STAGES.items()
-    ]
-    return run_job(Job(stages, env=ALONE, allow_async=True), tmp_path_factory.mktemp("v1"))
+    return on_v1(demo_model, tmp_path_factory.mktemp("v1"), ["async", "ngram"])
+
+
+@pytest.fixture(scope="module")
+def v1_more(demo_model, tmp_path_factory):
+    return on_v1(demo_model, tmp_path_factory.mktemp("v1"), ["multiproc"])
 
 
 def on_v2(model, folder, name, **changes):
@@ -65,10 +74,24 @@ def v2_ngram(demo_model, tmp_path_factory):
     return on_v2(demo_model, tmp_path_factory.mktemp("v2"), "v2_ngram", speculative_config=NGRAM)
 
 
-@pytest.fixture(params=[*V1_STAGES, pytest.param("v2", marks=pytest.mark.nightly), "v2_ngram"])
+# The fixture that played each stage.
+PLAYED = {
+    "async": "v1",
+    "ngram": "v1",
+    "multiproc": "v1_more",
+    "v2": "v2",
+    "v2_ngram": "v2_ngram",
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.nightly] * (fixture != "v1"))
+        for name, fixture in PLAYED.items()
+    ]
+)
 def seen(request):
-    result = request.getfixturevalue("v1" if request.param in V1_STAGES else request.param)
-    return result["stages"][request.param]
+    return request.getfixturevalue(PLAYED[request.param])["stages"][request.param]
 
 
 def close(got, wanted):
@@ -112,7 +135,10 @@ def test_measuring_changes_no_token(seen):
         assert measured[name]["samples"][0]["ids"] == output["samples"][0]["ids"]
 
 
-@pytest.mark.parametrize(("runner", "name"), [("v1", "ngram"), ("v2_ngram", "v2_ngram")])
+@pytest.mark.parametrize(
+    ("runner", "name"),
+    [("v1", "ngram"), pytest.param("v2_ngram", "v2_ngram", marks=pytest.mark.nightly)],
+)
 def test_drafts_have_rows_of_their_own(request, runner, name):
     """Under speculation tokens beyond the first are accepted, and rejected drafts are measured."""
     run = request.getfixturevalue(runner)["stages"][name]["runs"]["measured"]
