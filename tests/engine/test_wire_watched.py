@@ -13,7 +13,7 @@ from run_prometheus import Prometheus
 pytestmark = pytest.mark.engine
 
 # The tiny reasoner answers within a second, so a shorter wait is a long one.
-LIMITS = {"MeridianFirstAnswerSlow": ("> 60", "> 1")}
+LIMITS = {"MeridianFirstAnswerSlow": ("> 5 + 2", "> 1 + 0")}
 OVERLOAD = {"MeridianAnswersPreempted", "MeridianFirstAnswerSlow", "MeridianRequestsWait"}
 # What the runbooks of thoughts that are too long say.
 BOUNDED = {

@@ -50,6 +50,9 @@ HEALTHY = {
     series(f"{TTFAT}_bucket", thought="yes", le="30.0"): counter(60),
     series(f"{TTFAT}_bucket", thought="yes", le="120.0"): counter(60),
     series(f"{TTFAT}_bucket", thought="yes", le="+Inf"): counter(60),
+    series("meridian_request_phase_seconds_bucket", phase="think", le="30.0"): counter(60),
+    series("meridian_request_phase_seconds_bucket", phase="think", le="+Inf"): counter(60),
+    'up{job="vllm", instance="a:8000"}': gauge(1),
     series("vllm:num_requests_running"): gauge(8),
     series("vllm:num_requests_waiting"): gauge(3),
     **{series("meridian_requests", phase=phase): gauge(3) for phase in PHASES},
@@ -83,9 +86,13 @@ FAULTS = {
         "MeridianAnswersStall",
         {series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999, 5900)},
     ),
-    "thoughts are long": (
+    "requests wait before they think": (
         "MeridianFirstAnswerSlow",
         {series(f"{TTFAT}_bucket", thought="yes", le="30.0"): counter(60, 10)},
+    ),
+    "the server is gone": (
+        "MeridianTargetDown",
+        {'up{job="vllm", instance="a:8000"}': gauge(1, 0)},
     ),
     "more requests than seats": (
         "MeridianRequestsWait",
@@ -97,7 +104,7 @@ FAULTS = {
     ),
     "answers outgrow the cache": (
         "MeridianAnswersPreempted",
-        {series("meridian_preemptions_total", phase="answer"): counter(0, 0.1)},
+        {series("meridian_preemptions_total", phase="answer"): counter(0, 6)},
     ),
     "the API server alone is patched": (
         "MeridianNotActive",
@@ -158,12 +165,13 @@ FAULTS = {
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 
 
-def check(tmp_path, told, firing_by_minute):
+def check(tmp_path, told, firing_by_minute, never=()):
     """Run Prometheus's unit test of one server.
 
     Args:
         told: values by minute, by series; NaN is a gap.
         firing_by_minute: minute to the alerts that fire then.
+        never: expressions that have no value at the end.
     """
     write = {True: "_", False: "{:g}"}
     test = {
@@ -181,6 +189,10 @@ def check(tmp_path, told, firing_by_minute):
                 ],
             }
             for minute, names in firing_by_minute.items()
+        ]
+        + [
+            {"expr": expression, "eval_time": f"{MINUTES - 1}m", "exp_samples": []}
+            for expression in never
         ],
     }
     file = tmp_path / "test.yml"
@@ -200,6 +212,17 @@ def test_a_healthy_server_is_silent(tmp_path):
 
 
 QUIET = {
+    "thoughts are long, and answers begin right behind them": {
+        series(f"{TTFAT}_bucket", thought="yes", le="30.0"): counter(60, 10),
+        series("meridian_request_phase_seconds_bucket", phase="think", le="30.0"): counter(60, 10),
+        series("meridian_request_phase_seconds_bucket", phase="think", le="120.0"): counter(60),
+    },
+    "a target of another program is down": {
+        'up{job="node", instance="b:9100"}': gauge(1, 0),
+    },
+    "an answer is preempted now and then": {
+        series("meridian_preemptions_total", phase="answer"): counter(0, 1),
+    },
     "policy noop, or prompts in every step: no time is predicted": {
         series("meridian_steps_total", kind="learnt"): counter(0),
         series("meridian_step_seconds_total", kind="measured"): counter(0),
@@ -225,7 +248,7 @@ def test_what_is_no_fault_is_silent(tmp_path, state):
 
 def test_a_server_without_requests_is_silent(tmp_path):
     """Nothing is divided by: no ratio is a number."""
-    idle = {name: [0.0] * MINUTES for name in HEALTHY}
+    idle = {name: [float(name.startswith("up{"))] * MINUTES for name in HEALTHY}
     check(tmp_path, idle, dict.fromkeys(range(0, MINUTES, 10), ()))
 
 
@@ -241,22 +264,26 @@ def test_an_alert_fires_in_its_fault_and_ends_after_it(tmp_path, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_minute_of_trouble_wakes_up_no_one_unless_it_must(tmp_path, fault):
-    """Alerts that fire at once are those where a single event is a fault."""
-    alert, changed = FAULTS[fault]
-    short = {}
-    for name, values in changed.items():
-        usual, is_total = HEALTHY[name], name.split("{")[0].endswith(("_total", "_bucket"))
-        extra = values[FAULT[0]] - usual[FAULT[0]]
-        stays = is_total and values[-1] != usual[-1]
-        short[name] = [
-            value + extra if minute == 40 or (stays and minute > 40) else value
-            for minute, value in enumerate(usual)
-        ]
-    is_at_once = alert in ("MeridianAnswersPreempted", "MeridianPartOff")
-    if alert == "MeridianAnswersPreempted":
-        # It looks back ten minutes.
-        minutes = {45: (alert,), 60: ()}
-    else:
-        minutes = {40: (alert,) if is_at_once else (), 45: (), 50: (), 60: ()}
-    check(tmp_path, HEALTHY | short, minutes)
+def test_one_minute_of_trouble_wakes_up_no_one(tmp_path, fault):
+    changed = FAULTS[fault][1]
+    trouble = {name: in_minutes(name, values, {40}) for name, values in changed.items()}
+    check(tmp_path, HEALTHY | trouble, dict.fromkeys((40, 45, 50, 60), ()))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_alert_does_not_flap(tmp_path, fault):
+    """In a fault that comes and goes by the minute it fires once at most, and ends."""
+    changed = FAULTS[fault][1]
+    every_other = {name: in_minutes(name, v, set(FAULT[::2])) for name, v in changed.items()}
+    now, before = (f'ALERTS{{alertstate="firing"}}{offset}' for offset in ("", " offset 1m"))
+    begins = f"sum by (alertname) (count_over_time(({now} unless {before})[{MINUTES}m:1m])) > 1"
+    check(tmp_path, HEALTHY | every_other, {MINUTES - 1: ()}, [begins])
+
+
+def in_minutes(name, values, minutes):
+    """Values by minute with a fault's change in these minutes alone."""
+    usual, is_total = HEALTHY[name], name.split("{")[0].endswith(("_total", "_bucket"))
+    if not (is_total and values[-1] != usual[-1]):
+        return [values[FAULT[0]] if minute in minutes else v for minute, v in enumerate(usual)]
+    extra = values[FAULT[0]] - usual[FAULT[0]]
+    return [v + extra * sum(m <= minute for m in minutes) for minute, v in enumerate(usual)]
