@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
@@ -18,7 +18,7 @@ from meridian_patch.engine.kv_cache.offloaded_thoughts import (
 )
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared
 from meridian_patch.engine.scheduler.guard import StepGuard
-from meridian_patch.engine.scheduler.parts import SchedulerPart
+from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.thoughts import holds_any
 from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
@@ -35,6 +35,7 @@ from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
@@ -124,7 +125,9 @@ class KVTiers(SchedulerPart):
             if self._offloaded and retention and retention.tier is Tier.THINK_COMPLETE:
                 self._offloaded.drop(request, retention.kept_tokens)
 
-    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+    def after_schedule(
+        self, plan: StepPlan, output: "SchedulerOutput", started: Sequence[str]
+    ) -> None:
         # Load-bearing: after the last request ended, upstream schedules one more step without
         # tokens, which tells the workers. So the check delays no request.
         if not self._requests:
