@@ -89,7 +89,9 @@ def test_noop_counts_nothing_of_the_policy(demo_model, monkeypatch):
 @SYNC_AND_ASYNC
 def test_limits_that_leave_nothing_out_are_not_counted(demo_model, monkeypatch, is_async):
     """Of a budget that was not used up, and of seats that were not taken, no one noticed."""
-    driver = driver_for(demo_model, is_async=is_async, blocks=200, max_num_seqs=8)
+    driver = driver_for(
+        demo_model, is_async=is_async, blocks=200, max_num_seqs=8, max_num_batched_tokens=1024
+    )
     limit_steps(monkeypatch, driver, driver.scheduler.max_num_scheduled_tokens, 8)
     for number in range(4):
         driver.add(job(f"r{number}", prompt=100))
