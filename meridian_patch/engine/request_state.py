@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from meridian_patch.config.family import History
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from meridian_patch.engine.handoff.lora_weights import Loaded
+    from meridian_patch.engine.handoff.think_part import Move
 
 Place = tuple[int, float]
 """Level and time, by which the queue of waiting requests is sorted."""
@@ -40,6 +44,10 @@ class RequestState:
         safe_tokens: think tokens before which it makes room for no other request.
         room_made: its number of preemptions when others made room for it last, and how often they
             did since it was preempted so often.
+        history: the rule for its blocks in the KV tiers, where more is known than the family's.
+        is_offered: whether it may be handed off once its thought has ended.
+        adapter: the files of its LoRA adapter, as it began with them; only if it is offered.
+        move: its hand-off, from the end of its thought to its last token.
     """
 
     request: "Request"
@@ -54,6 +62,10 @@ class RequestState:
     away_s: float = 0.0
     safe_tokens: int = 0
     room_made: tuple[int, int] = (0, 0)
+    history: History | None = None
+    is_offered: bool = False
+    adapter: "Loaded | None" = None
+    move: "Move | None" = None
 
 
 StateSet = dict[RequestState, None]

@@ -86,7 +86,7 @@ class Displacing(SchedulerPart):
         self._refusals.look_again()
 
     def before_schedule(self, plan: StepPlan) -> None:
-        if not plan.may_admit:
+        if not (plan.is_contended and plan.may_admit):
             return
         scheduler = self._scheduler
         rows = len(scheduler.running)

@@ -75,7 +75,7 @@ class LevelReview(SchedulerPart):
             self._end_thought(self._states.of(request), state.think_tokens)
 
     def before_schedule(self, plan: StepPlan) -> None:
-        if not (self._is_reviewing and plan.may_admit):
+        if not (plan.is_contended and self._is_reviewing and plan.may_admit):
             return
         step = self._scheduler.current_step
         if step - self._reviewed_at < _REVIEW_STEPS:

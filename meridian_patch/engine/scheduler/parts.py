@@ -94,8 +94,8 @@ class StepPlan:
 
     @property
     def may_admit(self) -> bool:
-        """Whether requests compete in a step that may admit one of them."""
-        return self.is_contended and self.may_prefill and self.max_active is None
+        """Whether the step may admit waiting requests, as far as it is planned."""
+        return self.may_prefill and self.max_active is None
 
 
 class Applied:
