@@ -95,7 +95,7 @@ class StepPlan:
     @property
     def may_admit(self) -> bool:
         """Whether the step may admit waiting requests, as far as it is planned."""
-        return self.may_prefill and self.max_active is None
+        return self.may_prefill and self.max_active != 0
 
 
 class Applied:

@@ -139,7 +139,8 @@ class PhaseScheduling(UpstreamScheduler):
                 output = super().schedule(*args, **kwargs)
         finally:
             self._plan = _NO_PLAN
-            self._refusals.stop()
+            if self._refusals.is_on:
+                self._refusals.stop()
         started = started_requests(output)
         with self._guard.protect(counters.EARLY_EXIT):
             self._cadence.after_step(output, started)
