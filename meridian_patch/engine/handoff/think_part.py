@@ -215,8 +215,10 @@ class ThinkPart(SchedulerPart):
         Yields:
             The facts of its ticket; None if it does not move.
         """
-        record = self._states.of(request)
-        move, record.move = record.move, None
+        move, record = None, self._states.get(request.request_id)
+        if record is not None:
+            # A probe has none.
+            move, record.move = record.move, None
         status, num_computed = request.status, request.num_computed_tokens
         if move is not None and self._is_moving(request, move):
             # Load-bearing: upstream clips the blocks to these tokens, and the connector of the
