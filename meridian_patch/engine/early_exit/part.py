@@ -200,7 +200,7 @@ class EarlyExit(SchedulerPart):
             self.arrange(plan)
         finally:
             # Also after an error: a close may have arranged its request to skip the step.
-            plan.num_probes = self.num_probes
+            plan.num_probes = 0 if self.probes is None else len(self.probes.live)
             plan.seats = self.user_seats(self._scheduler.max_num_active_reqs)
 
     def after_schedule(
