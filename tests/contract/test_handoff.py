@@ -46,12 +46,12 @@ CALL_IDS = tuple(build_tokenizer().encode("<call>", add_special_tokens=False))
 OFFERED = {"kv_transfer_params": dict(OFFER)}
 
 
-@pytest.fixture(params=(False, True), ids=("sync", "async"))
 def is_moving(part):
     """Whether any request ends one token behind its thought."""
     return any(state.move for state in part._states)
 
 
+@pytest.fixture(params=(False, True), ids=("sync", "async"))
 def is_async(request) -> bool:
     return request.param
 
