@@ -47,7 +47,6 @@ OFFERED = {"kv_transfer_params": dict(OFFER)}
 
 
 def is_moving(part):
-    """Whether any request ends one token behind its thought."""
     return any(state.move for state in part._states)
 
 
