@@ -66,18 +66,17 @@ class ReplayEngine:
         manager = self.scheduler.kv_cache_manager
         if hasattr(manager, "clock"):
             manager.clock = lambda: self.now
-        # Ours has its clock in the limiter; one that an arm builds may have one itself.
-        timed = getattr(self.scheduler, "step_limiter", self.scheduler)
-        if hasattr(timed, "clock"):
-            timed.clock = lambda: self.now
+        # Ours has a clock, and one that an arm builds may have one.
+        if hasattr(self.scheduler, "clock"):
+            self.scheduler.clock = lambda: self.now
         self._offload = None
         if arm.offload_gb_per_s is not None:
             self._offload = OffloadTier(self.scheduler, arm.offload_gb_per_s, KV_BYTES_PER_TOKEN)
         self._is_async = is_async
         self._step_seconds = step_seconds
         self._graphs = graphs
-        if graphs and hasattr(self.scheduler, "step_limiter"):
-            self.scheduler.step_limiter.model.graph_tokens = graphs.graph_tokens
+        if graphs and hasattr(self.scheduler, "policy_parts"):
+            self.scheduler.policy_parts.model.graph_tokens = graphs.graph_tokens
         self._hasher = get_request_block_hasher(limits.block_size, sha256)
         self._sampling = SamplingParams(temperature=0, max_tokens=limits.max_model_len)
         self._sampling.update_from_generation_config({}, template.turn_end)

@@ -113,8 +113,8 @@ def test_the_queue_is_sorted_beside_a_session_with_a_queued_chunk(demo_model):
     """A request that is preempted afterwards is found, and put at its place."""
     driver = learnt(demo_model, is_async=True)
     waiting_behind_a_turn(driver)
-    order, waiting = driver.scheduler.step_limiter.waiting_order, driver.scheduler.waiting
-    places = [order._place(request) for request in waiting]
+    order, waiting = driver.scheduler.policy_parts.waiting_order, driver.scheduler.waiting
+    places = [order.place_of(request) for request in waiting]
     assert places == sorted(places)
 
 

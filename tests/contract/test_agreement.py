@@ -26,7 +26,7 @@ def rank(demo_model, backend, *, is_async, clock):
     driver = Driver.build(
         scheduler_class(is_async=is_async), config, is_async=is_async, tiered=True
     )
-    driver.scheduler.step_limiter.clock = lambda: driver.now_s * clock
+    driver.scheduler.clock = lambda: driver.now_s * clock
     driver.scheduler.kv_cache_manager.clock = lambda: driver.now_s * clock
     return driver
 

@@ -74,7 +74,7 @@ def test_thinkers_make_room_and_answers_stay(demo_model, is_async, queue_policy,
     assert totals.get("preemption:answer", 0) == 0
     assert longest_answer_gap(driver) <= 2
     assert len(driver.scheduler.phase_tracker) == 0
-    assert not driver.scheduler.policy_part.waiting_answers
+    assert not driver.scheduler.request_states.waiting_answers
     assert all(
         len(driver.deliveries[job.request_id]) == job.think_tokens + job.answer_tokens + 2
         for job in driver.jobs.values()
@@ -129,18 +129,18 @@ def test_passing_over_quiet_steps_changes_nothing(demo_model, monkeypatch, is_as
     # Its cuts depend on what steps take here.
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "false")
     busy = driver_for(demo_model, is_async=is_async)
-    busy.scheduler.policy_part.is_uncontended = lambda: False
+    busy.scheduler.policy_parts.first.is_uncontended = lambda: False
     totals = load(busy, seed)
     driver = driver_for(demo_model, is_async=is_async)
     scheduler, quiet = driver.scheduler, []
-    is_uncontended = scheduler.policy_part.is_uncontended
+    is_uncontended = scheduler.policy_parts.first.is_uncontended
 
     def note():
         if is_quiet := is_uncontended():
             quiet.append(len(scheduler.running))
         return is_quiet
 
-    scheduler.policy_part.is_uncontended = note
+    scheduler.policy_parts.first.is_uncontended = note
     assert load(driver, seed) == totals
     assert driver.deliveries == busy.deliveries
     assert totals["preemption:think"] > 5
@@ -225,7 +225,7 @@ class BrokenPolicy:
 def test_a_failing_policy_costs_a_count_and_nothing_else(demo_model, caplog):
     """An exception in the policy is counted per step, logged with the request, run as stock."""
     driver = driver_for(demo_model)
-    driver.scheduler.policy_part.order._policy = BrokenPolicy()
+    driver.scheduler.policy_parts.order.order._policy = BrokenPolicy()
     logging.getLogger("vllm").addHandler(caplog.handler)
     try:
         totals = load(driver, seed=1, requests=8)
@@ -278,7 +278,7 @@ def test_aborts_in_every_phase_leave_nothing_behind(demo_model):
     tracker = driver.scheduler.phase_tracker
     assert len(tracker) == tracker.num_reasoning == 0
     assert set(tracker.counts.values()) == {0}
-    assert not driver.scheduler.policy_part.waiting_answers
+    assert not driver.scheduler.request_states.waiting_answers
 
 
 def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model):
@@ -286,18 +286,18 @@ def test_a_boundary_that_arrives_after_the_preemption_makes_an_answer(demo_model
     driver = driver_for(demo_model, is_async=True, blocks=30)
     scheduler = driver.scheduler
     places = []
-    arranged = scheduler.policy_part.order_running
+    arranged = scheduler.policy_parts.order.order_running
 
-    def arrange():
-        arrivals = arranged()
+    def arrange(plan):
+        is_in_time = arranged(plan)
         waiting = [request.request_id for request in scheduler.waiting]
         for name, request in scheduler.requests.items():
             state = scheduler.phase_tracker.get(name)
             if request.status == RequestStatus.PREEMPTED and state.phase is Phase.ANSWER:
                 places.append(waiting.index(name))
-        return arrivals
+        return is_in_time
 
-    scheduler.policy_part.order_running = arrange
+    scheduler.policy_parts.order.order_running = arrange
     load(driver, 5)
     assert places
     assert set(places) == {0}

@@ -13,7 +13,7 @@ from meridian_patch.telemetry.counters import PARTS, PhaseCounters
 # What each part of an engine without a role is made to fail in: a call that comes in every step.
 FAILS_IN = {
     "the phase tracker": lambda scheduler: (scheduler.phase_tracker, "expects"),
-    "the policy": lambda scheduler: (scheduler.step_limiter, "scheduled"),
+    "the policy": lambda scheduler: (scheduler.policy_parts.load, "of"),
     "the KV tiers": lambda scheduler: (scheduler.kv_tiers, "_requests"),
     "early exit": lambda scheduler: (scheduler.early_exit, "arrange"),
 }
@@ -56,9 +56,7 @@ def test_a_part_that_always_fails_is_switched_off(monkeypatch, demo_model, part,
     before = totals["fallback:exception"]
     driver.add(thinker("late", 120), extra_args={"meridian_priority": 1})
     driver.drain()
-    # A part that is off hears of no request, so it keeps none.
-    kept = driver.scheduler.step_limiter._options
-    assert not kept
+    assert not len(driver.scheduler.request_states)
     assert all(len(steps) > 120 for steps in driver.deliveries.values())
     assert not driver.scheduler.requests
     assert totals["fallback:exception"] == before

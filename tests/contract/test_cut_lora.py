@@ -105,7 +105,7 @@ def test_others_come_in_beside_a_cut_that_leaves_no_prompt_out(cut):
     step_until(cut, "reader", Phase.ANSWER)
     add(cut, "other", 2, 4, think=200)
     add(cut, "plain", 0, 4, think=200)
-    budget = cut.scheduler.step_limiter._cut
+    budget = cut.scheduler.policy_parts.cut._cut
     budget.token_budget = lambda *_, **__: 4 * BLOCK_SIZE
     cut.drain()
     assert cut.deliveries["plain"][0] < cut.deliveries["long"][0]

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.demo.tokenizer import build_tokenizer
+from meridian_patch.engine.request_state import RequestState
 from meridian_patch.engine.scheduler.scheduler import build_phase_scheduler
 from meridian_patch.exit.thought_monitor import ThoughtMonitor
 
@@ -284,11 +285,12 @@ def test_no_probe_is_made_while_an_answer_waits(driver_for):
     scheduler = driver.scheduler
     made = scheduler.early_exit.probes.num_probes
     assert made > 3
-    scheduler.policy_part.waiting_answers["a"] = SimpleNamespace(status=RequestStatus.RUNNING)
+    waiting = scheduler.request_states.waiting_answers
+    waiting[RequestState(SimpleNamespace(status=RequestStatus.RUNNING))] = None
     for _ in range(100):
         driver.step()
     assert scheduler.early_exit.probes.num_probes <= made + 1
-    scheduler.policy_part.waiting_answers.clear()
+    waiting.clear()
     driver.drain()
     assert scheduler.early_exit.probes.num_probes > made + 3
     assert is_empty(driver)

@@ -241,7 +241,7 @@ def test_each_request_of_a_batch_has_its_own_adapter(engine, tmp_path):
     assert digests["one"] == digests["again"] != digests["other"]
     assert digests["none"] is None
     assert NOT_KNOWN not in digests.values()
-    assert not think.scheduler._think_part._offered
+    assert not len(think.scheduler.request_states)
     sent = KVConnectorOutput(finished_sending=set(tickets))
     think.scheduler._update_from_kv_xfer_finished(sent)
     assert think.num_free() == free_before
@@ -255,7 +255,7 @@ def test_a_session_with_an_adapter_stays_and_is_checked(engine, tmp_path):
     think.add(job, poet, dict(OFFER), is_session=True)
     for _ in range(100):
         think.driver.step()
-    assert not think.scheduler._think_part._offered
+    assert not think.scheduler.request_states.get("s").is_offered
     assert len(think.driver.deliveries["s"]) == 77
     session = answer.add(job, other, dict(ticket_of(think, poet)), is_session=True)
     assert session.kv_transfer_params is None

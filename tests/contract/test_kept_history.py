@@ -121,10 +121,10 @@ def test_nothing_is_left_of_a_request(demo_model):
     driver = driver_for(demo_model, blocks=200)
     driver.add(THINKER, {"meridian_history": "keep"})
     driver.step()
-    assert driver.scheduler.kv_tiers._rules == {"thinker": "keep"}
+    assert driver.scheduler.request_states.get("thinker").history == "keep"
     driver.abort("thinker")
     driver.drain()
-    assert driver.scheduler.kv_tiers._rules == {}
+    assert driver.scheduler.request_states.get("thinker") is None
 
 
 @pytest.mark.parametrize("is_told", [False, True])

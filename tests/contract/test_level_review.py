@@ -26,7 +26,7 @@ def job(name, seed, *, prompt=60, think=50, answer=20, **more):
 
 def known(driver):
     """What the levels know: tokens of thoughts, and how many of these ended."""
-    levels = driver.scheduler.step_limiter.levels
+    levels = driver.scheduler.policy_parts.levels
     return levels._tokens.sum(), levels._ends.sum()
 
 
@@ -35,18 +35,14 @@ def test_a_thought_counts_once(demo_model, is_async):
     """Its tokens, the end marker among them, and its end; reviews do not count them again."""
     driver = driver_for(demo_model, is_async=is_async, blocks=60)
     driver.add(job("r", 1, think=300))
-    review = driver.scheduler.step_limiter._level_review
     for _ in range(250):
         driver.step()
-        review._reviewed_at = -1000
-        review.review(driver.scheduler.current_step, driver.scheduler.running)
+        driver.scheduler.policy_parts.review.review()
     tokens, ends = known(driver)
     assert 200 < tokens <= 250
     assert ends == 0
     driver.drain()
     assert known(driver) == (301, 1)
-    assert not review._known
-    assert not review._ended
 
 
 @SYNC_AND_ASYNC

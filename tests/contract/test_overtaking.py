@@ -1,6 +1,7 @@
 """Requests that others overtake are served all the same, on vLLM's real scheduler."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from full_pool import BLOCKS, job, newcomer, share_time_alone, taught_driver
@@ -8,6 +9,7 @@ from scheduler_driver import Job, make_prompt
 from tier_driver import driver_for, step_until
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.request_state import RequestStates
 from meridian_patch.phase.tracker import Phase
 
 AGING_S = 30.0
@@ -28,9 +30,8 @@ def names(queue):
 
 
 def pass_time(driver, seconds):
-    limiter = driver.scheduler.step_limiter
-    now_s = limiter.clock()
-    limiter.clock = lambda: now_s + seconds
+    now_s = driver.scheduler.clock()
+    driver.scheduler.clock = lambda: now_s + seconds
 
 
 def test_an_aged_thinker_that_finds_a_seat_thinks_for_a_level(demo_model):
@@ -113,14 +114,17 @@ def test_thinkers_of_another_priority_do_not_hide_a_long_one(demo_model):
     assert scheduler.requests["long"].status == RequestStatus.PREEMPTED
 
 
-def test_a_session_begins_anew_with_each_turn(demo_model):
+def test_a_session_begins_anew_with_each_turn():
     """What was noted of its last thought does not count for the next one."""
-    room = driver_for(demo_model).scheduler.step_limiter._displacing
-    session = object()
-    for notes in room._notes:
-        notes[session] = 1
-    room.ends_turn(session)
-    assert not any(room._notes)
+    states = RequestStates()
+    session = states.add(SimpleNamespace(request_id="s"))
+    session.safe_tokens, session.room_made = 1, (1, 1)
+    notes = (states.away, states.overtaken, states.to_place, states.to_move)
+    for each in notes:
+        each[session] = None
+    states.end_turn(session)
+    assert not any(notes)
+    assert (session.safe_tokens, session.room_made) == (0, (0, 0))
 
 
 def test_room_is_made_between_steps_that_may_not_compute_prompts(demo_model):
@@ -156,7 +160,8 @@ def test_plain_traffic_is_as_in_stock_once_no_request_thinks(demo_model, monkeyp
         for _ in range(60):
             driver.step()
         driver.add(plain(f"long{number}", 2 + number, prompt=400, answer=100))
-    assert driver.scheduler.step_limiter.is_stock
+    scheduler = driver.scheduler
+    assert not (scheduler.phase_tracker.num_reasoning or scheduler.request_states.overtaken)
 
 
 @pytest.fixture
@@ -164,12 +169,12 @@ def queue(demo_model, monkeypatch):
     """One seat, which a thinker has; the second of three that wait is long and overtaken."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "1")
     driver = driver_for(demo_model, max_num_seqs=1)
-    limiter = driver.scheduler.step_limiter
+    scheduler = driver.scheduler
     driver.add(job("thinks", 1, think=300))
     driver.step()
-    begin_s = limiter.clock()
+    begin_s = scheduler.clock()
     for number, (name, prompt) in enumerate((("first", 20), ("long", 400), ("later", 20))):
-        limiter.clock = lambda number=number: begin_s + number
+        scheduler.clock = lambda number=number: begin_s + number
         driver.add(plain(name, number + 2, prompt=prompt))
     assert names(driver.scheduler.waiting) == ["first", "later", "long"]
     pass_time(driver, 10 * AGING_S + 1)

@@ -35,8 +35,12 @@ from meridian_patch.engine.scheduler import (
     parts,
     policy_part,
     preempted_sessions,
+    queue_part,
+    refusals,
+    running_order,
     scheduler,
-    step_limits,
+    step_cut,
+    step_load,
 )
 from meridian_patch.engine.worker import worker
 from meridian_patch.patches import PATCHES, REBINDINGS
@@ -281,7 +285,11 @@ HANDS = (
     preempted_sessions,
     probe_request,
     probes,
-    step_limits,
+    queue_part,
+    refusals,
+    running_order,
+    step_cut,
+    step_load,
 )
 
 

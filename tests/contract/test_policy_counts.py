@@ -1,12 +1,12 @@
 """What the scheduler counts of the policy: how often it acts, what that takes, and how it errs."""
 
 import random
+from functools import partial
 
 import pytest
 from scheduler_driver import Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 
-from meridian_patch.engine.scheduler.step_limits import StepLimits
 from meridian_patch.phase.tracker import Phase
 
 EVENTS = ("limited_step", "policy_seconds", "step_seconds", "recomputed_tokens")
@@ -52,11 +52,27 @@ def test_what_the_policy_does_is_counted(demo_model, is_async):
     assert seen["step_seconds:measured"] <= driver.now_s
 
 
+def limit_steps(monkeypatch, driver, tokens, requests):
+    """Every step that is planned gets these limits."""
+    parts = driver.scheduler.policy_parts
+    limits = {"token_budget": tokens, "max_active": requests}
+    for part in (parts.cut, parts.displacing):
+        monkeypatch.setattr(part, "before_schedule", partial(set_limits, limits))
+    monkeypatch.setattr(parts.first, "is_uncontended", lambda: False)
+    driver.scheduler._parts._find_hooks()
+
+
+def set_limits(limits, plan):
+    for name, value in limits.items():
+        if plan.is_contended:
+            setattr(plan, name, value)
+
+
 def test_a_slow_step_counts_once(demo_model):
     """Although its limits and its order are two decisions, and both take too long."""
     driver = driver_for(demo_model, blocks=200, max_num_seqs=8)
-    driver.scheduler.policy_part.time_budget_s = 0.0
-    driver.scheduler.policy_part.order._time_budget_s = 0.0
+    driver.scheduler.policy_parts.order.time_budget_s = 0.0
+    driver.scheduler.policy_parts.order.order._time_budget_s = 0.0
     serve(driver)
     assert 0 < driver.scheduler.phase_counters.totals["fallback:slow"] <= driver.steps
 
@@ -73,11 +89,10 @@ def test_noop_counts_nothing_of_the_policy(demo_model, monkeypatch):
 @SYNC_AND_ASYNC
 def test_limits_that_leave_nothing_out_are_not_counted(demo_model, monkeypatch, is_async):
     """Of a budget that was not used up, and of seats that were not taken, no one noticed."""
-    driver = driver_for(demo_model, is_async=is_async, blocks=200, max_num_seqs=8)
-    part = driver.scheduler.policy_part
-    full = driver.scheduler.max_num_scheduled_tokens
-    monkeypatch.setattr(part, "is_uncontended", lambda: False)
-    monkeypatch.setattr(part.limiter, "plan", lambda *_, **__: StepLimits(full, 8))
+    driver = driver_for(
+        demo_model, is_async=is_async, blocks=200, max_num_seqs=8, max_num_batched_tokens=1024
+    )
+    limit_steps(monkeypatch, driver, driver.scheduler.max_num_scheduled_tokens, 8)
     for number in range(4):
         driver.add(job(f"r{number}", prompt=100))
     driver.drain()
@@ -88,9 +103,7 @@ def test_limits_that_leave_nothing_out_are_not_counted(demo_model, monkeypatch, 
 def test_a_limit_of_requests_that_keeps_one_waiting_is_counted(demo_model, monkeypatch):
     """Once per step in which a request waits behind it."""
     driver = driver_for(demo_model, blocks=200, max_num_seqs=8)
-    part = driver.scheduler.policy_part
-    monkeypatch.setattr(part, "is_uncontended", lambda: False)
-    monkeypatch.setattr(part.limiter, "plan", lambda *_, **__: StepLimits(None, 1))
+    limit_steps(monkeypatch, driver, None, 1)
     for number in range(2):
         driver.add(job(f"r{number}", prompt=30, think=10, answer=10))
     driver.drain()

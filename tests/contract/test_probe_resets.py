@@ -55,10 +55,11 @@ def test_an_answer_that_resumed_no_longer_waits(driver):
     driver.add(thinker("thinks"))
     step_until(driver, lambda: scheduler.phase_tracker.get("answers").phase is Phase.ANSWER)
     scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert list(scheduler.policy_part.waiting_answers) == ["answers"]
+    waiting = scheduler.request_states.waiting_answers
+    assert list(waiting) == [scheduler.request_states.get("answers")]
     output = driver.step()
     assert set(started_requests(output)) == {"answers", "thinks"}
-    assert not scheduler.policy_part.waiting_answers
+    assert not waiting
     made = scheduler.early_exit.probes.num_probes
     for _ in range(100):
         driver.step()

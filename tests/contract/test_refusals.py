@@ -30,7 +30,7 @@ def job(name, seed, *, prompt=60, think=50, answer=20, **more):
 def refused(driver, *, shared=0, tail=200, free=1):
     """A newcomer with so many tokens of a running request's prompt, after vLLM refused it."""
     scheduler = driver.scheduler
-    refusals = scheduler.step_limiter.refusals
+    refusals = scheduler.policy_parts.refusals
     driver.add(job("runs", 1, prompt=330, think=400))
     driver.step()
     head = scheduler.requests["runs"].prompt_token_ids[:shared]

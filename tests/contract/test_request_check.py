@@ -103,7 +103,7 @@ def test_the_scheduler_serves_a_wrong_request_without_its_fields(demo_model, cap
     """One line that names the field, and no step that "runs as stock": none did."""
     driver = driver_for(demo_model)
     driver.add(Job("wrong", PLAIN, None, 3), extra_args={**fields, "meridian_priority": -5})
-    assert driver.scheduler.step_limiter._options.get("wrong", NO_OPTIONS) == NO_OPTIONS
+    assert driver.scheduler.request_states.get("wrong").options == NO_OPTIONS
     driver.drain()
     assert len(driver.deliveries["wrong"]) == 4
     (line,) = lines(caplog)

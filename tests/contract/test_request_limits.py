@@ -141,7 +141,7 @@ def test_a_field_that_is_not_allowed_is_ignored_and_counted(demo_model, settings
     assert names(driver.scheduler.waiting) == ["first", "urgent"]
     # The caller's own dict is left alone.
     assert len(asked) == 4
-    options = driver.scheduler.step_limiter._options["urgent"]
+    options = driver.scheduler.request_states.get("urgent").options
     assert options == RequestOptions(meridian_max_think_tokens=30)
     totals = driver.scheduler.phase_counters.totals
     ignored = {name: number for name, number in totals.items() if name.startswith("ignored")}

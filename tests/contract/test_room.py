@@ -158,7 +158,7 @@ def test_no_request_that_came_later_and_stands_before_has_room_taken_from_it(dem
     driver = filled_driver(demo_model, is_async=is_async)
     scheduler = driver.scheduler
     driver.add(newcomer(BLOCKS - 22))
-    refusals = scheduler.step_limiter.refusals
+    refusals = scheduler.policy_parts.refusals
     while refusals.last is not scheduler.requests["new"]:
         driver.step()
     pool = scheduler.kv_cache_manager.block_pool
@@ -176,7 +176,7 @@ def test_no_request_that_came_later_and_stands_before_has_room_taken_from_it(dem
 def test_no_request_makes_room_for_one_of_its_own_level(demo_model, is_async):
     """A newcomer waits while all that run have thought as little."""
     driver = filled_driver(demo_model, is_async=is_async)
-    driver.scheduler.step_limiter._displacing._levels = Levels(1000, 0.0)
+    driver.scheduler.policy_parts.displacing._service._levels = Levels(1000, 0.0)
     driver.add(newcomer(BLOCKS - 22))
     for _ in range(50):
         driver.step()
@@ -230,7 +230,7 @@ def test_no_request_makes_room_for_one_that_a_connector_knows_nothing_of_yet(dem
     assert num_preempted_for_room(driver) == 1
     driver.drain()
     assert len(driver.deliveries["new"]) == 7
-    assert driver.scheduler.step_limiter.refusals.last is None
+    assert driver.scheduler.policy_parts.refusals.last is None
 
 
 class Loading(StubConnector):
@@ -290,7 +290,7 @@ def test_one_that_was_refused_and_fits_now_displaces_no_request(demo_model, monk
     pool = scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     driver.add(newcomer(12))
-    refusals = scheduler.step_limiter.refusals
+    refusals = scheduler.policy_parts.refusals
     while not refusals.last:
         driver.step()
     monkeypatch.setattr(displacing, "taken_blocks", lambda *_: 1)
@@ -363,8 +363,8 @@ def test_no_request_makes_room_for_one_that_waits_behind_an_answer(demo_model, i
     driver.step()
     for name in ("aged", "reads"):
         preempt(driver, name)
-    before, now_s = num_preempted_for_room(driver), scheduler.step_limiter.clock()
-    scheduler.step_limiter.clock = lambda: now_s + 60
+    before, now_s = num_preempted_for_room(driver), scheduler.clock()
+    scheduler.clock = lambda: now_s + 60
     pool = scheduler.kv_cache_manager.block_pool
     # Of another engine: a thinker's blocks suffice for the aged request, not for the answer.
     pool.get_new_blocks(pool.get_num_free_blocks() - 4)
@@ -383,7 +383,7 @@ def test_no_request_makes_room_where_the_cut_leaves_no_tokens(demo_model, monkey
     step_until(driver, "reads", Phase.ANSWER, 5)
     driver.add(job("prompt", 71, prompt=500, think=2, answer=3))
     prompt = scheduler.requests["prompt"]
-    monkeypatch.setattr(scheduler.step_limiter._cut, "token_budget", lambda *_: 20)
+    monkeypatch.setattr(scheduler.policy_parts.cut._cut, "token_budget", lambda *_: 20)
     driver.step()
     assert not num_preempted_for_room(driver)
     pool = scheduler.kv_cache_manager.block_pool
@@ -403,10 +403,10 @@ def test_the_policy_keeps_no_request_that_is_gone(demo_model):
     driver = driver_for(demo_model, max_num_batched_tokens=64)
     driver.add(job("gone", 80, prompt=400))
     driver.step()
-    steering = driver.scheduler.step_limiter
-    assert len(steering._prefilling) == 1
+    prefilling = driver.scheduler.request_states.prefilling
+    assert len(prefilling) == 1
     driver.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
-    assert not steering._prefilling
+    assert not prefilling
 
 
 @pytest.mark.parametrize("adapters", [0, 1])

@@ -39,7 +39,7 @@ def test_time_sharing_counts_the_blocks_of_all_groups(demo_model, is_async, grou
     specs = HYBRIDS[groups]
     driver = filled_driver(demo_model, is_async=is_async, blocks=60, groups=specs)
     scheduler = driver.scheduler
-    assert "time_sharing" in [n for n, on in vars(scheduler.policy_part.rules).items() if on]
+    assert "time_sharing" in [n for n, on in vars(scheduler.policy_parts.rules).items() if on]
     pool = scheduler.kv_cache_manager.block_pool
     # Nearly all that is left belongs to a request of another engine.
     foreign = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
@@ -60,8 +60,7 @@ def test_the_step_model_sees_the_context_of_all_groups(demo_model):
         driver = driver_for(demo_model, blocks=60, groups=HYBRIDS[name])
         driver.add(job("long", 50, think=700, answer=5))
         step_until(driver, "long", Phase.THINK, 400)
-        driver.scheduler.step_limiter.decodes(driver.scheduler)
-        held[name] = driver.scheduler.step_limiter._shape.context_tokens
+        held[name] = driver.scheduler.policy_parts.load.decodes().context_tokens
     assert 400 < held["full"] < 550
     assert 400 < held["window"] < 700
 
@@ -86,7 +85,7 @@ def test_no_request_makes_room_for_a_prefix_that_it_holds_itself(demo_model, is_
     assert new.status != RequestStatus.RUNNING
     assert not num_preempted_for_room(driver)
     manager = scheduler.kv_cache_manager
-    prefix = scheduler.step_limiter.refusals.prefix_of(new)
+    prefix = scheduler.policy_parts.refusals.prefix_of(new)
     held = len(manager.get_blocks("long").blocks[0])
     assert freed_blocks(manager, "long", prefix) == held - 9
     assert freed_blocks(manager, "long") == held
@@ -122,5 +121,5 @@ def test_no_request_makes_room_for_a_recurrent_prefix_that_it_holds_itself(demo_
         driver.step()
     assert new.status != RequestStatus.RUNNING
     assert not num_preempted_for_room(driver)
-    prefix = scheduler.step_limiter.refusals.prefix_of(new)
+    prefix = scheduler.policy_parts.refusals.prefix_of(new)
     assert freed_blocks(manager, "long") - freed_blocks(manager, "long", prefix) == 8

@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import output_processor
 from vllm.v1.request import Request, RequestStatus
 
+from meridian_patch.config.request_options import NO_OPTIONS
 from meridian_patch.engine import wire
 from meridian_patch.patching.candidate import MARK
 from meridian_patch.phase.tracker import Phase
@@ -91,16 +92,16 @@ def test_a_paused_session_reads_nothing(driver):
     scheduler = driver.scheduler
     send(driver, Job("s", PROMPT, 5, 5), max_tokens=50)
     session = scheduler.requests["s"]
-    step_until(driver, lambda: scheduler.step_limiter.num_answering)
+    step_until(driver, lambda: scheduler.request_states.answering)
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert not scheduler.step_limiter.num_answering
+    assert not scheduler.request_states.answering
     assert not scheduler.early_exit.requests
     # It reads again when its next turn answers.
     send(driver, Job("s", (*[WORD] * 30, WORD), None, 5), max_tokens=50)
     step_until(driver, lambda: scheduler.phase_tracker.get("s").phase is Phase.ANSWER)
-    assert scheduler.step_limiter.num_answering == 1
+    assert len(scheduler.request_states.answering) == 1
     scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
-    assert not scheduler.step_limiter.num_answering
+    assert not scheduler.request_states.answering
     driver.drain()
     assert is_empty(driver)
 
@@ -116,9 +117,9 @@ def test_a_session_that_is_preempted_and_ends_its_turn_waits_for_no_answer(monke
     assert session.num_in_flight_tokens
     scheduler.running.remove(session)
     scheduler._preempt_request(session, 0.0)
-    assert scheduler.policy_part.waiting_answers
+    assert scheduler.request_states.waiting_answers
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert not scheduler.policy_part.waiting_answers
+    assert not scheduler.request_states.waiting_answers
 
 
 @pytest.mark.parametrize("is_queued", [False, True], ids=["later", "queued"])
@@ -157,12 +158,12 @@ def test_a_chunk_brings_its_own_options(driver):
     send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 500.0})
     session = scheduler.requests["s"]
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
-    assert scheduler.step_limiter._options["s"].itl_s == 0.5
+    assert scheduler.request_states.get("s").options.itl_s == 0.5
     send(driver, Job("s", PROMPT, 5, 5), 50, {"meridian_itl_ms": 250.0})
-    assert scheduler.step_limiter._options["s"].itl_s == 0.25
+    assert scheduler.request_states.get("s").options.itl_s == 0.25
     step_until(driver, lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     send(driver, Job("s", PROMPT, 5, 5), 50)
-    assert "s" not in scheduler.step_limiter._options
+    assert scheduler.request_states.get("s").options is NO_OPTIONS
 
 
 def test_a_chunk_does_not_ask_for_what_the_one_before_asked_for(driver):

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from plan_watch import watch_plans
 from scheduler_driver import BLOCK_SIZE, STEP_S, TOKEN_S, Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.v1.core.sched.interface import PauseState
@@ -132,10 +133,10 @@ def test_the_schedulers_own_cadence_is_known_before_the_step(demo_model, policy)
     driver.add(job("reader", 50, think=5, answer=600))
     step_until(driver, "reader", Phase.ANSWER, 10)
     driver.add(job("long", 51, prompt=1900, think=5, answer=5))
-    limiter, steps = driver.scheduler.step_limiter, []
+    watch, steps = watch_plans(driver.scheduler), []
     while not driver.deliveries["long"]:
         tokens = driver.step().num_scheduled_tokens
-        steps.append((limiter._may_prefill, "long" in tokens))
+        steps.append((watch.plan.may_prefill, "long" in tokens))
     # The step in which the prompt waits for its turn first, and the one that decodes after it.
     assert all(may == has for may, has in steps[1:-1])
     assert steps.count((False, False)) >= 6

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from exit_driver import exit_driver
+from plan_watch import watch_plans
 from scheduler_driver import STEP_S, TOKEN_S, Driver, Job, engine_config, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, scheduler_class, step_until
 from vllm.v1.outputs import DraftTokenIds
@@ -17,7 +18,7 @@ def job(name, *, thinks=True, prompt=60, think=60, answer=20):
 
 
 def learnt_share(driver):
-    steering = driver.scheduler.step_limiter
+    steering = driver.scheduler.policy_parts.timing
     return steering.learnt_steps / steering.ran_steps
 
 
@@ -42,7 +43,7 @@ def test_nearly_all_steps_are_learnt_from_with_exit_observing(
             driver.step()
     driver.drain()
     assert driver.scheduler.phase_counters.totals["probe:measured"] > 20
-    assert driver.scheduler.step_limiter.ran_steps > 600
+    assert driver.scheduler.policy_parts.timing.ran_steps > 600
     assert learnt_share(driver) >= 0.9
 
 
@@ -54,7 +55,7 @@ def test_steps_without_a_thinking_request_are_noted_too(demo_model, is_async):
         driver.add(job(f"chat{number}", thinks=False))
     for _ in range(5):
         driver.step()
-    assert driver.scheduler.step_limiter.ran_steps
+    assert driver.scheduler.policy_parts.timing.ran_steps
     driver.add(job("thinks", think=200))
     driver.drain()
     assert learnt_share(driver) >= 0.9
@@ -64,19 +65,19 @@ def test_steps_without_a_thinking_request_are_noted_too(demo_model, is_async):
 def test_a_step_that_was_not_noted_costs_its_own_note_only(demo_model, is_async):
     """The guard may drop any note; the steps behind it are learnt from, and timed by themselves."""
     driver = driver_for(demo_model, is_async=is_async, blocks=200)
-    steering = driver.scheduler.step_limiter
-    noted, steps = steering.scheduled, iter(range(10_000))
+    parts, watch = driver.scheduler.policy_parts, watch_plans(driver.scheduler)
+    noted, steps = parts.load.of, iter(range(10_000))
 
-    def fails_now_and_then(scheduler, output, started):
+    def fails_now_and_then(output, planned):
         if next(steps) % 20 == 5:
             raise RuntimeError("not noted")
-        noted(scheduler, output, started)
+        return noted(output, planned)
 
-    steering.scheduled = fails_now_and_then
+    parts.load.of = fails_now_and_then
     driver.add(job("r", think=400))
     driver.drain()
     assert learnt_share(driver) >= 0.9
-    assert is_accurate(steering.model, steering._shape)
+    assert is_accurate(parts.model, watch.plan.shape)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -88,14 +89,15 @@ def test_probes_make_prefill_look_no_dearer(monkeypatch, demo_model, is_async):
     settings = {"EXIT__MODE": "observe", "EXIT__PROBE_MIN_GAP_TOKENS": "8"}
     driver = exit_driver(monkeypatch, demo_model, is_async=is_async, blocks=400, **settings)
     driver.prefill_s = 0.005
+    watch = watch_plans(driver.scheduler)
     for number in range(12):
         driver.add(job(f"lesson{number}", prompt=50 + 40 * number, think=20, answer=5))
         driver.drain()
     for number in range(6):
         driver.add(job(f"r{number}", think=600))
     driver.drain()
-    model = driver.scheduler.step_limiter.model
-    shape = driver.scheduler.step_limiter._shape._replace(decode_tokens=6)
+    model = driver.scheduler.policy_parts.model
+    shape = watch.plan.shape._replace(decode_tokens=6)
     assert is_accurate(model, shape)
     room = model.prefill_room(shape, 0.030, 0)
     in_time = (0.030 - STEP_S - driver.prefill_s) / TOKEN_S - shape.decode_tokens
@@ -111,27 +113,28 @@ def with_drafts(demo_model, number=3):
     return Driver.build(scheduler_class(is_async=False), config, is_async=False)
 
 
-def watch_plans(driver):
+def watch_decodes(driver):
     """Decode tokens that each step was planned with, and those that it had."""
     scheduler, seen = driver.scheduler, []
-    noted = scheduler.step_limiter.scheduled
+    load = scheduler.policy_parts.load
+    noted = load.of
 
-    def scheduled(inner, output, started):
-        prefilling = {r.request_id for r in inner.running if r.num_output_tokens == 0}
+    def scheduled(output, planned):
+        prefilling = {r.request_id for r in scheduler.running if r.num_output_tokens == 0}
         prefilling |= {new.req_id for new in output.scheduled_new_reqs}
         ran = [n for name, n in output.num_scheduled_tokens.items() if name not in prefilling]
         if ran and len(ran) == len(output.num_scheduled_tokens):
-            seen.append((inner.step_limiter._shape.decode_tokens, sum(ran)))
-        noted(inner, output, started)
+            seen.append((planned.decode_tokens, sum(ran)))
+        return noted(output, planned)
 
-    scheduler.step_limiter.scheduled = scheduled
+    load.of = scheduled
     return seen
 
 
 def test_drafts_count_alike_in_plans_and_in_steps(demo_model):
     """Some requests have drafts and some have none: predictions count them as the steps do."""
     driver = with_drafts(demo_model)
-    seen = watch_plans(driver)
+    seen = watch_decodes(driver)
     for number in range(4):
         driver.add(job(f"r{number}", think=80))
     rng = random.Random(0)
@@ -181,7 +184,7 @@ class InFlight:
 def test_with_a_pipeline_a_step_has_the_requests_that_are_due(demo_model):
     """Half of the requests are in each step; plans count those and not all that run."""
     driver = driver_for(demo_model, blocks=200, pipeline_parallel_size=2)
-    seen = watch_plans(driver)
+    seen = watch_decodes(driver)
     pipeline = InFlight(driver)
     for number in range(6):
         driver.add(job(f"r{number}", think=100))

@@ -13,11 +13,13 @@ from full_pool import (
     taught_driver,
 )
 from full_pool import job as full_job
+from plan_watch import watch_plans
 from scheduler_driver import Job, make_prompt
 from tier_driver import SYNC_AND_ASYNC, driver_for, preempt, step_until
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import RequestStatus
 
+from meridian_patch.engine.request_state import FRONT, RequestStates
 from meridian_patch.engine.scheduler.running_order import ArrivalOrder
 from meridian_patch.engine.scheduler.waiting_order import MOST_STEPS, REACH, WaitingOrder, first
 from meridian_patch.phase.tracker import Phase
@@ -41,6 +43,32 @@ class Waiter:
         return mine < (other.priority, other.arrival_time, other.request_id)
 
 
+class PlacedOrder:
+    """The order of a queue, with the records of those that are in it or were."""
+
+    def __init__(self):
+        self.states = RequestStates()
+        self._order = WaitingOrder(self.states, AGING_S)
+
+    def record(self, one):
+        return self.states.get(one.request_id) or self.states.add(one)
+
+    def on_added(self, one, queue, level, priority, now_s):
+        self._order.place_new(self.record(one), queue, level, priority, now_s)
+
+    def on_removed(self, one):
+        self.states.drop(one)
+
+    def moved_to_front(self, one):
+        self.record(one).place = FRONT
+
+    def put_at_level(self, one, level, queue):
+        self._order.put_at_level(self.record(one), level, queue)
+
+    def bring_forward(self, ones, queue):
+        self._order.bring_forward([self.record(one) for one in ones], queue)
+
+
 def names(queue):
     return [one.request_id for one in queue]
 
@@ -49,7 +77,7 @@ def names(queue):
 def test_the_order_is_that_of_a_plain_sort(seed):
     """Newcomers of all priorities and levels, preempted ones of all levels, and departures."""
     rng = random.Random(seed)
-    order, queue, number = WaitingOrder(AGING_S), FCFSRequestQueue(), 0
+    order, queue, number = PlacedOrder(), FCFSRequestQueue(), 0
     front, arrivals, sorted_ones = [], {}, []
     for now_s in range(400):
         move = rng.random()
@@ -97,7 +125,7 @@ def test_the_order_is_that_of_a_plain_sort(seed):
 
 def test_one_of_many_that_came_at_once_is_found_again():
     """More arrive in the same moment than are searched; the first is preempted, then answers."""
-    order, queue = WaitingOrder(AGING_S), FCFSRequestQueue()
+    order, queue = PlacedOrder(), FCFSRequestQueue()
     ones = [Waiter(f"r{number}") for number in range(REACH + 20)]
     for one in ones:
         queue.add_request(one)
@@ -136,7 +164,7 @@ def least_seconds(prepare, operation, tries=7):
 
 
 def deep_queue(waiting, num_displaced=40):
-    order, queue = WaitingOrder(AGING_S), FCFSRequestQueue()
+    order, queue = PlacedOrder(), FCFSRequestQueue()
     newcomers = [Waiter(f"r{number}") for number in range(waiting)]
     for number, one in enumerate(newcomers):
         queue.append(one)
@@ -260,8 +288,8 @@ def test_a_long_prompt_waits_behind_short_ones_but_not_for_ever(demo_model, thin
         assert names(scheduler.waiting) == ["new0", "new1", "new2"]
         return
     assert names(scheduler.waiting) == ["new1", "new2", "new0"]
-    now_s = scheduler.step_limiter.clock()
-    scheduler.step_limiter.clock = lambda: now_s + 301
+    now_s = scheduler.clock()
+    scheduler.clock = lambda: now_s + 301
     while "new0" not in {request.request_id for request in scheduler.running}:
         assert "new1" in scheduler.requests
         driver.step()
@@ -282,9 +310,9 @@ def test_an_answer_goes_before_a_thinker_of_its_level_that_made_room(
     step_until(driver, "reads", Phase.ANSWER, 1)
     preempt(driver, "reads")
     reads = scheduler.requests["reads"]
-    displacing_part = scheduler.step_limiter._displacing
-    displacing_part.order_waiting(scheduler, scheduler.step_limiter.clock())
-    displacing_part._waiting_order.put_at_level(reads, 9, scheduler.waiting)
+    parts, states = scheduler.policy_parts, scheduler.request_states
+    parts.queue._order_waiting(scheduler.clock())
+    parts.waiting_order.put_at_level(states.of(reads), 9, scheduler.waiting)
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks())
     while not num_preempted_for_room(driver):
@@ -338,13 +366,14 @@ def test_the_heap_is_in_order_after_preemptions(demo_model, sharing, monkeypatch
 def test_a_slow_plan_is_carried_out(demo_model):
     """It counts as slow, and its cut holds all the same; before, the step went uncut."""
     driver = driver_for(demo_model)
-    driver.scheduler.policy_part.time_budget_s = 0.0
+    driver.scheduler.policy_parts.order.time_budget_s = 0.0
+    watch = watch_plans(driver.scheduler)
     driver.add(job("reader", 1, think=5))
     step_until(driver, "reader", Phase.ANSWER)
     driver.add(Job("long", tuple(make_prompt(random.Random(3), 300, thinks=True)), 5, 5))
     tokens = max(driver.step().num_scheduled_tokens.values())
     assert driver.scheduler.phase_counters.totals["fallback:slow"]
-    assert tokens == driver.scheduler.step_limiter._budget - 1
+    assert tokens == watch.plan.token_budget - 1
 
 
 def test_preempting_leaves_nothing_behind(demo_model, sharing):
@@ -356,20 +385,19 @@ def test_preempting_leaves_nothing_behind(demo_model, sharing):
     preempt(driver, "a")
     driver.abort("a")
     driver.drain()
-    order = driver.scheduler.step_limiter.waiting_order
-    assert not (order._places or order._arrivals)
+    assert not len(driver.scheduler.request_states)
 
 
 def test_an_answer_that_was_displaced_before_stays_first(demo_model, sharing):
     """Upstream preempts it, and puts it first; more requests wait than are searched at the end."""
     driver = driver_for(demo_model, max_num_seqs=2)
-    scheduler, order = driver.scheduler, driver.scheduler.step_limiter.waiting_order
+    scheduler, order = driver.scheduler, driver.scheduler.policy_parts.waiting_order
     driver.add(job("reader", 1, think=30))
     driver.add(job("thinks", 2))
     step_until(driver, "reader", Phase.THINK, 20)
     reader = scheduler.requests["reader"]
     preempt(driver, "reader")
-    order.put_at_level(reader, 3, scheduler.waiting)
+    order.put_at_level(scheduler.request_states.of(reader), 3, scheduler.waiting)
     step_until(driver, "reader", Phase.ANSWER, 3)
     for number in range(REACH + 20):
         driver.add(job(f"new{number}", 10 + number))

@@ -5,7 +5,7 @@ Runs in the EngineCore process. The phase tracker processes each step's tokens f
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
@@ -36,6 +36,9 @@ from meridian_patch.phase.matcher import ROOT
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 # Python finds names of the module faster than members of an enumeration.
 _THINK, _ANSWER = Phase.THINK, Phase.ANSWER
@@ -197,14 +200,12 @@ class EarlyExit(SchedulerPart):
             self.arrange(plan)
         finally:
             # Also after an error: a close may have arranged its request to skip the step.
-            if plan.max_active is not None:
-                # The admission limit does not include probes.
-                plan.max_active += self.num_probes
-            seats = self.user_seats(self._scheduler.max_num_active_reqs)
-            if seats is not None:
-                plan.limit_active(seats)
+            plan.num_probes = 0 if self.probes is None else len(self.probes.live)
+            plan.seats = self.user_seats(self._scheduler.max_num_active_reqs)
 
-    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+    def after_schedule(
+        self, plan: StepPlan, output: "SchedulerOutput", started: Sequence[str]
+    ) -> None:
         if not self._is_arranged:
             return
         if self.probes is not None:
@@ -217,9 +218,9 @@ class EarlyExit(SchedulerPart):
         if self.probes is not None:
             names += self.probes.live
         if names:
-            plan = MeasurePlan(tuple(names), self._boundary_id)
+            measured = MeasurePlan(tuple(names), self._boundary_id)
             # Load-bearing: extra attributes of a `SchedulerOutput` reach the workers.
-            setattr(output, wire.PLAN, plan)
+            setattr(output, wire.PLAN, measured)
 
     def before_update(self, scheduler_output: Any, model_output: Any) -> None:
         self._is_returned = not self.is_idle
@@ -281,10 +282,12 @@ class EarlyExit(SchedulerPart):
         return stopped
 
     def on_switched_off(self) -> None:
-        self._scheduler.early_exit = None
-        self._scheduler.step_limiter.probes = None
         if self.probes is not None:
-            self.probes.cancel_all()
+            try:
+                self.probes.cancel_all()
+            finally:
+                # Their ends are not reported to this part any more.
+                self.probes.forget_all()
 
     def arrange(self, plan: StepPlan) -> None:
         """Prepare closes and probes for a step that is about to be scheduled."""

@@ -181,6 +181,11 @@ class Probes:
         for name in list(self.live):
             self._abort(name)
 
+    def forget_all(self) -> None:
+        """Forget all probes, whether they ended or not."""
+        self.due.clear()
+        self.live.clear()
+
     def cancel(self, watched: WatchedRequest) -> None:
         """Drop and abort the probes of a request whose thought ended."""
         self.due.pop(watched.name, None)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
@@ -17,8 +17,9 @@ from meridian_patch.engine.kv_cache.offloaded_thoughts import (
     build_offloaded_thoughts,
 )
 from meridian_patch.engine.kv_cache.shared_blocks import count_shared
+from meridian_patch.engine.request_state import RequestStates
 from meridian_patch.engine.scheduler.guard import StepGuard
-from meridian_patch.engine.scheduler.parts import SchedulerPart
+from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.phase.boundaries import Boundaries, TokenIds
 from meridian_patch.phase.thoughts import holds_any
 from meridian_patch.phase.tracker import Phase, PhaseTracker, RequestPhase
@@ -35,8 +36,10 @@ from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from meridian_patch.engine.scheduler.scheduler import PhaseScheduling
 
 logger = init_logger("vllm.meridian_patch")
 
@@ -50,6 +53,7 @@ class KVTiers(SchedulerPart):
     Args:
         manager: the phase-aware cache manager; its ``phases`` is set to this object.
         tracker: phases of all requests.
+        states: records of all requests.
         history: the history rule; ``keep`` makes every decision stock's, where requests have no
             rule of their own.
         tool_call: token sequences, any of which opens a tool call.
@@ -66,6 +70,7 @@ class KVTiers(SchedulerPart):
         self,
         manager: PhaseKVCaching,
         tracker: PhaseTracker,
+        states: RequestStates,
         history: History,
         tool_call: tuple[TokenIds, ...],
         guard: StepGuard,
@@ -81,8 +86,7 @@ class KVTiers(SchedulerPart):
         self._is_on = is_on
         self._hash_block_tokens = hash_block_tokens
         self._evidence = HistoryEvidence()
-        # Rules of requests of which more is known than the family's.
-        self._rules: dict[str, History] = {}
+        self._states = states
         self._offloaded = offloaded
         self._manager = manager
         self._tracker = tracker
@@ -104,18 +108,17 @@ class KVTiers(SchedulerPart):
         if wish is not None:
             sees = bool(self._tool_call)
             rule = choose_history(wish, "auto", sees_tool_calls=sees)
-            self._rules[request.request_id] = rule
+            self._states.of(request).history = rule
         elif self.history in _DROPPING:
             # Load-bearing: the hashes of the prompt's full blocks, from the start on.
             is_kept = self._evidence.of_prompt(request.block_hashes)
             if is_kept is not None:
-                self._rules[request.request_id] = "keep" if is_kept else self.history
+                self._states.of(request).history = "keep" if is_kept else self.history
 
     def on_freed(self, request: "Request") -> None:
         # Its blocks are freed right after this or, with a connector, later.
         state = self._tracker.get(request.request_id)
         rule = self._rule_of(request.request_id)
-        self._rules.pop(request.request_id, None)
         if state is not None:
             has_tool_call = self._has_tool_call(request, state)
             self._learn(request, state, has_tool_call=has_tool_call)
@@ -124,7 +127,9 @@ class KVTiers(SchedulerPart):
             if self._offloaded and retention and retention.tier is Tier.THINK_COMPLETE:
                 self._offloaded.drop(request, retention.kept_tokens)
 
-    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+    def after_schedule(
+        self, plan: StepPlan, output: "SchedulerOutput", started: Sequence[str]
+    ) -> None:
         # Load-bearing: after the last request ended, upstream schedules one more step without
         # tokens, which tells the workers. So the check delays no request.
         if not self._requests:
@@ -138,7 +143,6 @@ class KVTiers(SchedulerPart):
         self._is_on = False
         self.history = "keep"
         self._finished.clear()
-        self._rules.clear()
         self._manager.phases = None
         self.end_free()
 
@@ -215,7 +219,6 @@ class KVTiers(SchedulerPart):
             self._counters.count(counters.PART_OFF, counters.KV_TIERS)
             self.history = "keep"
             self._is_on = False
-            self._rules.clear()
             # Reported once, because a fault does not go away.
             self._check_interval_s = math.inf
             logger.error(
@@ -227,9 +230,11 @@ class KVTiers(SchedulerPart):
 
     def _rule_of(self, name: str) -> History:
         """What is known of a request's history: by itself, by other prompts, or by the family."""
-        rule = self._rules.get(name, self.history)
-        is_unknown = name not in self._rules and rule in _DROPPING
-        return "keep" if is_unknown and self._evidence.keeps else rule
+        state = self._states.get(name) if self._is_on else None
+        if state is not None and state.history is not None:
+            return state.history
+        is_kept = self._evidence.keeps and self.history in _DROPPING
+        return "keep" if is_kept else self.history
 
     def _learn(self, request: "Request", state: RequestPhase, *, has_tool_call: bool) -> None:
         """Remember a turn whose thought the family's rule drops from the next prompt."""
@@ -258,7 +263,7 @@ def build_kv_tiers(
     tracker: PhaseTracker,
     guard: StepGuard,
     phase_counters: PhaseCounters,
-    scheduler: "Scheduler",
+    scheduler: "PhaseScheduling",
 ) -> KVTiers | None:
     """The scheduler's part for KV tiers; None if the cache has no tiers."""
     manager = scheduler.kv_cache_manager
@@ -290,6 +295,7 @@ def build_kv_tiers(
     return KVTiers(
         manager,
         tracker,
+        scheduler.request_states,
         _history_rule(config, boundaries),
         boundaries.tool_call if boundaries else (),
         guard,

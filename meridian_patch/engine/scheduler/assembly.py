@@ -13,37 +13,95 @@ from meridian_patch.engine import front_end, status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
 from meridian_patch.engine.early_exit.binding import build_early_exit
 from meridian_patch.engine.early_exit.part import EarlyExit
+from meridian_patch.engine.early_exit.probes import Probes
 from meridian_patch.engine.early_exit.report import NoEarlyExit
 from meridian_patch.engine.handoff.binding import build_handoff
 from meridian_patch.engine.handoff.think_part import ThinkPart
 from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
 from meridian_patch.engine.scheduler import rank_exchange
+from meridian_patch.engine.scheduler.attained_service import AttainedService
 from meridian_patch.engine.scheduler.balance_part import BalancePart
+from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.kv_units import pool_tokens
+from meridian_patch.engine.scheduler.level_review import LevelReview
 from meridian_patch.engine.scheduler.metrics_part import MetricsPart, build_metrics
 from meridian_patch.engine.scheduler.options_parser import OptionsParser
 from meridian_patch.engine.scheduler.parts import Parts, SchedulerPart
 from meridian_patch.engine.scheduler.phase_part import PhasePart
 from meridian_patch.engine.scheduler.policy_part import PolicyPart
+from meridian_patch.engine.scheduler.queue_part import QueuePart
 from meridian_patch.engine.scheduler.rank_agreement import decide_alike
 from meridian_patch.engine.scheduler.rank_exchange import Exchange
-from meridian_patch.engine.scheduler.running_order import RunningOrder
-from meridian_patch.engine.scheduler.step_limits import StepLimiter
+from meridian_patch.engine.scheduler.refusals import Refusals
+from meridian_patch.engine.scheduler.running_order import OrderPart, RunningOrder
+from meridian_patch.engine.scheduler.step_cut import StepCut
+from meridian_patch.engine.scheduler.step_load import StepLoad
 from meridian_patch.engine.scheduler.step_timer import graph_tokens
+from meridian_patch.engine.scheduler.step_timing import StepTiming
+from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.exit.actions import Obstacle
 from meridian_patch.exit.patterns import PatternTokens
 from meridian_patch.phase.sequences import Vocabulary
 from meridian_patch.phase.tracker import PhaseTracker
+from meridian_patch.policy.levels import Levels
 from meridian_patch.policy.profiles import choose_rules
 from meridian_patch.policy.running_order import LatencyPolicy
+from meridian_patch.policy.step_time import StepTimeModel
 from meridian_patch.telemetry.counters import PhaseCounters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from meridian_patch.engine.scheduler.scheduler import PhaseScheduling
+
 logger = init_logger("vllm.meridian_patch")
+
+
+class Policy(NamedTuple):
+    """The policy: its parts as they are called, and objects that several of them use.
+
+    Attributes:
+        rules: the rules that are on.
+        first: finds out whether requests compete for a step; the others act only then.
+        queue: places requests in the waiting queue.
+        cut: lowers the token budget; before room is made, as prompts take blocks by it.
+        review: decides which levels count.
+        displacing: preempts thinkers; None without the rule ``time_sharing``.
+        order: orders the running requests, behind all preemptions.
+        timing: learns the time of steps.
+        load: counts the tokens of steps.
+        chunks: which pieces of prompts a lowered token budget must not divide.
+        refusals: what upstream refuses while it admits requests.
+        waiting_order: places requests in the queue.
+        levels: learn from all thoughts.
+        model: predicts the time of steps.
+    """
+
+    rules: PolicyRules
+    first: PolicyPart
+    queue: QueuePart
+    cut: StepCut
+    review: LevelReview
+    displacing: Displacing | None
+    order: OrderPart
+    timing: StepTiming
+    load: StepLoad
+    chunks: IndivisibleChunks
+    refusals: Refusals
+    waiting_order: WaitingOrder
+    levels: Levels
+    model: StepTimeModel
+
+    def parts(self) -> list[SchedulerPart]:
+        """The parts that act; without rules nothing is arranged."""
+        if self.rules.are_all_off:
+            return [self.first, self.timing]
+        displacing = [self.displacing] if self.displacing else []
+        return [
+            self.first, self.queue, self.cut, self.review, *displacing, self.order, self.timing,
+        ]  # fmt: skip
 
 
 class Assembly(NamedTuple):
@@ -53,8 +111,7 @@ class Assembly(NamedTuple):
         parts: all parts, whose hooks the scheduler calls.
         tracker: phases of all requests.
         phase_part: keeps the tracker up to date.
-        policy_part: arranges the queues before each step.
-        chunks: knows which pieces of prompts a lowered token budget must not divide.
+        policy: the policy's parts, and what they share.
         kv_tiers: None if the KV cache has no tiers.
         early_exit: None if the engine has no early exit.
         options_parser: parses the fields of a request.
@@ -65,8 +122,7 @@ class Assembly(NamedTuple):
     parts: Parts
     tracker: PhaseTracker
     phase_part: PhasePart
-    policy_part: PolicyPart
-    chunks: IndivisibleChunks
+    policy: Policy
     kv_tiers: KVTiers | None
     early_exit: EarlyExit | None
     options_parser: OptionsParser
@@ -75,7 +131,7 @@ class Assembly(NamedTuple):
 
 
 def assemble(
-    scheduler: "Scheduler",
+    scheduler: "PhaseScheduling",
     guard: StepGuard,
     counters: PhaseCounters,
     on_phase_changed: Callable[[str], None],
@@ -92,12 +148,8 @@ def assemble(
     config, limited_by = decide_alike(loaded.config, scheduler.vllm_config)
     boundaries = resolve_boundaries(scheduler.vllm_config, loaded)
     tracker = PhaseTracker(boundaries, config.policy.protected_answer_tokens)
-    chunks = IndivisibleChunks(scheduler)
     rules, exchange = _rules_of(scheduler, config.policy)
-    policy_part = _build_policy(scheduler, config.policy, rules, tracker, chunks, counters)
-    balance = None
-    if exchange:
-        balance = BalancePart(scheduler, exchange, tracker, policy_part.limiter)
+    balance = BalancePart(scheduler, exchange, tracker) if exchange else None
     kv_tiers = build_kv_tiers(config, boundaries, tracker, guard, counters, scheduler)
     obstacle = Obstacle.NO_BOUNDARY if boundaries is None else None
     obstacle = Obstacle.EXTERNAL_LAUNCHER if limited_by else obstacle
@@ -106,27 +158,27 @@ def assemble(
     early_exit: EarlyExit | None = None
     if not obstacle:
         early_exit = build_early_exit(scheduler, config, boundaries, tracker, counters, patterns)
-    if early_exit:
-        policy_part.limiter.probes = early_exit.probes
+    probes = early_exit.probes if early_exit else None
+    policy = _build_policy(scheduler, config.policy, rules, tracker, probes, counters)
     # A request that asks for early exit gets a report where there is none.
     exit_part = NoEarlyExit(config.exit, obstacle) if obstacle else early_exit
-    phase_part = PhasePart(tracker, guard, on_phase_changed, end_turn)
+    phase_part = PhasePart(tracker, scheduler.request_states, guard, on_phase_changed, end_turn)
     handoff = build_handoff(scheduler, config.handoff, tracker)
     metrics = build_metrics(scheduler, config.metrics, lambda: phase_part.last_changes)
-    parts: list[SchedulerPart | None] = [phase_part, metrics, balance, policy_part]
+    parts: list[SchedulerPart | None] = [phase_part, metrics, balance, *policy.parts()]
     parts += [kv_tiers, exit_part, handoff]
     facts = {
         "scheduler": type(scheduler).__name__,
         "scheduler_base": type(scheduler).__mro__[2].__name__,
         "policy": config.policy.name,
-        "rules": policy_part.rules.names_on,
+        "rules": rules.names_on,
         "config_digest": loaded.digest,
         "family": boundaries.family if boundaries else None,
         "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
         "kv_tiers": kv_tiers.history if kv_tiers else "off",
         "exit": early_exit.config.mode if early_exit else "off",
         "handoff": config.handoff.role,
-        "graph_tokens": policy_part.limiter.model.graph_tokens,
+        "graph_tokens": policy.model.graph_tokens,
         "limited_by": limited_by,
         "front_end": front_end.name(),
     }
@@ -138,8 +190,7 @@ def assemble(
         Parts([part for part in parts if part is not None], guard),
         tracker,
         phase_part,
-        policy_part,
-        chunks,
+        policy,
         kv_tiers,
         early_exit,
         OptionsParser(config.requests, counters, patterns if early_exit else None),
@@ -155,32 +206,41 @@ def _vocabulary(model_config: Any) -> Vocabulary:
 
 
 def _build_policy(
-    scheduler: "Scheduler",
+    scheduler: "PhaseScheduling",
     config: PolicyConfig,
     rules: PolicyRules,
     tracker: PhaseTracker,
-    chunks: IndivisibleChunks,
+    probes: Probes | None,
     counters: PhaseCounters,
-) -> PolicyPart:
-    limiter = StepLimiter(
+) -> Policy:
+    states, levels, model = scheduler.request_states, Levels.of_config(config), StepTimeModel()
+    model.graph_tokens = graph_tokens(scheduler.vllm_config)
+    live_probes = {} if probes is None else probes.live
+    load = StepLoad(scheduler, states, live_probes, pool_tokens(scheduler))
+    chunks = IndivisibleChunks(scheduler, states)
+    refusals = Refusals(is_on=bool(rules.time_sharing))
+    waiting_order = WaitingOrder(states, config.aging_s)
+    service = AttainedService(states, tracker, levels, config.aging_s)
+    ranks = LatencyPolicy(config.protected_answer_tokens, levels)
+    order = RunningOrder(ranks, tracker, config.time_budget_us)
+    displacing = None
+    if rules.time_sharing:
+        displacing = Displacing(scheduler, states, tracker, waiting_order, service, refusals, load)
+    return Policy(
         rules,
-        config,
-        tracker,
-        pool_tokens(scheduler),
-        scheduler.max_num_scheduled_tokens,
+        PolicyPart(scheduler, rules, states, tracker, load, order, refusals, probes, counters),
+        QueuePart(scheduler, rules, states, tracker, waiting_order, service),
+        StepCut(scheduler, rules, config, states, tracker, load, chunks, model, counters),
+        LevelReview(scheduler, states, levels, tracker, is_reviewing=bool(rules.time_sharing)),
+        displacing,
+        OrderPart(scheduler, order, config.time_budget_us, is_on=bool(rules.order)),
+        StepTiming(scheduler, model, counters),
+        load,
         chunks,
-        scheduler.parallel_config.pipeline_parallel_size,
-    )
-    limiter.model.graph_tokens = graph_tokens(scheduler.vllm_config)
-    order = LatencyPolicy(config.protected_answer_tokens, limiter.levels)
-    return PolicyPart(
-        scheduler,
-        rules,
-        limiter,
-        RunningOrder(order, tracker, config.time_budget_us),
-        tracker,
-        counters,
-        config.time_budget_us,
+        refusals,
+        waiting_order,
+        levels,
+        model,
     )
 
 

@@ -5,16 +5,17 @@ needs, so that prefill on one rank delays the answers of all of them.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.rank_exchange import Exchange
-from meridian_patch.engine.scheduler.step_limits import StepLimiter
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.telemetry import counters
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
 
 
 class BalancePart(SchedulerPart):
@@ -27,39 +28,33 @@ class BalancePart(SchedulerPart):
         scheduler: the phase-aware scheduler.
         exchange: carries the numbers.
         tracker: phases of all requests.
-        limiter: heeds whether other ranks answer.
     """
 
     name = counters.BALANCE
 
-    def __init__(
-        self,
-        scheduler: "Scheduler",
-        exchange: Exchange,
-        tracker: PhaseTracker,
-        limiter: StepLimiter,
-    ) -> None:
+    def __init__(self, scheduler: "Scheduler", exchange: Exchange, tracker: PhaseTracker) -> None:
         self.exchange = exchange
         self._scheduler = scheduler
         self._tracker = tracker
-        self._limiter = limiter
         self._sent = 0
 
     def before_schedule(self, plan: StepPlan) -> None:
-        # If the next line raises, the step runs as if this rank were alone.
-        self._limiter.is_answered_elsewhere = False
-        self._limiter.is_answered_elsewhere = self.exchange.hear() > 0
+        # If this raises, the step runs as if this rank were alone.
+        plan.is_answered_elsewhere = self.exchange.hear() > 0
 
-    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+    def after_schedule(
+        self, plan: StepPlan, output: "SchedulerOutput", started: Sequence[str]
+    ) -> None:
         self._send(self.answering())
 
-    def after_update(self, scheduler_output: Any, results: Any) -> None:
+    def after_update(
+        self, scheduler_output: "SchedulerOutput", results: "dict[int, EngineCoreOutputs]"
+    ) -> None:
         if self._sent and not self.answering():
             # No step may follow in which it would be sent.
             self._send(0)
 
     def on_switched_off(self) -> None:
-        self._limiter.is_answered_elsewhere = False
         self._send(0)
 
     def answering(self) -> int:

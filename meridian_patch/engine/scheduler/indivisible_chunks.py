@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from meridian_patch.engine.request_state import RequestStates
 from meridian_patch.engine.scheduler.waiting_order import first
 from meridian_patch.engine.upstream import is_release
 
@@ -41,13 +42,14 @@ class IndivisibleChunks:
 
     Args:
         scheduler: upstream's scheduler, after its ``__init__``.
+        states: records of its requests.
 
     Attributes:
         least: fewest tokens of a chunk that does not end its prompt; cases 1, 3 and 4 may need
             more.
     """
 
-    def __init__(self, scheduler: "Scheduler") -> None:
+    def __init__(self, scheduler: "Scheduler", states: RequestStates) -> None:
         config = scheduler.scheduler_config
         full, threshold = scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold
         # The longest chunk that upstream makes with its own budget.
@@ -69,9 +71,8 @@ class IndivisibleChunks:
         self._split = None
         if scheduler.need_mamba_block_aligned_split:
             self._split = scheduler._mamba_block_aligned_split
-        # Case 4: ids of waiting requests, and requests whose prompts are being computed.
-        self._waiting: set[str] = set()
-        self._running: list[Request] = []
+        # Case 4: requests that wait, and requests whose prompts are being computed.
+        self._waiting, self._running = states.whole_waiting, states.whole_running
         # Case 5.
         self._idle_steps = 0
         self._patience_steps = _PATIENCE_STEPS
@@ -80,25 +81,6 @@ class IndivisibleChunks:
     def may_skip_running(self) -> bool:
         """Whether a lowered budget may skip a running request and leave tokens for others."""
         return self._block > 1 or self._has_whole_media or self._lookahead > 1
-
-    def waits(self, request: Request) -> None:
-        """Note a request that is new or was preempted."""
-        if _must_be_whole(request):
-            self._waiting.add(request.request_id)
-            if request in self._running:
-                self._running.remove(request)
-
-    def begins(self, request: Request) -> None:
-        """Note a request whose known tokens begin to be computed."""
-        if request.request_id in self._waiting:
-            self._waiting.discard(request.request_id)
-            self._running.append(request)
-
-    def on_removed(self, request: Request) -> None:
-        """Forget a request; unknown ones are ignored."""
-        self._waiting.discard(request.request_id)
-        if request in self._running:
-            self._running.remove(request)
 
     def ran(self, *, has_prefill: bool, is_waited: bool) -> None:
         """Note a scheduled step.
@@ -188,12 +170,10 @@ class IndivisibleChunks:
         return int(self._split(request, tokens, computed - request.num_computed_tokens))
 
     def _is_any_running(self) -> bool:
-        if self._running:
-            self._running = [
-                request
-                for request in self._running
-                if request.is_prefill_chunk and request.status == RequestStatus.RUNNING
-            ]
+        for state in [*self._running]:
+            request = state.request
+            if not request.is_prefill_chunk or request.status != RequestStatus.RUNNING:
+                del self._running[state]
         return bool(self._running)
 
     def _media_tokens(self, head: Request, prefilling: Sequence[Any]) -> int:
@@ -227,7 +207,8 @@ def _end_of(position: Any) -> int:
     return int(position.offset + position.length)
 
 
-def _must_be_whole(request: Request) -> bool:
+def must_be_whole(request: Request) -> bool:
+    """Whether a prompt must not be split at all."""
     # Load-bearing: the CPU build's model runner V1 raises on a chunk of a request with a seed, and
     # the engine ends. Its random generators have no offset that could be restored.
     sampling = request.sampling_params

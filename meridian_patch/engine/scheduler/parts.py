@@ -1,16 +1,20 @@
-"""The interface of a scheduler's parts, and the dispatch of its hooks to them.
+"""The interface of a scheduler's parts, the plan of a step, and the dispatch of hooks to the parts.
 
 Each hook corresponds to one point in upstream's scheduler. Parts are called in this order:
 
 1. the phase tracker: the others ask it for the phase of a request;
 2. the export of metrics: hands over the phases that changed;
-3. the balance of ranks: what other ranks say limits the step;
-4. the policy: limits of the step, and the order of the running requests;
+3. the balance of ranks: what other ranks do limits the step;
+4. the policy, which is several parts of one name (see ``assembly``): limits of the step, and the
+   order of waiting and running requests;
 5. the KV tiers: the order in which freed blocks are evicted;
 6. early exit: probes use what the policy left of the step.
 
 ``on_freed`` is called in the opposite order, so that each part still finds the state of the parts
 before it.
+
+No part holds another one. What parts let each other know about a step is on its ``StepPlan``, and
+what they keep of a request is in its record (``engine.request_state``).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,39 +24,78 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.scheduler.guard import StepGuard
-from meridian_patch.engine.scheduler.running_order import ArrivalOrder
+from meridian_patch.policy.step_time import StepShape
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+    from meridian_patch.engine.scheduler.running_order import ArrivalOrder
+
+_NOTHING = StepShape(0, 0, 0)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Limits of the next step; None leaves a limit to stock.
+    """One step, from before it is planned until it is scheduled.
+
+    Limits first, which are applied while upstream schedules the step; None leaves a limit to stock.
 
     Attributes:
-        token_budget: tokens of all requests together.
-        max_active: number of requests that may run.
         may_prefill: whether upstream may compute prompts in the step.
-        may_probe: whether the step may have probes.
+        token_budget: tokens of all requests together.
+        max_active: requests that may run beside probes.
+        num_probes: live probes, which may run beside so many requests.
+        seats: requests and probes that may run.
+        may_probe: whether the step may have probes: a probe is a prompt to upstream, too, and goes
+            behind answers that wait and requests for which room was made.
         arrivals: arrival times to restore after the step, under vLLM's priority policy.
+        is_answered_elsewhere: another rank answers, and computes the step together with this one.
+        is_contended: requests compete for what the step has, so the policy arranges them.
+        num_answers_waiting: preempted answers, which the policy serves before all others.
+        now_s: when it was planned, by the scheduler's clock; only while requests compete.
+        shape: what it decodes, and the KV context of its requests, as far as known before.
+        least_prefill: the least prefill that a lowered budget has room for.
+        begun_s: when the policy began to plan it, by the performance counter.
+        limits_s: seconds that the policy spent on limits.
+        order_s: seconds that it spent on the order of running requests.
+        is_slow: the policy took too long.
+        scheduled_s: when it was scheduled, by the scheduler's clock.
+        ran: its work, once it was scheduled; None for a step without tokens, or without a policy.
     """
 
+    may_prefill: bool = True
     token_budget: int | None = None
     max_active: int | None = None
-    may_prefill: bool = True
+    num_probes: int = 0
+    seats: int | None = None
     may_probe: bool = True
-    arrivals: ArrivalOrder | None = None
+    arrivals: "ArrivalOrder | None" = None
+    is_answered_elsewhere: bool = False
+    is_contended: bool = False
+    num_answers_waiting: int = 0
+    now_s: float = 0.0
+    shape: StepShape = _NOTHING
+    least_prefill: int = 1
+    begun_s: float = 0.0
+    limits_s: float = 0.0
+    order_s: float = 0.0
+    is_slow: bool = False
+    scheduled_s: float = 0.0
+    ran: StepShape | None = None
 
     @property
     def is_cut(self) -> bool:
         """Whether the step has fewer tokens than the engine's own budget."""
         return self.token_budget is not None
 
-    def limit_active(self, most: int) -> None:
-        """Let no more than so many requests run."""
-        self.max_active = most if self.max_active is None else min(most, self.max_active)
+    @property
+    def may_admit(self) -> bool:
+        """Whether the step may admit waiting requests, as far as it is planned."""
+        return self.may_prefill and self.max_active != 0
 
 
 class Applied:
@@ -72,10 +115,12 @@ class Applied:
 
     def __enter__(self) -> None:
         scheduler, (budget, active) = self._scheduler, self._before
-        if self._plan.token_budget is not None:
-            scheduler.max_num_scheduled_tokens = min(budget, self._plan.token_budget)
-        if self._plan.max_active is not None:
-            scheduler.max_num_active_reqs = min(active, self._plan.max_active)
+        plan = self._plan
+        if plan.token_budget is not None:
+            scheduler.max_num_scheduled_tokens = min(budget, plan.token_budget)
+        most = active if plan.max_active is None else plan.max_active + plan.num_probes
+        most = most if plan.seats is None else min(most, plan.seats)
+        scheduler.max_num_active_reqs = min(active, most)
 
     def __exit__(
         self,
@@ -94,7 +139,9 @@ class SchedulerPart:
     """One concern of the scheduler. Every hook is empty here; a part overrides those it needs.
 
     Attributes:
-        name: used in the log, in the status and as a metric's label.
+        name: used in the log, in the status and as a metric's label. Parts that have one name fail
+            together: they are switched off together, and where one raises, the others are not
+            called any more in that hook.
     """
 
     name: str
@@ -114,19 +161,29 @@ class SchedulerPart:
     def before_schedule(self, plan: StepPlan) -> None:
         """A step is about to be scheduled; the part may change its plan."""
 
-    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+    def after_schedule(
+        self, plan: StepPlan, output: "SchedulerOutput", started: Sequence[str]
+    ) -> None:
         """A step was scheduled.
 
         Args:
-            output: upstream's ``SchedulerOutput``.
+            plan: its plan.
+            output: what upstream made of it.
             started: ids of the requests that it begins or resumes, probes included.
         """
 
-    def before_update(self, scheduler_output: Any, model_output: Any) -> None:
+    def after_launch(self, output: "SchedulerOutput") -> None:
+        """A step was given to the workers, and the engine goes on."""
+
+    def before_update(
+        self, scheduler_output: "SchedulerOutput", model_output: "ModelRunnerOutput"
+    ) -> None:
         """A step's output arrived; its tokens are not appended to the requests yet."""
 
-    def after_update(self, scheduler_output: Any, results: Any) -> None:
-        """A step's tokens were appended; ``results`` are ``EngineCoreOutputs`` by client."""
+    def after_update(
+        self, scheduler_output: "SchedulerOutput", results: "dict[int, EngineCoreOutputs]"
+    ) -> None:
+        """A step's tokens were appended; ``results`` are its outputs by client."""
 
     def on_phase_changed(self, request: "Request") -> None:
         """A request's phase changed, or its hand-off is over."""
@@ -183,15 +240,19 @@ class Parts:
         self.off: list[str] = []
         self._hooks: dict[str, list[tuple[str, Callable[..., None]]]] = {}
         self._find_hooks()
-        guard.watch(part.name for part in parts)
+        guard.watch({part.name for part in parts})
 
     def call(self, hook: str, *args: Any, request_id: str | None = None) -> None:
         """Call a hook of every part that overrides it."""
+        failed = None
         for name, method in self._hooks[hook]:
+            if name is failed:
+                continue
             # The same as `protect`, which takes longer: most hooks are called in every step.
             try:
                 method(*args)
             except Exception as error:
+                failed = name
                 self._guard.failed(name, error, request_id)
 
     def switch_off(self, names: Sequence[str]) -> None:
@@ -207,8 +268,8 @@ class Parts:
                 left += [] if stand_in is None else [stand_in]
         self._parts = tuple(left)
         self._find_hooks()
+        self.off += dict.fromkeys(part.name for part in stopped)
         for part in stopped:
-            self.off.append(part.name)
             with self._guard.protect(part.name):
                 part.on_switched_off()
 

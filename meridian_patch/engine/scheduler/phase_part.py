@@ -1,17 +1,21 @@
 """Keeps the phase tracker up to date with a scheduler's requests."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.api.phase_changes import attach_changes
+from meridian_patch.engine.request_state import RequestStates
 from meridian_patch.engine.scheduler.guard import StepGuard
-from meridian_patch.engine.scheduler.parts import SchedulerPart
+from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.phase.progress import PhaseChange
 from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.telemetry import counters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class PhasePart(SchedulerPart):
@@ -19,6 +23,7 @@ class PhasePart(SchedulerPart):
 
     Args:
         tracker: phases of all requests.
+        states: records of all requests.
         guard: protects the handling of each request separately.
         on_changed: called with the id of a request whose phase changed.
         end_turn: called with a session whose turn ended.
@@ -29,11 +34,13 @@ class PhasePart(SchedulerPart):
     def __init__(
         self,
         tracker: PhaseTracker,
+        states: RequestStates,
         guard: StepGuard,
         on_changed: Callable[[str], None],
         end_turn: Callable[[Any], None],
     ) -> None:
         self._tracker = tracker
+        self._states = states
         self._guard = guard
         self._on_changed = on_changed
         self._end_turn = end_turn
@@ -41,8 +48,6 @@ class PhasePart(SchedulerPart):
         self._expected: dict[str, int] = {}
         # Requests of a step in which `expects` raised: they are resynchronized after the step.
         self._lost: Iterable[str] = ()
-        # Streaming sessions within a turn, by id.
-        self._sessions: dict[str, Request] = {}
         # Phases that changed in the step whose output is being processed, by request id.
         self._changes: dict[str, PhaseChange] = {}
         # The same of the step that was processed last.
@@ -50,21 +55,19 @@ class PhasePart(SchedulerPart):
 
     def on_added(self, request: Request, options: RequestOptions) -> None:
         if request.resumable:
-            self._sessions[request.request_id] = request
+            self._states.in_turn[self._states.of(request)] = None
         self._track(request)
 
     def on_session_continued(self, session: Request, options: RequestOptions) -> None:
-        self._sessions[session.request_id] = session
+        self._states.in_turn[self._states.of(session)] = None
         self._track(session)
 
-    def on_turn_ended(self, session: Request) -> None:
-        self._sessions.pop(session.request_id, None)
-
     def on_freed(self, request: Request) -> None:
-        self._sessions.pop(request.request_id, None)
         self._tracker.remove(request.request_id)
 
-    def after_schedule(self, output: Any, started: Sequence[str]) -> None:
+    def after_schedule(
+        self, plan: StepPlan, output: "SchedulerOutput", started: Sequence[str]
+    ) -> None:
         # Load-bearing: first tokens come only from requests that a step begins or resumes.
         for request_id in started:
             self._tracker.runs(request_id)
@@ -87,15 +90,15 @@ class PhasePart(SchedulerPart):
         if self.last_changes:
             attach_changes(results, self.last_changes)
         # Load-bearing: the status of a session that waits for its next chunk.
-        for session in list(self._sessions.values()):
-            if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                self._end_turn(session)
+        for state in list(self._states.in_turn):
+            if state.request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self._end_turn(state.request)
 
     def stand_in(self) -> SchedulerPart:
         return LostPhases(self._tracker.ids())
 
     def on_switched_off(self) -> None:
-        self._sessions.clear()
+        self._states.in_turn.clear()
         # Its numbers of requests by phase are still reported.
         self._tracker.clear()
 

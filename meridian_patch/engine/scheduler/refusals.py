@@ -1,11 +1,15 @@
-"""Records the waiting request for which upstream last failed to allocate KV blocks."""
+"""Records for which waiting request upstream, or the policy, last found no room."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.scheduler.admission_checks import lacks_seat
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class Refusals:
@@ -14,12 +18,20 @@ class Refusals:
     Upstream asks for blocks after all other checks. So a refusal proves that blocks are all that
     the request lacks, and upstream itself counts how many it needs.
 
+    Args:
+        is_on: whether the policy asks.
+
     Attributes:
+        is_on: whether to record what upstream refuses.
         last: the request that was refused last, and not admitted since; it may wait no longer.
     """
 
-    def __init__(self) -> None:
-        self.last: Any | None = None
+    def __init__(self, *, is_on: bool = True) -> None:
+        self.is_on = is_on
+        self.last: Request | None = None
+        # The request for which no other can make room, and before which step that is the answer.
+        self._hopeless: Request | None = None
+        self._until_step = 0
         # Upstream's last count of blocks, that of the last refusal, and its other arguments.
         self._counted = self._needed = 0
         self._asked: dict[str, Any] = {}
@@ -46,6 +58,30 @@ class Refusals:
             del self._manager.allocate_slots
         else:
             self._manager.allocate_slots = self._own_attribute
+
+    def switch_off(self) -> None:
+        """Record nothing from now on."""
+        self.stop()
+        self.is_on = False
+        self.last = self._hopeless = None
+        self._asked = {}
+
+    def give_up(self, request: Request, until_step: int) -> None:
+        """Note that no room can be made for a request before a step."""
+        self._hopeless, self._until_step = request, until_step
+
+    def look_again(self) -> None:
+        """Drop that note, because room may have come free."""
+        self._hopeless = None
+
+    def found_no_room(self, scheduler: "Scheduler") -> bool:
+        """Whether the request that comes first had no room a few steps ago, and has none now."""
+        request = self._hopeless
+        if request is None or scheduler.current_step >= self._until_step:
+            return False
+        if not scheduler.waiting or scheduler.waiting.peek_request() is not request:
+            return False
+        return lacks_seat(scheduler) or self.num_missing(request) > 0
 
     def num_missing(self, request: Request) -> int:
         """Blocks that the request refused last lacks now; 0 for others."""

@@ -6,12 +6,18 @@ from bisect import bisect_left
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
 from meridian_patch.engine.probe_request import ProbeRequest
+from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
+from meridian_patch.telemetry import counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from meridian_patch.engine.scheduler.scheduler import PhaseScheduling
 
 # Requests per step that are ranked again although no change is known.
 AUDITED_PER_STEP = 2
@@ -92,6 +98,11 @@ class RunningOrder:
             self._take_out(key)
             self._changed.pop(request, None)
             self._prefilling.pop(request, None)
+
+    def forget_all(self) -> None:
+        """Remove all requests, because they are ordered no longer."""
+        for request in list(self._order):
+            self.forget(request)
 
     def arrange(self, running: list["Request"]) -> tuple[list[Any], bool]:
         """Order ``running`` by rank; to be called once per step.
@@ -186,6 +197,75 @@ class RunningOrder:
             request.num_prompt_tokens,
             request.priority,
         )
+
+
+class OrderPart(SchedulerPart):
+    """Puts the running requests in the policy's order, behind all limits of a step.
+
+    Args:
+        scheduler: the phase-aware scheduler.
+        order: the order of running requests.
+        time_budget_us: limits or an order that took longer are counted as slow.
+        is_on: whether the rule ``order`` is.
+    """
+
+    name = counters.POLICY
+
+    def __init__(
+        self,
+        scheduler: "PhaseScheduling",
+        order: RunningOrder,
+        time_budget_us: int,
+        *,
+        is_on: bool,
+    ) -> None:
+        self.time_budget_s = time_budget_us * 1e-6
+        self.order = order
+        self._scheduler = scheduler
+        self._is_on = is_on
+
+    def on_phase_changed(self, request: "Request") -> None:
+        self.order.changed(request)
+
+    def on_turn_ended(self, session: "Request") -> None:
+        self.order.forget(session)
+
+    def on_preempted(self, request: "Request") -> None:
+        self.order.forget(request)
+
+    def on_freed(self, request: "Request") -> None:
+        self.order.forget(request)
+
+    def on_probe_preempted(self, probe: "Request") -> None:
+        self.order.forget(probe)
+
+    def on_probe_freed(self, probe: "Request") -> None:
+        self.order.forget(probe)
+
+    def on_switched_off(self) -> None:
+        self.order.forget_all()
+
+    def before_schedule(self, plan: StepPlan) -> None:
+        if not plan.is_contended:
+            return
+        now_s = time.perf_counter()
+        plan.limits_s = now_s - plan.begun_s
+        # Limits apply even if computing them took too long: the time is already spent by then, and
+        # on a busy machine a step without limits would take longer still.
+        plan.is_slow = plan.limits_s > self.time_budget_s
+        if self._is_on:
+            plan.is_slow |= not self.order_running(plan)
+            plan.order_s = time.perf_counter() - now_s
+
+    def order_running(self, plan: StepPlan) -> bool:
+        """Put the running requests in the policy's order; returns whether it was in time."""
+        scheduler = self._scheduler
+        # Load-bearing: the order of `running` affects only which requests get tokens first and
+        # which is preempted (the last, under FCFS), in the scheduler and in the model runner.
+        scheduler.running, is_in_time = self.order.arrange(scheduler.running)
+        if scheduler.policy == SchedulingPolicy.PRIORITY:
+            plan.arrivals = ArrivalOrder(scheduler.running)
+        return is_in_time
 
 
 class ArrivalOrder:

@@ -4,6 +4,8 @@ Runs in the EngineCore process. No upstream body is copied: each method calls th
 parts (see ``parts``) before and after ``super()``, and restores what it changed.
 """
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request, RequestStatus
@@ -11,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine import stats_field, status, wire
 from meridian_patch.engine.probe_request import ProbeRequest, hide_end
+from meridian_patch.engine.request_state import RequestStates
 from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan
@@ -41,20 +44,25 @@ class PhaseScheduling(UpstreamScheduler):
     7. Without reasoning requests, or with noop and no early exit, every decision is stock's.
     8. If a part fails or takes too long, that is counted and the step runs as stock. A circuit
        breaker switches a part off that fails repeatedly (see ``guard``).
+    9. A request has one record, made in ``add_request`` and dropped in ``_free_request``.
 
     Invariant: requests change queues only as ``super()`` itself moves them.
     """
 
     running: list[Request]
+    # Seconds of a monotonic clock.
+    clock: Callable[[], float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.clock = time.monotonic
         self.phase_counters = PhaseCounters()
+        self.request_states = RequestStates()
         self._guard = StepGuard(self.phase_counters)
         # The plan of the step that upstream is scheduling.
         self._plan = _NO_PLAN
         # Sessions whose turn ended in the step that upstream is updating, while preempted.
-        self._stopped_preempted: list[Any] = []
+        self._stopped_preempted: list[Request] = []
         self._cadence = PrefillCadence(self)
         built = assemble(
             self, self._guard, self.phase_counters, self._phase_changed, self._end_turn
@@ -62,11 +70,12 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts = built.parts
         self.phase_tracker = built.tracker
         self.phase_part = built.phase_part
-        self.policy_part = built.policy_part
-        self.step_limiter = built.policy_part.limiter
+        self.policy_parts = built.policy
         self.kv_tiers = built.kv_tiers
         self.early_exit = built.early_exit
-        self._chunks = built.chunks
+        self._probes = built.early_exit.probes if built.early_exit else None
+        self._refusals = built.policy.refusals
+        self._chunks = built.policy.chunks
         self._options_parser = built.options_parser
         self._think_part = built.think_part
         self._metrics = built.metrics
@@ -74,6 +83,8 @@ class PhaseScheduling(UpstreamScheduler):
     def add_request(self, request: Request) -> None:
         # A session's next chunk is parsed when the session takes it up.
         is_new = request.request_id not in self.requests
+        if is_new:
+            self.request_states.add(request)
         options = self._accept(request) if is_new else NO_OPTIONS
         super().add_request(request)
         if is_new:
@@ -102,12 +113,14 @@ class PhaseScheduling(UpstreamScheduler):
         except Exception as error:
             options = NO_OPTIONS
             self._guard.failed("reading vllm_xargs", error, request.request_id)
+        self.request_states.of(request).options = options
         self._parts.call("before_added", request, options, request_id=request.request_id)
         return options
 
     def _end_turn(self, session: Request) -> None:
         self.phase_part.update_phase(session.request_id)
         self._parts.call("on_turn_ended", session, request_id=session.request_id)
+        self.request_states.end_turn(self.request_states.of(session))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._switch_off(self._guard.new_step())
@@ -126,12 +139,12 @@ class PhaseScheduling(UpstreamScheduler):
                 output = super().schedule(*args, **kwargs)
         finally:
             self._plan = _NO_PLAN
-            if self.step_limiter.refusals:
-                self.step_limiter.refusals.stop()
+            if self._refusals.is_on:
+                self._refusals.stop()
         started = started_requests(output)
         with self._guard.protect(counters.EARLY_EXIT):
             self._cadence.after_step(output, started)
-        self._parts.call("after_schedule", output, started)
+        self._parts.call("after_schedule", plan, output, started)
         return output
 
     def update_from_output(
@@ -140,7 +153,7 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("before_update", scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if self._stopped_preempted:
-            is_ordered = not self.policy_part.rules.are_all_off
+            is_ordered = not self.policy_parts.rules.are_all_off
             put_back(self, self._stopped_preempted, to_front=is_ordered)
             self._stopped_preempted.clear()
         self._parts.call("after_update", scheduler_output, result)
@@ -157,9 +170,9 @@ class PhaseScheduling(UpstreamScheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # Load-bearing: upstream asks this first of each request that it may admit, and of none that
         # runs: their blocks are allocated before.
-        if self.step_limiter.refusals:
+        if self._refusals.is_on:
             with self._guard.protect(counters.POLICY, request.request_id):
-                self.step_limiter.refusals.listen(self.kv_cache_manager)
+                self._refusals.listen(self.kv_cache_manager)
         return bool(super()._handle_blocked_waiting_request(request))
 
     def _handle_stopped_request(self, request: Request) -> bool:
@@ -170,7 +183,7 @@ class PhaseScheduling(UpstreamScheduler):
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         # Load-bearing: the engine core calls this right after it gave the step to the workers.
-        self.step_limiter.launched(scheduler_output)
+        self._parts.call("after_launch", scheduler_output)
         grammar = super().get_grammar_bitmask(scheduler_output)
         if self.early_exit and self.early_exit.forced_closes:
             with self._guard.protect(counters.EARLY_EXIT):
@@ -214,7 +227,10 @@ class PhaseScheduling(UpstreamScheduler):
         # Upstream frees a request before `after_update`, so its last tokens are tracked here.
         self.phase_part.update_phase(request.request_id)
         self._parts.call("on_freed", request, request_id=request.request_id)
-        return super()._free_request(request, *args, **kwargs)
+        try:
+            return super()._free_request(request, *args, **kwargs)
+        finally:
+            self.request_states.drop(request)
 
     def _connector_finished(self, request: Request) -> Any:
         part = self._think_part
@@ -250,7 +266,7 @@ class PhaseScheduling(UpstreamScheduler):
     def get_request_counts(self) -> tuple[int, int]:
         # Load-bearing: vLLM computes data-parallel load, idleness and statistics from these two.
         counts = super().get_request_counts()
-        probes = self.step_limiter.probes
+        probes = self._probes
         return counts if probes is None else probes.subtract_from(counts)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,6 +286,8 @@ class PhaseScheduling(UpstreamScheduler):
     def _switch_off(self, names: list[str]) -> None:
         if names:
             self._parts.switch_off(names)
+            if counters.EARLY_EXIT in self._parts.off:
+                self.early_exit = self._probes = None
             status.publish(parts_off=self._parts.off)
 
 

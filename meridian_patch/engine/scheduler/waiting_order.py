@@ -1,4 +1,4 @@
-"""Orders vLLM's queue of waiting requests; no operation iterates over the whole queue."""
+"""Where requests stand in vLLM's queue of waiting ones; no operation iterates over all of it."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -8,6 +8,8 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
+from meridian_patch.engine.request_state import FRONT, Place, RequestState, RequestStates
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -15,13 +17,6 @@ if TYPE_CHECKING:
 MOST_STEPS = 4
 # A request is searched among so many requests from the place on where it should be.
 REACH = 256
-
-# When a request arrived, moved by its priority, and its number: several may come at once.
-_Arrival = tuple[float, int]
-_NO_ARRIVAL: _Arrival = (0.0, 0)
-# Level and arrival, by which the queue is sorted.
-_Place = tuple[int, _Arrival]
-_FRONT: _Place = (-1, _NO_ARRIVAL)
 
 
 class WaitingOrder:
@@ -38,64 +33,58 @@ class WaitingOrder:
 
     Load-bearing: the FCFS queue is a deque, and upstream appends new requests. A priority queue
     keeps its own order; only ``first`` applies to it.
+
+    Args:
+        states: records of all requests, with their places; one without a record is at the front.
+        aging_s: see above.
     """
 
-    def __init__(self, aging_s: float) -> None:
+    def __init__(self, states: RequestStates, aging_s: float) -> None:
+        self._states = states
         self._aging_s = aging_s
         self._numbers = count()
-        # Arrivals of live requests.
-        self._arrivals: dict[Any, _Arrival] = {}
-        # Where live requests stand; a request without a place is at the front.
-        self._places: dict[Any, _Place] = {}
 
-    def on_added(
-        self, request: "Request", waiting: Any, level: int, priority: int, now_s: float
+    def place_new(
+        self, state: RequestState, waiting: Any, level: int, priority: int, now_s: float
     ) -> None:
         """Place a new request, which is last in ``waiting`` unless upstream put it elsewhere.
 
         Args:
-            request: the new request.
+            state: the new request.
             waiting: the scheduler's queue.
             level: its level.
             priority: lower goes first.
             now_s: time of a monotonic clock.
         """
         steps = max(-MOST_STEPS, min(priority, MOST_STEPS))
-        arrival = now_s + steps * self._aging_s, next(self._numbers)
-        self._arrivals[request] = arrival
-        place = self._places[request] = (level, arrival)
+        request = state.request
+        state.arrival = now_s + steps * self._aging_s, next(self._numbers)
+        place = state.place = (level, state.arrival)
         if not (isinstance(waiting, deque) and len(waiting) > 1 and waiting[-1] is request):
             return
-        if self._place(waiting[-2]) > place:
+        if self.place_of(waiting[-2]) > place:
             waiting.pop()
-            waiting.insert(bisect_right(waiting, place, key=self._place), request)
+            waiting.insert(bisect_right(waiting, place, key=self.place_of), request)
 
-    def on_removed(self, request: "Request") -> None:
-        """Forget a request that left the scheduler."""
-        self._arrivals.pop(request, None)
-        self._places.pop(request, None)
-
-    def moved_to_front(self, request: "Request") -> None:
-        """Note a request that stands at the front now, as one that upstream preempted."""
-        self._places[request] = _FRONT
-
-    def put_at_level(self, request: "Request", level: int, waiting: Any) -> None:
+    def put_at_level(self, state: RequestState, level: int, waiting: Any) -> None:
         """Move a request that was preempted to the place of its level; ignored if it is gone."""
-        if isinstance(waiting, deque) and self._take(request, waiting):
-            place = self._places[request] = (level, self._arrivals.get(request, _NO_ARRIVAL))
-            waiting.insert(bisect_right(waiting, place, key=self._place), request)
+        if isinstance(waiting, deque) and self._take(state.request, waiting):
+            place = state.place = (level, state.arrival)
+            waiting.insert(bisect_right(waiting, place, key=self.place_of), state.request)
 
-    def bring_forward(self, requests: Collection["Request"], waiting: Any) -> None:
-        """Move those of ``requests`` that wait to the front, in this order."""
+    def bring_forward(self, states: Collection[RequestState], waiting: Any) -> None:
+        """Move those of the requests that wait to the front, in this order."""
         if not isinstance(waiting, deque):
             return
-        are_first = all(one is other for one, other in zip(requests, waiting, strict=False))
-        for request in reversed([*requests]):
+        are_first = all(
+            state.request is other for state, other in zip(states, waiting, strict=False)
+        )
+        for state in reversed([*states]):
             if are_first:
-                self._places[request] = _FRONT
-            elif self._take(request, waiting):
-                waiting.appendleft(request)
-                self._places[request] = _FRONT
+                state.place = FRONT
+            elif self._take(state.request, waiting):
+                waiting.appendleft(state.request)
+                state.place = FRONT
 
     def next_arrival_s(self, waiting: Any, passed_over: Any) -> float:
         """Arrival, moved by its priority, of the first request that was not put at the front.
@@ -109,22 +98,24 @@ class WaitingOrder:
         """
         if not isinstance(waiting, deque):
             return math.inf
-        begin = bisect_right(waiting, _FRONT, key=self._place)
+        begin = bisect_right(waiting, FRONT, key=self.place_of)
         following = islice(waiting, begin, begin + REACH)
         ready = (one for one in following if one not in passed_over)
-        return next((self._place(one)[1][0] for one in ready), math.inf)
+        return next((self.place_of(one)[1][0] for one in ready), math.inf)
+
+    def place_of(self, request: "Request") -> Place:
+        """Where a request should stand."""
+        state = self._states.get(request.request_id)
+        return FRONT if state is None else state.place
 
     def _take(self, request: "Request", waiting: Any) -> bool:
         """Remove a request from the queue if it stands about where it should."""
-        start = bisect_left(waiting, self._place(request), key=self._place)
+        start = bisect_left(waiting, self.place_of(request), key=self.place_of)
         try:
             del waiting[waiting.index(request, start, start + REACH)]
         except ValueError:
             return False
         return True
-
-    def _place(self, request: "Request") -> _Place:
-        return self._places.get(request, _FRONT)
 
 
 def first(waiting: Any, count: int) -> list[Any]:

@@ -51,19 +51,23 @@ class DeepQueue:
         for _ in range(running + waiting):
             self._add()
         scheduler = self._engine.scheduler
+        parts = scheduler.policy_parts
         for owner, name, shown in (
-            (scheduler.policy_part, "_limits", "plan"),
-            (scheduler.policy_part, "order_running", "order"),
-            (scheduler.policy_part, "is_uncontended", "look whether to plan"),
+            (parts.cut, "before_schedule", "cut"),
+            (parts.displacing, "before_schedule", "make room"),
+            (parts.order, "order_running", "order"),
+            (parts.first, "is_uncontended", "look whether to plan"),
             (scheduler.phase_part, "_track", "follow a new request"),
             (scheduler.phase_part, "update_phase", "take tokens in"),
-            (scheduler.step_limiter, "on_added", "place an arrival"),
-            (scheduler.step_limiter, "scheduled", "note a step"),
-            (scheduler.step_limiter, "ended", "learn from a step"),
-            (scheduler.step_limiter, "on_removed", "forget a request"),
-            (scheduler.step_limiter, "preempted", "note a preemption"),
+            (parts.queue, "on_added", "place an arrival"),
+            (parts.first, "after_schedule", "note a step"),
+            (parts.timing, "before_update", "learn from a step"),
+            (scheduler.request_states, "drop", "forget a request"),
+            (parts.queue, "on_preempted", "note a preemption"),
         ):
             time_calls(owner, name, self.seconds.setdefault(shown, []).append)
+        # Hooks are looked up once.
+        scheduler._parts._find_hooks()
 
     @property
     def num_preempted_for_room(self) -> int:
@@ -92,7 +96,8 @@ class DeepQueue:
         for request in scheduler.running[-count:]:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, 0.0, drop_stale_output=True)
-            scheduler.step_limiter.waiting_order.put_at_level(request, 1, scheduler.waiting)
+            state = scheduler.request_states.of(request)
+            scheduler.policy_parts.waiting_order.put_at_level(state, 1, scheduler.waiting)
 
     def forget(self) -> None:
         """Drop what was measured so far."""

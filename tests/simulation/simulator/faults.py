@@ -11,8 +11,10 @@ from simulator.engine import Arm
 
 # Methods of ours that are made to fail; each must exist.
 HOOKS = (
-    "step_limiter.plan", "step_limiter.scheduled", "step_limiter.ended", "step_limiter.changed",
-    "step_limiter.on_added", "step_limiter.on_removed", "policy_part.order.arrange",
+    "policy_parts.cut.before_schedule", "policy_parts.first.after_schedule",
+    "policy_parts.timing.before_update", "policy_parts.cut.on_phase_changed",
+    "policy_parts.queue.on_added", "policy_parts.review.on_freed",
+    "policy_parts.order.order.arrange",
     "phase_tracker.observe", "early_exit.arrange", "early_exit.after_schedule",
     "early_exit.signals.receive",
     "early_exit.follow_step", "early_exit.on_phase_changed", "early_exit.on_freed",

@@ -133,7 +133,8 @@ def check_phases(arm: Arm) -> None:
 def check_tables(arm: Arm) -> None:
     """Invariant 1, of our own tables: what they say of a request is so."""
     scheduler = arm.scheduler
-    for name, request in scheduler.policy_part.waiting_answers.items():
+    for state in scheduler.request_states.waiting_answers:
+        name, request = state.request.request_id, state.request
         if request.status not in {
             RequestStatus.PREEMPTED,
             RequestStatus.WAITING_FOR_REMOTE_KVS,
@@ -152,11 +153,23 @@ def check_tables(arm: Arm) -> None:
         queue.retention is not None for queue in getattr(scheduler.kv_cache_manager, "queues", ())
     ):
         raise Failure("tables", "the next blocks to be freed count as those of a request before")
-    known = scheduler.step_limiter._answer_pacing._answering
-    for name in known:
-        request = scheduler.requests.get(name)
-        if request is not None and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-            raise Failure("tables", f"{name} is a paused session and counts as a reader")
+    for state in scheduler.request_states.answering:
+        request = state.request
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            raise Failure(
+                "tables", f"{request.request_id} is a paused session and counts as a reader"
+            )
+    known = {state.request.request_id for state in scheduler.request_states}
+    lost = [
+        name
+        for name, request in scheduler.requests.items()
+        if name not in known and not request.is_finished() and not isinstance(request, ProbeRequest)
+    ]
+    if lost:
+        raise Failure("tables", f"there is no record of {lost[:3]}")
+    if not known <= scheduler.requests.keys():
+        gone = sorted(known - scheduler.requests.keys())
+        raise Failure("tables", f"there are records of {gone[:3]}, which are gone")
 
 
 def check_health(arm: Arm) -> None:

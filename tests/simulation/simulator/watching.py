@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from plan_watch import watch_plans
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
@@ -86,7 +87,7 @@ class Checker(Recorder):
         self._is_scheduling = False
         self._expects_health = not arm.case.has_fault("raises")
         scheduler = arm.scheduler
-        rules = scheduler.policy_part.rules
+        rules = scheduler.policy_parts.rules
         self._is_answers_first = (
             rules.order and arm.case.queue == "fcfs" and not arm.case.has_fault("raises")
         )
@@ -110,6 +111,7 @@ class Checker(Recorder):
         self._is_probe_due: dict[str, int] = {}
         # Predicted and true seconds of steps that only decode.
         self._predictions: list[tuple[float, float]] = []
+        self._plans = watch_plans(scheduler)
         self._wrap(scheduler)
 
     def note(self, failure: Failure) -> None:
@@ -128,7 +130,7 @@ class Checker(Recorder):
         scheduler = arm.scheduler
         is_reasoning = bool(scheduler.phase_tracker.num_reasoning)
         self.num_reasoning += is_reasoning
-        is_steered = is_reasoning and not scheduler.policy_part.rules.are_all_off
+        is_steered = is_reasoning and not scheduler.policy_parts.rules.are_all_off
         answers = self._waiting_answers()
         # Load-bearing: requests that wait with blocks of their own come in before all others.
         holding = {request.request_id for request in scheduler.kv_holding_waiting}
@@ -176,7 +178,7 @@ class Checker(Recorder):
         """The arm is drained."""
         if self.num_steered >= _FEWEST_STEPS and self._expects_health:
             share = self.num_learnt / self.num_steered
-            if share < LEAST_LEARNT and self._arm.scheduler.policy_part.rules.step_cut:
+            if share < LEAST_LEARNT and self._arm.scheduler.policy_parts.rules.step_cut:
                 message = f"{self.num_learnt} of {self.num_steered} steps"
                 self.note(Failure("learning", f"the step-time model learnt from {message}"))
         late = self._predictions[len(self._predictions) // 2 :]
@@ -187,7 +189,7 @@ class Checker(Recorder):
                 self.note(Failure("prediction", message))
 
     def _wrap(self, scheduler: Any) -> None:
-        observe, preempt = scheduler.step_limiter.model.observe, scheduler._preempt_request
+        observe, preempt = scheduler.policy_parts.model.observe, scheduler._preempt_request
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             self.num_learnt += 1
@@ -198,7 +200,7 @@ class Checker(Recorder):
                 self._soft(self._check_preemption, request)
             return preempt(request, *args, **kwargs)
 
-        scheduler.step_limiter.model.observe = observed
+        scheduler.policy_parts.model.observe = observed
         scheduler._preempt_request = preempted
 
     def _check_preemption(self, request: Any) -> None:
@@ -375,7 +377,7 @@ class Checker(Recorder):
             if name in names or tokens > 1 + len(drafts.get(name, ()))
         )
         is_little = arm.seconds(total) < LEAST_STRETCH * arm.seconds(total - prefill)
-        drain_s = scheduler.step_limiter._cut._settings.drain_s
+        drain_s = scheduler.policy_parts.cut._cut._settings.drain_s
         if is_little and waited_s > PATIENCE_DRAINS * drain_s:
             raise Failure(
                 "throttle",
@@ -390,10 +392,10 @@ class Checker(Recorder):
             return
         if (
             max(output.num_scheduled_tokens.values()) > most
-            or scheduler.step_limiter.num_prefilling()
+            or scheduler.policy_parts.load.num_prefilling()
         ):
             return
-        guess = scheduler.step_limiter.model.decode_seconds(scheduler.step_limiter._shape)
+        guess = scheduler.policy_parts.model.decode_seconds(self._plans.plan.shape)
         if guess is not None:
             truth = self._arm.seconds(output.total_num_scheduled_tokens)
             self._predictions.append((guess, truth))

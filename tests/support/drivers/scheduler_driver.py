@@ -207,8 +207,8 @@ class Driver:
         scheduler.kv_event_publisher = driver = cls(
             scheduler, is_async, int(is_async), hash_block_size
         )
-        if hasattr(scheduler, "step_limiter"):
-            scheduler.step_limiter.clock = lambda: driver.now_s
+        if hasattr(scheduler, "policy_parts"):
+            scheduler.clock = lambda: driver.now_s
         return driver
 
     def add(

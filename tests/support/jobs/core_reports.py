@@ -68,8 +68,8 @@ def watch_cores() -> None:
 
 def is_for_others(scheduler) -> bool:
     """Whether a cut of the step that was just scheduled is for answers of other ranks alone."""
-    limiter = getattr(scheduler, "step_limiter", None)
-    if limiter is None or not limiter.is_answered_elsewhere:
+    policy = getattr(scheduler, "policy_parts", None)
+    if policy is None or not policy.queue._is_answered_elsewhere:
         return False
     [balance] = [each for each in scheduler._parts._parts if getattr(each, "exchange", None)]
     return not balance.answering()

@@ -65,8 +65,8 @@ class SchedulerWatch:
         self._wrap("schedule", after=self._scheduled)
         self._wrap("update_from_output", after=self._updated)
         self._wrap("_preempt_request", before=self._preempting)
-        if hasattr(scheduler, "policy_part"):
-            self._wrap("is_uncontended", after=self._judged, owner=scheduler.policy_part)
+        if hasattr(scheduler, "policy_parts"):
+            self._wrap("is_uncontended", after=self._judged, owner=scheduler.policy_parts.first)
 
     def restart(self) -> Watched:
         self.seen = Watched()

@@ -36,7 +36,7 @@ def faults_environment(folder: Path) -> dict[str, str]:
 def register() -> None:
     """The entry point; vLLM calls it in every process."""
     from meridian_patch.engine.kv_cache.tiers import KVTiers
-    from meridian_patch.engine.scheduler.step_limits import StepLimiter
+    from meridian_patch.engine.scheduler.queue_part import QueuePart
     from meridian_patch.engine.worker.logits_tap import Tap
 
     folder = Path(environment()[FOLDER])
@@ -52,7 +52,7 @@ def register() -> None:
 
         setattr(owner, method, call)
 
-    break_with(StepLimiter, "plan", "slow", _dawdle)
+    break_with(QueuePart, "_order_waiting", "slow", _dawdle)
     break_with(KVTiers, "before_stats", "tiers", _fail)
     break_with(Tap, "_attach", "lost", lambda: False)
 
