@@ -95,18 +95,20 @@ def test_a_seat_is_kept_where_the_model_opens_its_thoughts_itself(monkeypatch, d
     assert driver.scheduler.early_exit.probes.num_probes > 2
 
 
-def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):
-    """Seats are free and the newcomer cannot use one: probes do."""
+@pytest.mark.parametrize("queue", ["fcfs", "priority"])
+def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model, queue):
+    """Seats are free and one that came earlier cannot use one: probes do."""
+    arguments = {"scheduling_policy": queue}
     settings = {**OFTEN, **NEVER, "EXIT__MODE": "observe", "POLICY__TIME_SHARING": "false"}
-    driver = exit_driver(monkeypatch, demo_model, blocks=60, **settings)
+    driver = exit_driver(monkeypatch, demo_model, blocks=60, engine_args=arguments, **settings)
     scheduler = driver.scheduler
     scheduler.max_num_active_reqs = scheduler.max_num_running_reqs = 2
-    driver.add(thinker("runs", 1200))
+    driver.add(thinker("runs", 1200, arrival_time=5.0))
     while scheduler.phase_tracker.get("runs").phase is not Phase.THINK:
         driver.step()
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 20)
-    driver.add(thinker("waits", 20, prompt_tokens=1000))
+    driver.add(thinker("waits", 20, prompt_tokens=1000, arrival_time=2.0))
     before = scheduler.early_exit.probes.num_probes
     for _ in range(200):
         driver.step()
@@ -114,7 +116,7 @@ def test_probes_go_on_while_a_request_waits_for_blocks(monkeypatch, demo_model):
     assert scheduler.early_exit.probes.num_probes - before > 5
 
 
-def test_a_probe_stands_in_a_queue_by_priority_where_its_request_would(monkeypatch, demo_model):
+def test_a_probe_in_a_queue_by_priority_has_the_arrival_of_its_request(monkeypatch, demo_model):
     """For a step other arrival times stand in for those of running requests."""
     arguments = {"scheduling_policy": "priority"}
     driver = exit_driver(monkeypatch, demo_model, engine_args=arguments)

@@ -24,6 +24,8 @@ from meridian_patch.phase.boundaries import TokenIds
 
 # One seat is kept for probes per so many requests that may run.
 _SEATS_PER_PROBE = 16
+# Two arrivals apart.
+_MOMENT_S = 1e-6
 
 
 class Due(NamedTuple):
@@ -216,11 +218,14 @@ class Probes:
         self._is_short = False
         if not self.are_next or self._scheduler._pause_state is not PauseState.UNPAUSED:
             return
+        waiting = self._scheduler.waiting
+        # Before those of its priority that wait, under a policy by priority and arrival.
+        front_s = waiting.peek_request().arrival_time - _MOMENT_S if waiting else math.inf
         for due in self._choose(token_budget):
             name = next(self._names)
             parent = due.parent
-            arrival_s = arrivals.true_s(parent) if arrivals else parent.arrival_time
-            request = self._make(name, due, arrival_s)
+            own_s = arrivals.true_s(parent) if arrivals else parent.arrival_time
+            request = self._make(name, due, min(own_s, front_s))
             del self.due[due.parent.request_id]
             if not self._is_in_cache(request, due):
                 continue

@@ -233,7 +233,7 @@ def _build_policy(
         StepCut(scheduler, rules, config, states, tracker, load, chunks, model, counters),
         LevelReview(scheduler, states, levels, tracker, is_reviewing=bool(rules.time_sharing)),
         displacing,
-        OrderPart(scheduler, order, config.time_budget_us, is_on=bool(rules.order)),
+        OrderPart(scheduler, order, config.time_budget_us, counters, is_on=bool(rules.order)),
         StepTiming(scheduler, model, counters),
         load,
         chunks,

@@ -62,7 +62,6 @@ class StepPlan:
         begun_s: when the policy began to plan it, by the performance counter.
         limits_s: seconds that the policy spent on limits.
         order_s: seconds that it spent on the order of running requests.
-        is_slow: the policy took too long.
         scheduled_s: when it was scheduled, by the scheduler's clock.
         ran: its work, once it was scheduled; None for a step without tokens, or without a policy.
     """
@@ -83,9 +82,12 @@ class StepPlan:
     begun_s: float = 0.0
     limits_s: float = 0.0
     order_s: float = 0.0
-    is_slow: bool = False
     scheduled_s: float = 0.0
     ran: StepShape | None = None
+
+    def drop_cut(self) -> None:
+        """Give the step the engine's own budget; requests that were kept out of it stay out."""
+        self.token_budget = None
 
     @property
     def is_cut(self) -> bool:
@@ -242,8 +244,8 @@ class Parts:
         self._find_hooks()
         guard.watch({part.name for part in parts})
 
-    def call(self, hook: str, *args: Any, request_id: str | None = None) -> None:
-        """Call a hook of every part that overrides it."""
+    def call(self, hook: str, *args: Any, request_id: str | None = None) -> str | None:
+        """Call a hook of every part that overrides it; returns the name of one that failed."""
         failed = None
         for name, method in self._hooks[hook]:
             if name is failed:
@@ -254,6 +256,7 @@ class Parts:
             except Exception as error:
                 failed = name
                 self._guard.failed(name, error, request_id)
+        return failed
 
     def switch_off(self, names: Sequence[str]) -> None:
         """Stop calling these parts; if the first (the phase tracker) is among them, stop all."""

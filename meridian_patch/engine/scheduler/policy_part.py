@@ -66,6 +66,7 @@ class PolicyPart(SchedulerPart):
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
 
     def on_phase_changed(self, request: Request) -> None:
+        self._order.changed(request)
         # The request was preempted while its end boundary was in flight.
         if request.status == RequestStatus.PREEMPTED and self._phase(request) is Phase.ANSWER:
             self._states.waiting_answers[self._states.of(request)] = None
@@ -75,6 +76,7 @@ class PolicyPart(SchedulerPart):
         self._states.of(request).lost_tokens = request.num_computed_tokens
 
     def on_preempted(self, request: Request) -> None:
+        self._order.forget(request)
         phase, state = self._phase(request), self._states.of(request)
         self._counters.count(counters.PREEMPTION, phase)
         self._states.prefilling.pop(state, None)

@@ -13,6 +13,7 @@ from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.running_order import LatencyPolicy, RequestView
 from meridian_patch.telemetry import counters
+from meridian_patch.telemetry.counters import Fallback, PhaseCounters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -206,6 +207,7 @@ class OrderPart(SchedulerPart):
         scheduler: the phase-aware scheduler.
         order: the order of running requests.
         time_budget_us: limits or an order that took longer are counted as slow.
+        phase_counters: count slow steps.
         is_on: whether the rule ``order`` is.
     """
 
@@ -216,22 +218,18 @@ class OrderPart(SchedulerPart):
         scheduler: "PhaseScheduling",
         order: RunningOrder,
         time_budget_us: int,
+        phase_counters: PhaseCounters,
         *,
         is_on: bool,
     ) -> None:
         self.time_budget_s = time_budget_us * 1e-6
         self.order = order
         self._scheduler = scheduler
+        self._counters = phase_counters
         self._is_on = is_on
-
-    def on_phase_changed(self, request: "Request") -> None:
-        self.order.changed(request)
 
     def on_turn_ended(self, session: "Request") -> None:
         self.order.forget(session)
-
-    def on_preempted(self, request: "Request") -> None:
-        self.order.forget(request)
 
     def on_freed(self, request: "Request") -> None:
         self.order.forget(request)
@@ -252,10 +250,12 @@ class OrderPart(SchedulerPart):
         plan.limits_s = now_s - plan.begun_s
         # Limits apply even if computing them took too long: the time is already spent by then, and
         # on a busy machine a step without limits would take longer still.
-        plan.is_slow = plan.limits_s > self.time_budget_s
+        is_slow = plan.limits_s > self.time_budget_s
         if self._is_on:
-            plan.is_slow |= not self.order_running(plan)
+            is_slow |= not self.order_running(plan)
             plan.order_s = time.perf_counter() - now_s
+        if is_slow:
+            self._counters.count(counters.FALLBACK, Fallback.SLOW)
 
     def order_running(self, plan: StepPlan) -> bool:
         """Put the running requests in the policy's order; returns whether it was in time."""

@@ -131,7 +131,9 @@ class PhaseScheduling(UpstreamScheduler):
         plan.may_prefill = not is_throttled and not self._cadence.is_between_prefills()
         # Load-bearing: a step that could not drain the queue overrules either cadence.
         plan.may_prefill |= getattr(self, "prefill_capacity_bound", False)
-        self._parts.call("before_schedule", plan)
+        if self._parts.call("before_schedule", plan):
+            # The step runs as stock; an admission limit may protect a connector, and stays.
+            plan.drop_cut()
         self._cadence.before_step()
         self._plan = plan
         try:

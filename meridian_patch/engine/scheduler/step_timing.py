@@ -7,7 +7,7 @@ from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.step_timer import StepTimer
 from meridian_patch.policy.step_time import StepTimeModel
 from meridian_patch.telemetry import counters
-from meridian_patch.telemetry.counters import Fallback, PhaseCounters
+from meridian_patch.telemetry.counters import PhaseCounters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,8 +55,6 @@ class StepTiming(SchedulerPart):
         if plan.is_contended:
             self._limits_s += plan.limits_s
             self._order_s += plan.order_s
-            if plan.is_slow:
-                self._counters.count(counters.FALLBACK, Fallback.SLOW)
 
     def after_launch(self, output: "SchedulerOutput") -> None:
         self._timer.launched(output, self._scheduler.clock())

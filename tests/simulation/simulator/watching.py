@@ -339,7 +339,7 @@ class Checker(Recorder):
             name
             for name, due in probes.due.items()
             if probes._is_ready(due)
-            and not (first is not None and first < due.parent)
+            and not (first is not None and first.priority < due.parent.priority)
             and self._holds_prefix(probes, due)
         ]
         self._is_probe_due = {name: self._is_probe_due.get(name, 0) + 1 for name in ready}
