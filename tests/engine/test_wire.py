@@ -336,7 +336,8 @@ def test_a_choice_tells_its_times(server):
     times = choice["meridian"]
     assert 0 < times["think_ms"] < times["ttfat_ms"]
     assert times["answer_ms"] > 0
-    assert times["ttfat_ms"] + times["answer_ms"] <= took_ms
+    # The server and its client read clocks of their own.
+    assert times["ttfat_ms"] + times["answer_ms"] <= took_ms + 5
     assert times["preemptions"] == 0
     metrics = reply["metrics"]
     assert metrics["time_to_first_answer_token_ms"] == times["ttfat_ms"]

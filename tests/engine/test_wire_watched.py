@@ -81,7 +81,7 @@ def test_every_expression_has_data(served, prometheus):
     for place, expression in runbook_expressions().items():
         # Some show only what is wrong.
         asked[place] = re.sub(r" > [\d.]+$", "", expression)
-    operators = r"(?:>=?|<|\bor\b|\b(?:unless|and) (?:on|ignoring) \([^)]*\))"
+    operators = r"(?:>=?|<|==|\bor\b|\b(?:unless|and) (?:on|ignoring) \([^)]*\))"
     for name, alert in rules_of(ALERTS).items():
         text = " ".join(alert["expr"].split())
         asked |= {f"{name}: {part}": part for part in re.split(f" {operators} ", text)}
