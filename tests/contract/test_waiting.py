@@ -363,6 +363,36 @@ def test_the_heap_is_in_order_after_preemptions(demo_model, sharing, monkeypatch
     assert driver.scheduler.phase_counters.totals["preemption:think"]
 
 
+def raises(*_args, **_kwargs):
+    raise RuntimeError("made to fail")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_not_cut_where_the_policy_failed(monkeypatch, demo_model, fails):
+    """The order fails behind the cut; the step runs as stock, as the log says."""
+    driver = driver_for(demo_model)
+    driver.add(job("reader", 1, think=5))
+    step_until(driver, "reader", Phase.ANSWER)
+    driver.add(Job("long", tuple(make_prompt(random.Random(3), 300, thinks=True)), 5, 5))
+    if fails:
+        monkeypatch.setattr(driver.scheduler.policy_parts.order.order, "arrange", raises)
+    tokens = max(driver.step().num_scheduled_tokens.values())
+    full = min(driver.scheduler.max_num_scheduled_tokens - 1, 300)
+    assert tokens == full if fails else tokens < full
+
+
+def test_an_answer_is_ranked_as_one_where_the_levels_fail(monkeypatch, demo_model):
+    """A new answer must not keep a thinker's rank."""
+    driver = driver_for(demo_model)
+    parts, changed = driver.scheduler.policy_parts, []
+    monkeypatch.setattr(parts.levels, "ended", raises)
+    monkeypatch.setattr(parts.order.order, "changed", changed.append)
+    driver.add(job("reader", 1, think=5))
+    step_until(driver, "reader", Phase.ANSWER)
+    assert driver.scheduler.phase_counters.totals["fallback:exception"]
+    assert driver.scheduler.requests["reader"] in changed
+
+
 def test_a_slow_plan_is_carried_out(demo_model):
     """It counts as slow, and its cut holds all the same; before, the step went uncut."""
     driver = driver_for(demo_model)

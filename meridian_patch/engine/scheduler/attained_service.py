@@ -7,6 +7,13 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import Levels
 
 
+def is_as_stock(
+    tracker: PhaseTracker, states: RequestStates, *, is_answered_elsewhere: bool
+) -> bool:
+    """Whether all is done as in stock: no request thinks, and none waits behind later ones."""
+    return not (tracker.num_reasoning or is_answered_elsewhere or states.overtaken)
+
+
 class AttainedService:
     """Levels of requests, and which of them have waited for so long that levels do not count.
 

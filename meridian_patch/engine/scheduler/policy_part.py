@@ -8,6 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.policy import PolicyRules
 from meridian_patch.engine.request_state import RequestState, RequestStates
+from meridian_patch.engine.scheduler.attained_service import is_as_stock
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.running_order import RunningOrder
@@ -88,10 +89,8 @@ class PolicyPart(SchedulerPart):
         plan.may_probe = plan.may_prefill and not states.waiting_answers
         if self.rules.are_all_off:
             return
-        # Where no request thinks and none waits behind later ones, all is done as in stock.
-        is_stock = not (
-            self._tracker.num_reasoning or plan.is_answered_elsewhere or states.overtaken
-        )
+        elsewhere = plan.is_answered_elsewhere
+        is_stock = is_as_stock(self._tracker, states, is_answered_elsewhere=elsewhere)
         if not is_stock and not self.is_uncontended():
             plan.is_contended = True
             plan.begun_s, plan.now_s = time.perf_counter(), self._scheduler.clock()

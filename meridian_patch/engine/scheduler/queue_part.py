@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from meridian_patch.config.policy import PolicyRules
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.request_state import FRONT, RequestState, RequestStates
-from meridian_patch.engine.scheduler.attained_service import AttainedService
+from meridian_patch.engine.scheduler.attained_service import AttainedService, is_as_stock
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
 from meridian_patch.phase.tracker import PhaseTracker
@@ -84,9 +84,8 @@ class QueuePart(SchedulerPart):
         state, states = self._states.of(request), self._states
         priority = options.meridian_priority if self._rules.order else 0
         level, now_s = 0, self._scheduler.clock()
-        is_stock = not (
-            self._tracker.num_reasoning or self._is_answered_elsewhere or states.overtaken
-        )
+        elsewhere = self._is_answered_elsewhere
+        is_stock = is_as_stock(self._tracker, states, is_answered_elsewhere=elsewhere)
         if self._rules.time_sharing and not is_stock:
             level = self._service.level_of_prompt(request)
             if level:
