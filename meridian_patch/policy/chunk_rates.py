@@ -13,6 +13,11 @@ _NEWEST_CHUNKS, _LEAST_CHUNKS = 9, 3
 _ENOUGH_TOKENS: Final = 1024
 # A size that was not seen among so many chunks is not known any more.
 _FORGOTTEN_AFTER: Final = 1024
+# A chunk of twice the tokens is tried as long as the last such step made a token's time at most so
+# many times what it was. Tokens that take as long as before have no fixed time to share.
+_BETTER_RATE: Final = 0.8
+# Two sizes are compared if the smaller one is at most this share of the other.
+_MOST_SHARE: Final = 0.6
 # Of fewer tokens the time says little beside what steps differ by.
 _LEAST_TOKENS: Final = 64
 
@@ -29,11 +34,6 @@ class ChunkRates:
     def __init__(self) -> None:
         self._seen: dict[_Size, _Seen] = {}
         self._chunks = 0
-
-    @property
-    def largest(self) -> float:
-        """The most tokens of a chunk of which the rate is known; 0: of none."""
-        return max((tokens for tokens, _ in self._known().values()), default=0.0)
 
     def add(self, tokens: int, seconds: float, *, is_launched: bool) -> None:
         """Note how much longer than without them a step of so many prefill tokens took."""
@@ -73,6 +73,29 @@ class ChunkRates:
         is_seen = any(bits == half.bit_length() for _, bits in known)
         # Between two neighbours there is none to try.
         return smallest if is_seen or half < 2 * worse else half
+
+    def untried(self, dear_s: float) -> int:
+        """Tokens of a larger chunk that may have a better rate; 0: of none.
+
+        Chunks of one size do not tell what a token takes from what a step with prefill takes.
+
+        Args:
+            dear_s: none is tried while the largest chunk adds less to a step.
+        """
+        known = self._known()
+        if not known:
+            return 0
+        (is_launched, _), (largest, rate) = max(known.items(), key=lambda each: each[1][0])
+        if largest >= _ENOUGH_TOKENS or largest * rate <= dear_s:
+            return 0
+        smaller = [
+            each
+            for (is_other, _), each in known.items()
+            if is_other == is_launched and each[0] <= _MOST_SHARE * largest
+        ]
+        if smaller and rate > _BETTER_RATE * max(smaller)[1]:
+            return 0
+        return 2 * int(largest)
 
     def _known(self) -> dict[_Size, tuple[float, float]]:
         """Median tokens and rate of each size of which the rate is known."""

@@ -78,7 +78,8 @@ class PrefillBudget:
        ``model``. Before the model has data: twice the prefill that has not made a step longer, and
        at most the full budget divided by ``think_batch_multiplier``.
     3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that a
-       token takes little more than in the best of the sizes that were seen.
+       token takes little more than in the best of the sizes that were seen. Where even chunks of
+       these sizes take longer than decoding, larger ones are tried.
     4. If every step has prefill, a step from time to time has none, to measure decoding alone.
     5. Saturation guard: if the lowered budget was used up in every step for ``drain_s`` seconds,
        the backlog does not drain. From then on steps may take twice as long with each ``drain_s``,

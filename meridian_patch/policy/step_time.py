@@ -89,7 +89,8 @@ class PrefillAllowance(NamedTuple):
         in_time: the most with which the step ends in time.
         worthwhile: the fewest of which one takes at most a third more than the least that
             a token was seen to take. In smaller chunks a fixed time of each step with prefill,
-            of launching kernels for example, would be paid too often. 0 without a fixed time.
+            of launching kernels for example, would be paid too often. 0 without a fixed time. Or
+            a larger size to try, while those that were seen take longer than decoding.
     """
 
     in_time: int
@@ -234,7 +235,8 @@ class StepTimeModel:
                 return None
             in_time = graph_room if seconds > bare_s else 0
         worthwhile = self._rates.worthwhile(graph_room, expected or 0)
-        return PrefillAllowance(in_time, worthwhile)
+        untried = self._rates.untried(self.decode_seconds(shape) or 0.0)
+        return PrefillAllowance(in_time, max(worthwhile, untried))
 
     def graph_room(self, shape: StepShape) -> int | None:
         """Prefill tokens with which a captured graph still runs the step; None: no such limit."""

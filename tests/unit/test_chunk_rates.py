@@ -89,3 +89,30 @@ def test_steps_that_stalled_do_not_count() -> None:
     for _ in range(9):
         rates.add(100, 1e-3, is_launched=False)
     assert rates.worthwhile(226, 0) == 0
+
+
+def sizes_tried(seconds, decode_s: float) -> list[int]:
+    """Sizes that are tried after chunks of 64 tokens, where a chunk adds ``seconds(tokens)``."""
+    rates = seen((64, seconds(64), False))
+    tried = []
+    while (tokens := rates.untried(decode_s)) and len(tried) < 10:
+        tried.append(tokens)
+        for _ in range(3):
+            rates.add(tokens, seconds(tokens), is_launched=tokens > 226)
+    return tried
+
+
+def test_larger_chunks_are_tried_where_small_ones_take_long() -> None:
+    """What an H200 took: any chunk in the graph adds 11 ms, one above it 19 ms, to 6 ms."""
+    sizes = sizes_tried(lambda tokens: 0.011 if tokens <= 226 else 0.019, 0.006)
+    assert sizes == [128, 256, 512, 1024]
+
+
+def test_larger_chunks_are_not_tried_where_each_token_takes_as_long() -> None:
+    """As on a CPU: 64 tokens take twice as long as decoding, 128 four times."""
+    assert sizes_tried(lambda tokens: 1e-3 * tokens, 0.03) == [128]
+
+
+def test_larger_chunks_are_not_tried_where_small_ones_hide() -> None:
+    assert sizes_tried(lambda tokens: 0.001, 0.006) == []
+    assert ChunkRates().untried(0.006) == 0

@@ -359,3 +359,21 @@ def test_a_target_that_the_graph_meets_keeps_steps_within_it():
     """Who asks for 22 ms between tokens gets them, though larger chunks took less per token."""
     one = cut(in_pieces(), min_prefill_tokens=64)
     assert 0 < one.token_budget(SHAPE, 0, 0.022, 0.0) - 30 <= 226
+
+
+def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones():
+    """An engine has computed prompts beside answers in the least chunks alone."""
+    model = StepTimeModel()
+    model.graph_tokens = 256
+    one = cut(model, min_prefill_tokens=64)
+    done, spent_s = 0, 0.0
+    while done < 32_768 and spent_s < 20:
+        default_s = one.default_itl_s(SHAPE)
+        tokens = one.token_budget(SHAPE, 0, default_s, spent_s) - SHAPE.decode_tokens
+        one.ran(tokens, is_used_up=True, now_s=spent_s)
+        least_s = 0.006 if not tokens else 0.017 if tokens + 30 <= 256 else 0.025
+        seconds = max(least_s, 4e-3 + 2e-5 * (tokens + 30))
+        model.observe(prefilling(tokens), seconds)
+        done, spent_s = done + tokens, spent_s + seconds
+    # Four steps of the full budget take 0.7 s; 512 of the least chunk 8.7 s.
+    assert spent_s < 3
