@@ -15,6 +15,7 @@ from meridian_patch.calibrate.command import add_calibrate
 from meridian_patch.config.load import load_config
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.doctor.command import add_doctor
+from meridian_patch.operate.policy_command import add_policy
 from meridian_patch.operate.top.command import add_top
 
 # Packages that some commands need and may lack: those of the engine, and of the extra `bench`.
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_doctor(commands)
     add_top(commands)
+    add_policy(commands)
 
     boundaries = commands.add_parser(
         "boundaries", help="which think boundaries a model would be served with, and why"

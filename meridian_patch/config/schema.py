@@ -74,6 +74,10 @@ class KvConfig(StrictModel):
     )
 
 
+ExitMode = Literal["off", "observe", "enforce"]
+"""What early exit does with a thought that it would close."""
+
+
 class ExitConfig(StrictModel):
     """When thinking is ended early. Entropies are those of the raw logits, in nats.
 
@@ -81,7 +85,7 @@ class ExitConfig(StrictModel):
     tests and the simulation set the first one.
     """
 
-    mode: Literal["off", "observe", "enforce"] = Field(
+    mode: ExitMode = Field(
         default="observe",
         description="`observe` decides and reports when thinking would be closed, and closes "
         "nothing; `enforce` closes it; `off` measures nothing.",

@@ -17,6 +17,7 @@ FACTS: Final = "meridian_handoff"
 RELEASE: Final = "meridian_release"
 ANSWERED: Final = "meridian_answered"
 GRAPH_TOKENS: Final = "meridian_graph_tokens"
+SWITCH: Final = "meridian_switch"
 AT_HOME: Final = "meridian-home"
 PROBE: Final = "meridian-probe"
 
@@ -75,6 +76,15 @@ RIDERS: Final = (
         readers=("engine.early_exit.part", "calibrate.sampled_entropies"),
         way="worker to engine core",
         what="what was measured, or why nothing is",
+    ),
+    Rider(
+        name=SWITCH,
+        carrier="EngineCore",
+        type="method",
+        writers=("engine.scheduler.live_switch",),
+        readers=("engine.api.live_switch",),
+        way=_TO_CORE,
+        what="which policy and which mode of early exit are in force from the next step on",
     ),
     Rider(
         name="rows",

@@ -109,6 +109,10 @@ class ExitController:
         """Note that the close is being forced, so the thought no longer ends by itself."""
         self._is_closing = True
 
+    def stop_closing(self) -> None:
+        """Return no close any more, as in mode ``observe``."""
+        self._config = self._config.model_copy(update={"mode": "observe"})
+
     def end(self, num_tokens: int, *, is_answered: bool = True) -> Outcome | None:
         """End the thought, because the boundary was accepted, or because its request ended.
 

@@ -265,6 +265,17 @@ REBINDINGS: Final = (
         why="Records how many blocks vLLM counted for a request that it refuses.",
     ),
     Rebinding(
+        owner="vllm.v1.engine.core:EngineCore",
+        attributes=("meridian_switch",),
+        places=("meridian_patch.engine.scheduler.live_switch:install",),
+        process="engine_core",
+        lasts="as long as the process",
+        why=(
+            "Switches policy and early exit while the engine runs. EngineCore looks the methods "
+            "that its clients call up by name."
+        ),
+    ),
+    Rebinding(
         owner="vllm.v1.metrics.stats:SchedulerStats",
         attributes=("__annotations__", "meridian_patch"),
         places=("meridian_patch.engine.stats_field:install",),

@@ -76,6 +76,7 @@ class PhaseCounters:
 PREEMPTION = "preemption"
 FALLBACK = "fallback"
 PART_OFF = "part_off"
+SWITCHED = "switched"
 PHASE_CHANGE = "phase_change"
 EVICTION = "kv_eviction"
 HANDOFFS = "handoffs"

@@ -4,9 +4,11 @@ A new metric needs one row in ``METRICS`` and the name of its event in ``counter
 """
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, get_args
 
+from meridian_patch.config.policy import PolicyName
 from meridian_patch.config.request_options import RequestOptions
+from meridian_patch.config.schema import ExitMode
 from meridian_patch.exit.actions import TO_CLOSES
 from meridian_patch.exit.strategies.build import REASONS
 from meridian_patch.handoff import stays
@@ -78,6 +80,21 @@ METRICS: Final = (
             "Should stay 0. A part that failed in 10 of 100 steps is off, and so are the KV tiers "
             "once free KV blocks were out of order; requests go on as in stock. `meridian status` "
             "lists it; the log has its first failure, please report it"
+        ),
+    ),
+    Metric(
+        event=counters.SWITCHED,
+        name="meridian_switches",
+        label="to",
+        values=(
+            *(f"policy {name}" for name in get_args(PolicyName)),
+            *(f"exit {mode}" for mode in get_args(ExitMode)),
+        ),
+        unit="switches",
+        help="Switches of policy or early exit while the engine ran, by what is in force since.",
+        operator=(
+            "nothing; it shows when `meridian policy set` was used. With data parallelism each "
+            "rank counts its own"
         ),
     ),
     Metric(

@@ -82,15 +82,25 @@ def run(driver: Driver, operations, record) -> None:
         record(comparable(driver.step()))
 
 
-@pytest.fixture
-def noop(monkeypatch):
-    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+CASES = [
+    pytest.param(is_async, queue_policy, is_switched, id=f"{flow}-{queue_policy}-{how}")
+    for is_async, flow in ((False, "sync"), (True, "async"))
+    for queue_policy in ("fcfs", "priority")
+    for is_switched, how in ((False, "configured"), (True, "switched"))
+    if is_async or not is_switched
+]
 
 
-@pytest.mark.parametrize("queue_policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_same_outputs_as_stock(noop, demo_model, is_async, queue_policy):
-    """Every field of every SchedulerOutput is the same over at least 2 000 random steps."""
+@pytest.mark.parametrize(("is_async", "queue_policy", "is_switched"), CASES)
+def test_same_outputs_as_stock(monkeypatch, demo_model, is_async, queue_policy, is_switched):
+    """Every field of every SchedulerOutput is the same over at least 2 000 random steps.
+
+    Whether the policy is configured, or switched while the engine runs; KV tiers are not switched.
+    """
+    if is_switched:
+        monkeypatch.setenv("MERIDIAN_PATCH_SET_KV__TIERS", "false")
+    else:
+        monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
     config = engine_config(
         demo_model, is_async=is_async, blocks=BLOCKS, scheduling_policy=queue_policy
     )
@@ -112,6 +122,8 @@ def test_same_outputs_as_stock(noop, demo_model, is_async, queue_policy):
         stock_outputs, patched_outputs = [], []
         run(Driver.build(stock_class, config, is_async=is_async), operations, stock_outputs.append)
         patched = Driver.build(patched_class, config, is_async=is_async, tiered=True)
+        if is_switched:
+            patched.scheduler.live_switch.turn("noop", None)
         run(patched, operations, patched_outputs.append)
         assert patched_outputs == stock_outputs
         assert len(patched.scheduler.phase_tracker) == 0

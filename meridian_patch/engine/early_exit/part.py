@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from meridian_patch.config.request_options import RequestOptions
-from meridian_patch.config.schema import ExitConfig
+from meridian_patch.config.schema import ExitConfig, ExitMode
 from meridian_patch.engine import wire
 from meridian_patch.engine.api.exit_summary import attach_all
 from meridian_patch.engine.early_exit.close import ForcedCloses
@@ -106,7 +106,7 @@ class EarlyExit(SchedulerPart):
         self.measured: dict[str, WatchedRequest] = {}
         self._room = room
         self._unable = unable
-        self._may_probe = config.mode == "enforce" and is_probing(config)
+        self._may_probe = _may_probe(config)
         self._boundary_id = boundaries.end[0][0]
         self._longest_marker = max(map(len, (*boundaries.start, *boundaries.end)))
         self._tracker = tracker
@@ -151,6 +151,20 @@ class EarlyExit(SchedulerPart):
             self._num_undecided += 1
         else:
             self._measure(watched)
+
+    def set_mode(self, mode: ExitMode) -> None:
+        """Follow another mode from now on; thoughts that are being closed are closed to the end.
+
+        Requests that set a mode of their own keep it, and those that others than ``enforce`` began
+        with keep theirs.
+        """
+        self.config = self.config.model_copy(update={"mode": mode})
+        self._may_probe = _may_probe(self.config)
+        if mode == "enforce":
+            return
+        for watched in self.requests.values():
+            if self._scheduler.request_states.of(watched.request).options.meridian_exit is None:
+                watched.stop_closing()
 
     def on_session_continued(self, session: Any, options: RequestOptions) -> None:
         self.on_added(session, options)
@@ -480,3 +494,7 @@ class EarlyExit(SchedulerPart):
         self.forced_closes.end(watched)
         if self.probes is not None:
             self.probes.cancel(watched)
+
+
+def _may_probe(config: ExitConfig) -> bool:
+    return config.mode == "enforce" and is_probing(config)

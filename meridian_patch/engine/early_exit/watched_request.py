@@ -127,6 +127,12 @@ class WatchedRequest:
         self.due = self.given_up = None
         self.num_refused = self.lines_left = 0
 
+    def stop_closing(self) -> None:
+        """Only observe its thoughts from now on; one that is being closed is closed to the end."""
+        self.config = self.config.model_copy(update={"mode": "observe"})
+        self.controller.stop_closing()
+        self.due = self.given_up = None
+
     def was_refused(self) -> None:
         """Note a close that had begun and that structured output refused."""
         self.num_refused += 1

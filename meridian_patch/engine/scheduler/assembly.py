@@ -8,7 +8,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from meridian_patch.config.load import process_config
-from meridian_patch.config.policy import PolicyConfig, PolicyRules
+from meridian_patch.config.policy import PolicyConfig, PolicyName, PolicyRules
 from meridian_patch.engine import front_end, status
 from meridian_patch.engine.boundaries import resolve_boundaries, vocabulary_of
 from meridian_patch.engine.early_exit.binding import build_early_exit
@@ -19,7 +19,7 @@ from meridian_patch.engine.handoff.binding import build_handoff
 from meridian_patch.engine.handoff.think_part import ThinkPart
 from meridian_patch.engine.kv_cache.tiers import KVTiers, build_kv_tiers
 from meridian_patch.engine.scheduler import rank_exchange
-from meridian_patch.engine.scheduler.attained_service import AttainedService
+from meridian_patch.engine.scheduler.attained_service import AttainedService, StockSteps
 from meridian_patch.engine.scheduler.balance_part import BalancePart
 from meridian_patch.engine.scheduler.displacing import Displacing
 from meridian_patch.engine.scheduler.guard import StepGuard
@@ -75,6 +75,7 @@ class Policy(NamedTuple):
         chunks: which pieces of prompts a lowered token budget must not divide.
         refusals: what upstream refuses while it admits requests.
         waiting_order: places requests in the queue.
+        stock_steps: when all is done as in stock.
         levels: learn from all thoughts.
         model: predicts the time of steps.
     """
@@ -91,6 +92,7 @@ class Policy(NamedTuple):
     chunks: IndivisibleChunks
     refusals: Refusals
     waiting_order: WaitingOrder
+    stock_steps: StockSteps
     levels: Levels
     model: StepTimeModel
 
@@ -117,6 +119,7 @@ class Assembly(NamedTuple):
         options_parser: parses the fields of a request.
         think_part: None unless requests may leave the engine after their thought.
         metrics: None unless this process exports metrics itself.
+        started_as: the configured policy.
     """
 
     parts: Parts
@@ -128,6 +131,7 @@ class Assembly(NamedTuple):
     options_parser: OptionsParser
     think_part: ThinkPart | None
     metrics: MetricsPart | None
+    started_as: PolicyName
 
 
 def assemble(
@@ -196,6 +200,7 @@ def assemble(
         OptionsParser(config.requests, counters, patterns if early_exit else None),
         handoff if isinstance(handoff, ThinkPart) else None,
         metrics,
+        config.policy.name,
     )
 
 
@@ -220,6 +225,7 @@ def _build_policy(
     chunks = IndivisibleChunks(scheduler, states)
     refusals = Refusals(is_on=bool(rules.time_sharing))
     waiting_order = WaitingOrder(states, config.aging_s)
+    stock_steps = StockSteps(tracker, states)
     service = AttainedService(states, tracker, levels, config.aging_s)
     ranks = LatencyPolicy(config.protected_answer_tokens, levels)
     order = RunningOrder(ranks, tracker, config.time_budget_us)
@@ -228,8 +234,10 @@ def _build_policy(
         displacing = Displacing(scheduler, states, tracker, waiting_order, service, refusals, load)
     return Policy(
         rules,
-        PolicyPart(scheduler, rules, states, tracker, load, order, refusals, probes, counters),
-        QueuePart(scheduler, rules, states, tracker, waiting_order, service),
+        PolicyPart(
+            scheduler, rules, states, tracker, stock_steps, load, order, refusals, probes, counters
+        ),
+        QueuePart(scheduler, rules, states, stock_steps, waiting_order, service),
         StepCut(scheduler, rules, config, states, tracker, load, chunks, model, counters),
         LevelReview(scheduler, states, levels, tracker, is_reviewing=bool(rules.time_sharing)),
         displacing,
@@ -239,6 +247,7 @@ def _build_policy(
         chunks,
         refusals,
         waiting_order,
+        stock_steps,
         levels,
         model,
     )

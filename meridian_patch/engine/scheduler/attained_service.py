@@ -7,11 +7,28 @@ from meridian_patch.phase.tracker import Phase, PhaseTracker
 from meridian_patch.policy.levels import Levels
 
 
-def is_as_stock(
-    tracker: PhaseTracker, states: RequestStates, *, is_answered_elsewhere: bool
-) -> bool:
-    """Whether all is done as in stock: no request thinks, and none waits behind later ones."""
-    return not (tracker.num_reasoning or is_answered_elsewhere or states.overtaken)
+class StockSteps:
+    """When all is done as in stock: no request thinks, and none waits behind later ones.
+
+    Args:
+        tracker: phases of all requests.
+        states: records of all requests.
+
+    Attributes:
+        are_all: whether the policy was switched to ``noop`` while the engine runs.
+    """
+
+    def __init__(self, tracker: PhaseTracker, states: RequestStates) -> None:
+        self.are_all = False
+        self._tracker = tracker
+        self._states = states
+
+    def is_next(self, *, is_answered_elsewhere: bool) -> bool:
+        """Whether the next step is one of them."""
+        if self.are_all:
+            return True
+        reasoning = self._tracker.num_reasoning or is_answered_elsewhere
+        return not (reasoning or self._states.overtaken)
 
 
 class AttainedService:

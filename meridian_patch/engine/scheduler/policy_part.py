@@ -8,7 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from meridian_patch.config.policy import PolicyRules
 from meridian_patch.engine.request_state import RequestState, RequestStates
-from meridian_patch.engine.scheduler.attained_service import is_as_stock
+from meridian_patch.engine.scheduler.attained_service import StockSteps
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.running_order import RunningOrder
@@ -34,6 +34,7 @@ class PolicyPart(SchedulerPart):
         rules: the rules that are on.
         states: records of all requests.
         tracker: phases of all requests.
+        stock_steps: when all is done as in stock.
         load: counts the tokens of steps.
         order: the order of running requests.
         refusals: what upstream refuses while it admits requests.
@@ -49,6 +50,7 @@ class PolicyPart(SchedulerPart):
         rules: PolicyRules,
         states: RequestStates,
         tracker: PhaseTracker,
+        stock_steps: StockSteps,
         load: StepLoad,
         order: RunningOrder,
         refusals: Refusals,
@@ -59,6 +61,7 @@ class PolicyPart(SchedulerPart):
         self._scheduler = scheduler
         self._states = states
         self._tracker = tracker
+        self._stock_steps = stock_steps
         self._load = load
         self._order = order
         self._refusals = refusals
@@ -90,7 +93,7 @@ class PolicyPart(SchedulerPart):
         if self.rules.are_all_off:
             return
         elsewhere = plan.is_answered_elsewhere
-        is_stock = is_as_stock(self._tracker, states, is_answered_elsewhere=elsewhere)
+        is_stock = self._stock_steps.is_next(is_answered_elsewhere=elsewhere)
         if not is_stock and not self.is_uncontended():
             plan.is_contended = True
             plan.begun_s, plan.now_s = time.perf_counter(), self._scheduler.clock()

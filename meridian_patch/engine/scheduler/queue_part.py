@@ -9,10 +9,9 @@ from vllm.v1.request import Request, RequestStatus
 from meridian_patch.config.policy import PolicyRules
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.engine.request_state import FRONT, RequestState, RequestStates
-from meridian_patch.engine.scheduler.attained_service import AttainedService, is_as_stock
+from meridian_patch.engine.scheduler.attained_service import AttainedService, StockSteps
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.waiting_order import WaitingOrder
-from meridian_patch.phase.tracker import PhaseTracker
 from meridian_patch.telemetry import counters
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class QueuePart(SchedulerPart):
         scheduler: the phase-aware scheduler.
         rules: the rules that are on.
         states: records of all requests.
-        tracker: phases of all requests.
+        stock_steps: when all is done as in stock.
         waiting_order: places requests in the queue.
         service: levels of requests.
     """
@@ -53,21 +52,21 @@ class QueuePart(SchedulerPart):
         scheduler: "PhaseScheduling",
         rules: PolicyRules,
         states: RequestStates,
-        tracker: PhaseTracker,
+        stock_steps: StockSteps,
         waiting_order: WaitingOrder,
         service: AttainedService,
     ) -> None:
         self._scheduler = scheduler
         self._rules = rules
         self._states = states
-        self._tracker = tracker
+        self._stock_steps = stock_steps
         self._waiting_order = waiting_order
         self._service = service
         # As it was before the last step.
         self._is_answered_elsewhere = False
 
     def before_added(self, request: Request, options: RequestOptions) -> None:
-        if not self._rules.order:
+        if not self._follows_priorities():
             return
         state = self._states.of(request)
         # Load-bearing: upstream reads priorities only under its priority policy. Otherwise only
@@ -82,10 +81,10 @@ class QueuePart(SchedulerPart):
 
     def on_added(self, request: Request, options: RequestOptions) -> None:
         state, states = self._states.of(request), self._states
-        priority = options.meridian_priority if self._rules.order else 0
+        priority = options.meridian_priority if self._follows_priorities() else 0
         level, now_s = 0, self._scheduler.clock()
         elsewhere = self._is_answered_elsewhere
-        is_stock = is_as_stock(self._tracker, states, is_answered_elsewhere=elsewhere)
+        is_stock = self._stock_steps.is_next(is_answered_elsewhere=elsewhere)
         if self._rules.time_sharing and not is_stock:
             level = self._service.level_of_prompt(request)
             if level:
@@ -119,6 +118,9 @@ class QueuePart(SchedulerPart):
             answers = self._states.waiting_answers
             preempted = [one for one in answers if one.request.status == RequestStatus.PREEMPTED]
             self._waiting_order.bring_forward(preempted, self._scheduler.waiting)
+
+    def _follows_priorities(self) -> bool:
+        return bool(self._rules.order) and not self._stock_steps.are_all
 
     def _order_waiting(self, now_s: float) -> None:
         """Put preempted thinkers at their levels, and those that waited too long first.

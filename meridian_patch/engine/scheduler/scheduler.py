@@ -14,8 +14,10 @@ from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 from meridian_patch.engine import stats_field, status, wire
 from meridian_patch.engine.probe_request import ProbeRequest, hide_end
 from meridian_patch.engine.request_state import RequestStates
+from meridian_patch.engine.scheduler import live_switch
 from meridian_patch.engine.scheduler.assembly import assemble
 from meridian_patch.engine.scheduler.guard import StepGuard
+from meridian_patch.engine.scheduler.live_switch import LiveSwitch
 from meridian_patch.engine.scheduler.parts import Applied, StepPlan
 from meridian_patch.engine.scheduler.preempted_sessions import known_as_computed, put_back
 from meridian_patch.engine.scheduler.prefill_cadence import PrefillCadence
@@ -79,6 +81,9 @@ class PhaseScheduling(UpstreamScheduler):
         self._options_parser = built.options_parser
         self._think_part = built.think_part
         self._metrics = built.metrics
+        started_as = built.started_as
+        self.live_switch = LiveSwitch(self, built.policy, started_as, self.phase_counters)
+        live_switch.install()
 
     def add_request(self, request: Request) -> None:
         # A session's next chunk is parsed when the session takes it up.

@@ -86,6 +86,18 @@ class WaitingOrder:
                 waiting.appendleft(state.request)
                 state.place = FRONT
 
+    def sort_by_arrival(self, waiting: Any) -> None:
+        """Put requests that wait by level in the order in which they came."""
+        if not isinstance(waiting, deque):
+            return
+        for request in waiting:
+            state = self._states.get(request.request_id)
+            if state is not None and state.place != FRONT:
+                state.place = (0, state.arrival)
+        in_order = sorted(waiting, key=self.place_of)
+        waiting.clear()
+        waiting.extend(in_order)
+
     def next_arrival_s(self, waiting: Any, passed_over: Any) -> float:
         """Arrival, moved by its priority, of the first request that was not put at the front.
 

@@ -17,6 +17,18 @@ def families_of(page: str) -> dict:
     return {family.name: family for family in text_string_to_metric_families(page)}
 
 
+def value_of(page: str, name: str, **labels: str) -> float:
+    """Sum of a sample over the labels that are not given."""
+    samples = [each for family in families_of(page).values() for each in family.samples]
+    found = [
+        each.value
+        for each in samples
+        if each.name == name and labels.items() <= each.labels.items()
+    ]
+    assert found, (name, labels)
+    return sum(found)
+
+
 def check_documented(page: str, engines: Iterable[str]) -> None:
     """Every metric of docs/metrics.md is there with type, help and all labels, and no other is."""
     ours = {name: each for name, each in families_of(page).items() if name.startswith(OURS)}

@@ -1,0 +1,99 @@
+"""``meridian policy``: what it asks a server, and what it says of the replies."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from meridian_patch.cli import main
+
+IN_FORCE = {"policy": "noop", "exit": "observe", "started_as": "latency"}
+
+
+class Replies:
+    """A server that replies the same to all, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.body, self.asked = 200, {"engines": [IN_FORCE]}, []
+        replies = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                replies.asked.append((self.command, self.path, self.rfile.read(length).decode()))
+                self.send_response(replies.status)
+                self.end_headers()
+                self.wfile.write(json.dumps(replies.body).encode())
+
+            def log_message(self, *_) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server():
+    replies = Replies()
+    yield replies
+    replies.close()
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["policy", *arguments])
+    return ended.value.code
+
+
+def test_shows_each_engine(server, capsys) -> None:
+    server.body["engines"].append(IN_FORCE | {"policy": "latency"})
+    assert run("show", "--url", server.url) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "engine 0  policy noop (started as latency)  early exit observe",
+        "engine 1  policy latency  early exit observe",
+    ]
+    assert server.asked == [("GET", "/v1/meridian/policy", "")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "body"),
+    [
+        (["noop"], {"policy": "noop"}),
+        (["--exit", "off"], {"exit": "off"}),
+        (["latency", "--exit", "enforce"], {"policy": "latency", "exit": "enforce"}),
+    ],
+)
+def test_asks_for_what_was_named_alone(server, arguments, body) -> None:
+    assert run("set", *arguments, "--url", server.url) == 0
+    ((command, _, asked),) = server.asked
+    assert (command, json.loads(asked)) == ("POST", body)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, {}, "expected a server that was started with VLLM_PLUGINS=meridian_patch,meri"),
+        (401, {}, "asks for its API key"),
+        (409, {"error": {"message": "the engine runs stock vLLM"}}, "the engine runs stock vLLM"),
+        (200, {"engines": None}, "HTTP 200"),
+        (500, {"error": "no"}, "HTTP 500"),
+    ],
+)
+def test_says_why_nothing_was_switched(server, capsys, status, body, message) -> None:
+    server.status, server.body = status, body
+    assert run("set", "noop", "--url", server.url) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_wish(capsys) -> None:
+    assert run("set") == 1
+    assert "expected a policy, or --exit and a mode" in capsys.readouterr().err
