@@ -28,7 +28,8 @@ def run(tmp_path):
     pythons = [f"{venv}/bin/python" for venv in (".venv", ".venv-0.33.0")]
     for name in pythons:
         (tmp_path / name).parent.mkdir(parents=True)
-    (tmp_path / ".venv" / "meridian-setup").touch()
+    for name in pythons:
+        (tmp_path / name).parent.parent.joinpath("meridian-setup").touch()
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
     for folder, text in (("unit", 'pytest.importorskip("vllm")'), ("property", "")):
         (tmp_path / "tests" / folder).mkdir(parents=True)
@@ -97,16 +98,15 @@ def test_another_release_is_tested_in_its_own_environment(run):
 
 
 def test_another_release_is_tested_beside_the_engines_of_this_one(run):
-    """Behind all other tests of the first lane; where one fails it is named."""
-    gate = "pytest on vLLM 0.33.0"
+    """Behind all other tests of both lanes; where one fails it is named."""
     code, said, asked = run("--and-vllm", "0.33", fails="tests/contract")
-    chosen = "tests/unit/test_asks.py tests/contract tests/simulation"
-    quick = f"-m not slow and not nightly -k not ([sync or -sync) {chosen}"
     assert code == 1
-    assert len(asked) == 4
-    chosen = f"-m pytest {quick} {RUNNERS}::test_runner_v2"
-    assert f"said by .venv-0.33.0/bin/python: -P {chosen}\n" in said
-    assert said.endswith(f"scripts/test: FAILED: {gate}\n")
+    assert len(asked) == 5
+    others = f"tests/unit/test_asks.py tests/simulation {RUNNERS}::test_runner_v2"
+    for chosen in ("tests/contract", others):
+        quick = f"-m pytest -m not slow and not nightly -k not ([sync or -sync) {chosen}"
+        assert f"said by .venv-0.33.0/bin/python: -P {quick}\n" in said
+    assert said.endswith("scripts/test: FAILED: pytest on vLLM 0.33.0, tests/contract\n")
 
 
 def test_a_release_is_a_number(run, tmp_path):
