@@ -68,8 +68,11 @@ def test_switches_at_any_moment_lose_nothing(demo_model, seed, is_async, queue_p
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
-def test_requests_that_wait_by_level_go_on_in_the_order_in_which_they_came(demo_model):
+def test_requests_that_wait_by_level_go_on_in_the_order_in_which_they_came(
+    demo_model, monkeypatch
+):
     """Long prompts wait behind later short ones until the policy is switched off."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "10")
     rng = random.Random(0)
     driver = driver_of(demo_model)
     scheduler = driver.scheduler
@@ -89,7 +92,7 @@ def test_only_what_the_engine_was_started_with(demo_model, monkeypatch):
     switch = driver_of(demo_model).scheduler.live_switch
     with pytest.raises(ValueError, match="policy is 'latency', expected 'noop'"):
         switch.turn("latency", "enforce")
-    assert switch.in_force() == {"policy": "noop", "exit": "observe", "started_as": "noop"}
+    assert switch.in_force() == {"policy": "noop", "exit": "off", "started_as": "noop"}
     assert switch.turn(None, "enforce")["exit"] == "enforce"
 
 
