@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 Arrival = tuple[float, int]
 """When a request arrived, moved by its priority, and its number: several may arrive at once."""
 
+NOT_PLACED: Final[Arrival] = (0.0, 0)
+"""Of a request that has not been placed in the queue."""
+
 Place = tuple[int, Arrival]
 """Level and arrival, by which the queue of waiting requests is sorted."""
 
@@ -59,7 +62,7 @@ class RequestState:
     lost_tokens: int | None = None
     known_tokens: int = 0
     ended_tokens: int = 0
-    arrival: Arrival = (0.0, 0)
+    arrival: Arrival = NOT_PLACED
     place: Place = FRONT
     overtaken_s: float = 0.0
     away_s: float = 0.0

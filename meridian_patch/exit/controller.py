@@ -55,7 +55,7 @@ class ExitController:
         self._budget_left = budget_tokens
         self.thought: ThoughtMonitor | None = None
         self.num_thoughts = 0
-        self._is_closing = False
+        self._is_closing = self._is_silent = False
         self.outcome: Outcome | None = None
 
     def start(
@@ -109,9 +109,9 @@ class ExitController:
         """Note that the close is being forced, so the thought no longer ends by itself."""
         self._is_closing = True
 
-    def stop_closing(self) -> None:
-        """Return no close any more, as in mode ``observe``."""
-        self._config = self._config.model_copy(update={"mode": "observe"})
+    def stop_acting(self) -> None:
+        """Return no action any more; verdicts are only kept in the outcome."""
+        self._is_silent = True
 
     def end(self, num_tokens: int, *, is_answered: bool = True) -> Outcome | None:
         """End the thought, because the boundary was accepted, or because its request ended.
@@ -144,7 +144,7 @@ class ExitController:
 
     def _permitted(self, action: Action) -> Action | None:
         is_kept = action.close is not None and self._config.mode != "enforce"
-        return None if is_kept else action
+        return None if is_kept or self._is_silent else action
 
 
 def follow(

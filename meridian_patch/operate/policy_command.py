@@ -55,7 +55,7 @@ def _server(parsed: argparse.Namespace) -> ServerClient:
 
 
 def _print(url: str, reply: Reply) -> int:
-    """Print what is in force in each engine.
+    """Print what is in force in each engine; returns 1 if any refused what was asked for.
 
     Raises:
         MeridianError: the server does not answer as it should.
@@ -74,8 +74,11 @@ def _print(url: str, reply: Reply) -> int:
         error = found.get("error")
         why = error.get("message") if isinstance(error, dict) else None
         raise MeridianError(f"{url}: {why or reply.begin}")
-    for number, engine in enumerate(engines):
-        started = engine["started_as"]
-        since = "" if engine["policy"] == started else f" (started as {started})"
-        print(f"engine {number}  policy {engine['policy']}{since}  early exit {engine['exit']}")
-    return 0
+    for engine in engines:
+        name = f"engine {engine['rank']}  "
+        now, started = f"{engine['policy']}, {engine['exit']}", engine["started_as"]
+        since = "" if now == started else f"  (started as {started})"
+        print(f"{name}policy {engine['policy']}  early exit {engine['exit']}{since}")
+        if "refused" in engine:
+            print(f"{name}refused: {engine['refused']}")
+    return 1 if any("refused" in engine for engine in engines) else 0

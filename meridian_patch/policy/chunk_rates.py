@@ -74,13 +74,14 @@ class ChunkRates:
         # Between two neighbours there is none to try.
         return smallest if is_seen or half < 2 * worse else half
 
-    def untried(self, dear_s: float) -> int:
+    def untried(self, dear_s: float, most: int) -> int:
         """Tokens of a larger chunk that may have a better rate; 0: of none.
 
         Chunks of one size do not tell what a token takes from what a step with prefill takes.
 
         Args:
             dear_s: none is tried while the largest chunk adds less to a step.
+            most: tokens of the largest chunk that a step has room for.
         """
         known = self._known()
         if not known:
@@ -95,7 +96,8 @@ class ChunkRates:
         ]
         if smaller and rate > _BETTER_RATE * max(smaller)[1]:
             return 0
-        return 2 * int(largest)
+        larger = min(2 * int(largest), most)
+        return larger if largest <= _MOST_SHARE * larger else 0
 
     def _known(self) -> dict[_Size, tuple[float, float]]:
         """Median tokens and rate of each size of which the rate is known."""

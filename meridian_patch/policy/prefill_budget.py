@@ -78,8 +78,9 @@ class PrefillBudget:
        ``model``. Before the model has data: twice the prefill that has not made a step longer, and
        at most the full budget divided by ``think_batch_multiplier``.
     3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that a
-       token takes little more than in the best of the sizes that were seen. Where even chunks of
-       these sizes take longer than decoding, larger ones are tried.
+       token takes little more than in the best of the sizes that were seen. Where no chunk of use
+       is in time and those that were seen take longer than decoding, the prompt in progress has
+       larger ones, if it has as many tokens left.
     4. If every step has prefill, a step from time to time has none, to measure decoding alone.
     5. Saturation guard: if the lowered budget was used up in every step for ``drain_s`` seconds,
        the backlog does not drain. From then on steps may take twice as long with each ``drain_s``,
@@ -129,6 +130,7 @@ class PrefillBudget:
         now_s: float,
         least: int = 1,
         owed: int = 0,
+        rest: int = 0,
     ) -> int:
         """Return the token budget of the next step, decode and prefill, while a request answers.
 
@@ -143,6 +145,7 @@ class PrefillBudget:
             now_s: monotonic seconds; after ``drain_s`` of used-up steps the target is widened.
             least: tokens of prefill below which no prompt could be scheduled.
             owed: tokens of prefill that each step has on average (``owed_tokens``).
+            rest: tokens left of the prompt in progress; 0: there is none.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):
@@ -158,6 +161,9 @@ class PrefillBudget:
             in_time = room.in_time
             # In whole pieces: a rest that is smaller than one cannot be used.
             worthwhile = min(math.ceil(room.worthwhile / least) * least, most)
+            if in_time < max(least, settings.min_prefill_tokens):
+                untried = self._model.untried_chunk(shape, most)
+                worthwhile = max(worthwhile, untried if untried <= rest else 0)
             fitting = max(in_time, worthwhile)
         prefill = max(fitting, settings.min_prefill_tokens, least, owed)
         if prefill == settings.min_prefill_tokens and self._may_try_larger(now_s):

@@ -89,8 +89,7 @@ class PrefillAllowance(NamedTuple):
         in_time: the most with which the step ends in time.
         worthwhile: the fewest of which one takes at most a third more than the least that
             a token was seen to take. In smaller chunks a fixed time of each step with prefill,
-            of launching kernels for example, would be paid too often. 0 without a fixed time. Or
-            a larger size to try, while those that were seen take longer than decoding.
+            of launching kernels for example, would be paid too often. 0 without a fixed time.
     """
 
     in_time: int
@@ -235,8 +234,7 @@ class StepTimeModel:
                 return None
             in_time = graph_room if seconds > bare_s else 0
         worthwhile = self._rates.worthwhile(graph_room, expected or 0)
-        untried = self._rates.untried(self.decode_seconds(shape) or 0.0)
-        return PrefillAllowance(in_time, max(worthwhile, untried))
+        return PrefillAllowance(in_time, worthwhile)
 
     def graph_room(self, shape: StepShape) -> int | None:
         """Prefill tokens with which a captured graph still runs the step; None: no such limit."""
@@ -245,6 +243,18 @@ class StepTimeModel:
         room = self.graph_tokens - shape.decode_tokens - shape.probe_tokens
         # Without prefill it is launched, too, then.
         return room if room >= 0 else None
+
+    def untried_chunk(self, shape: StepShape, most: int) -> int:
+        """Prefill tokens to try because the sizes that were seen take long; 0: none.
+
+        They do if they add more to a step than its decoding takes.
+
+        Args:
+            shape: decode tokens and context of the requests that decode.
+            most: prefill tokens that the step has room for.
+        """
+        decode_s = self.decode_seconds(shape)
+        return self._rates.untried(decode_s, most) if decode_s else 0
 
     def launched_chunk(self, before: int) -> int | None:
         """Prefill tokens that take as long as launching a step without a graph; None without data.

@@ -68,9 +68,25 @@ def test_switches_at_any_moment_lose_nothing(demo_model, seed, is_async, queue_p
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
-def test_requests_that_wait_by_level_go_on_in_the_order_in_which_they_came(
-    demo_model, monkeypatch
-):
+def test_a_later_request_does_not_go_before_one_that_asked_for_less(demo_model):
+    """Where `meridian_priority` had moved it back before the switch."""
+    rng = random.Random(0)
+    driver = driver_of(demo_model)
+    scheduler = driver.scheduler
+    driver.add(Job("thinker", tuple(make_prompt(rng, 10, thinks=True)), 300, 1))
+    driver.step()
+    for number in range(3):
+        driver.add(job(number, rng))
+        if number == 1:
+            state = scheduler.request_states.get("r1")
+            state.arrival = state.arrival[0] + 120, state.arrival[1]
+            state.place = (0, state.arrival)
+    scheduler.live_switch.turn("noop", None)
+    driver.add(job(3, rng))
+    assert [request.request_id for request in scheduler.waiting] == ["r0", "r1", "r2", "r3"]
+
+
+def test_requests_that_wait_by_level_go_on_in_the_order_in_which_they_came(demo_model, monkeypatch):
     """Long prompts wait behind later short ones until the policy is switched off."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__PROMPT_WEIGHT", "10")
     rng = random.Random(0)
@@ -88,12 +104,65 @@ def test_requests_that_wait_by_level_go_on_in_the_order_in_which_they_came(
 
 
 def test_only_what_the_engine_was_started_with(demo_model, monkeypatch):
+    """What is refused is said, and the rest is switched."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "observe")
     switch = driver_of(demo_model).scheduler.live_switch
-    with pytest.raises(ValueError, match="policy is 'latency', expected 'noop'"):
-        switch.turn("latency", "enforce")
-    assert switch.in_force() == {"policy": "noop", "exit": "off", "started_as": "noop"}
-    assert switch.turn(None, "enforce")["exit"] == "enforce"
+    assert switch.turn("latency", "off") == {
+        "rank": 0,
+        "policy": "noop",
+        "exit": "off",
+        "started_as": "noop, observe",
+        "refused": "policy is 'latency', expected 'noop'",
+    }
+    refused = switch.turn(None, "enforce")
+    assert refused["refused"] == "exit is 'enforce', expected at most 'observe'"
+    assert "refused" not in switch.turn("noop", "observe")
+
+
+def test_a_policy_that_the_breaker_switched_off_stays_off(demo_model):
+    """And the order in which requests wait is vLLM's, which is left alone."""
+    rng = random.Random(0)
+    driver = driver_of(demo_model)
+    scheduler = driver.scheduler
+    scheduler._switch_off(["the policy"])
+    for number in range(30):
+        driver.add(job(number, rng))
+    before = list(scheduler.waiting)
+    assert scheduler.live_switch.in_force()["policy"] == "noop"
+    assert scheduler.live_switch.turn("latency", None)["refused"]
+    scheduler.live_switch.turn("noop", None)
+    assert list(scheduler.waiting) == before
+
+
+def test_running_requests_go_back_to_the_order_of_admission(demo_model, monkeypatch):
+    """The next victim is stock's: the one that was admitted last."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__LEVEL_TOKENS", "8")
+    rng = random.Random(0)
+    driver = driver_of(demo_model)
+    scheduler = driver.scheduler
+    for number in range(5):
+        prompt = tuple(make_prompt(rng, 20 + 30 * (number % 2), thinks=number != 4))
+        driver.add(Job(f"r{number}", prompt, None if number == 4 else 150, 100))
+        driver.step()
+    driver.add(Job("long", tuple(make_prompt(rng, 150, thinks=True)), 1, 1))
+    for _ in range(12):
+        driver.step()
+    admitted = [f"r{number}" for number in range(5)]
+    in_order = [name for name in admitted if name in scheduler.requests]
+    running = [request.request_id for request in scheduler.running if request.request_id != "long"]
+    assert running != in_order
+    scheduler.live_switch.turn("noop", None)
+    running = [request.request_id for request in scheduler.running if request.request_id != "long"]
+    assert running == in_order
+
+
+def test_what_clients_ask_for_while_it_is_off_has_no_effect_later(demo_model):
+    """The body's `priority` counts under vLLM's own priority policy alone."""
+    driver = driver_of(demo_model)
+    driver.scheduler.live_switch.turn("noop", None)
+    driver.add(Job("r", tuple(range(10, 20)), None, 5, priority=-1000))
+    assert driver.scheduler.requests["r"].priority == 0
 
 
 def test_engine_core_has_the_method_that_its_clients_call(demo_model):

@@ -69,6 +69,9 @@ def switched(request, tmp_path_factory):
     command += ["--emulate", "h100-8b-dense", "--api-key", KEY, "--max-num-seqs", "4"]
     env = {
         "VLLM_PLUGINS": "meridian_patch,meridian_switch",
+        "MERIDIAN_PATCH_SET_EXIT__MODE": "enforce",
+        # Thoughts of the tiny reasoner are shorter: none is closed.
+        "MERIDIAN_PATCH_SET_EXIT__MIN_THINK_TOKENS": "512",
         "VLLM_USE_V2_MODEL_RUNNER": request.param,
     }
     with Server(command, env, folder) as server:
@@ -78,7 +81,7 @@ def switched(request, tmp_path_factory):
 def test_a_switch_under_load_loses_no_request_and_changes_no_text(switched):
     """It has effect in the next second, and back; the policy arranges steps only when it is on."""
     alone = [switched.answer(question) for question in QUESTIONS]
-    assert "policy latency  early exit observe" in switched.command("show")
+    assert "policy latency  early exit enforce\n" in switched.command("show")
     end_s = time.monotonic() + 16
 
     def client(number: int) -> list[tuple[str, str]]:
@@ -95,21 +98,21 @@ def test_a_switch_under_load_loses_no_request_and_changes_no_text(switched):
         is_on = switched.rises()
         turned_off = switched.command("set", "noop")
         is_off = not switched.rises()
-        turned_on = switched.command("set", "latency", "--exit", "enforce")
+        turned_on = switched.command("set", "latency", "--exit", "observe")
         is_on_again = switched.rises()
         answers = [pair for each in running for pair in each.result()]
     assert is_on
     assert is_off
     assert is_on_again
-    assert "policy noop (started as latency)  early exit observe" in turned_off
-    assert "policy latency  early exit enforce" in turned_on
+    assert "policy noop  early exit enforce  (started as latency, enforce)" in turned_off
+    assert "policy latency  early exit observe  (started" in turned_on
     assert len(answers) > 40
     assert [got for got, _ in answers] == [expected for _, expected in answers]
     page = switched.server.get("/metrics")
-    for name in ("policy noop", "policy latency", "exit enforce"):
+    for name in ("policy noop", "policy latency", "exit observe"):
         assert value_of(page, "meridian_switches_total", to=name) == 1
     (core,) = [each for each in switched.server.status() if each["role"] == "engine_core"]
-    assert core["exit"] == "enforce"
+    assert core["exit"] == "observe"
     assert "policy switched from latency to noop while" in switched.server.log.read_text()
 
 

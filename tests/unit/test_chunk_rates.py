@@ -91,11 +91,11 @@ def test_steps_that_stalled_do_not_count() -> None:
     assert rates.worthwhile(226, 0) == 0
 
 
-def sizes_tried(seconds, decode_s: float) -> list[int]:
+def sizes_tried(seconds, decode_s: float, most: int = 3276) -> list[int]:
     """Sizes that are tried after chunks of 64 tokens, where a chunk adds ``seconds(tokens)``."""
     rates = seen((64, seconds(64), False))
     tried = []
-    while (tokens := rates.untried(decode_s)) and len(tried) < 10:
+    while (tokens := rates.untried(decode_s, most)) and len(tried) < 10:
         tried.append(tokens)
         for _ in range(3):
             rates.add(tokens, seconds(tokens), is_launched=tokens > 226)
@@ -108,6 +108,13 @@ def test_larger_chunks_are_tried_where_small_ones_take_long() -> None:
     assert sizes == [128, 256, 512, 1024]
 
 
+def test_no_chunk_is_tried_that_a_step_has_no_room_for() -> None:
+    sizes = sizes_tried(lambda tokens: 0.02 + 1e-4 * tokens, 0.006, most=819)
+    assert sizes == [128, 256, 512]
+    sizes = sizes_tried(lambda tokens: 0.011 if tokens <= 226 else 0.019, 0.006, most=1000)
+    assert sizes == [128, 256, 512, 1000]
+
+
 def test_larger_chunks_are_not_tried_where_each_token_takes_as_long() -> None:
     """As on a CPU: 64 tokens take twice as long as decoding, 128 four times."""
     assert sizes_tried(lambda tokens: 1e-3 * tokens, 0.03) == [128]
@@ -115,4 +122,4 @@ def test_larger_chunks_are_not_tried_where_each_token_takes_as_long() -> None:
 
 def test_larger_chunks_are_not_tried_where_small_ones_hide() -> None:
     assert sizes_tried(lambda tokens: 0.001, 0.006) == []
-    assert ChunkRates().untried(0.006) == 0
+    assert ChunkRates().untried(0.006, 3276) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from meridian_patch.cli import main
 
-IN_FORCE = {"policy": "noop", "exit": "observe", "started_as": "latency"}
+IN_FORCE = {"rank": 0, "policy": "noop", "exit": "observe", "started_as": "latency, observe"}
 
 
 class Replies:
@@ -55,11 +55,11 @@ def run(*arguments: str) -> int:
 
 
 def test_shows_each_engine(server, capsys) -> None:
-    server.body["engines"].append(IN_FORCE | {"policy": "latency"})
+    server.body["engines"].append(IN_FORCE | {"policy": "latency", "rank": 3})
     assert run("show", "--url", server.url) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "engine 0  policy noop (started as latency)  early exit observe",
-        "engine 1  policy latency  early exit observe",
+        "engine 0  policy noop  early exit observe  (started as latency, observe)",
+        "engine 3  policy latency  early exit observe",
     ]
     assert server.asked == [("GET", "/v1/meridian/policy", "")]
 
@@ -92,6 +92,12 @@ def test_says_why_nothing_was_switched(server, capsys, status, body, message) ->
     server.status, server.body = status, body
     assert run("set", "noop", "--url", server.url) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_an_engine_refuses_fails(server, capsys) -> None:
+    server.body["engines"].append(IN_FORCE | {"refused": "exit is 'enforce', expected at most"})
+    assert run("set", "noop", "--exit", "enforce", "--url", server.url) == 1
+    assert "engine 0  refused: exit is 'enforce', expected at" in capsys.readouterr().out
 
 
 def test_without_a_wish(capsys) -> None:

@@ -361,19 +361,42 @@ def test_a_target_that_the_graph_meets_keeps_steps_within_it():
     assert 0 < one.token_budget(SHAPE, 0, 0.022, 0.0) - 30 <= 226
 
 
-def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones():
-    """An engine has computed prompts beside answers in the least chunks alone."""
+@pytest.mark.parametrize(("tokens_of_each", "most_s"), [(32_768, 3.0), (100, 12.0)])
+def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones(
+    tokens_of_each, most_s
+):
+    """An engine has computed prompts beside answers in the least chunks alone.
+
+    Prompts that are shorter than two of these are not worth a longer step.
+    """
     model = StepTimeModel()
     model.graph_tokens = 256
     one = cut(model, min_prefill_tokens=64)
-    done, spent_s = 0, 0.0
+    done, spent_s, largest = 0, 0.0, 0
     while done < 32_768 and spent_s < 20:
-        default_s = one.default_itl_s(SHAPE)
-        tokens = one.token_budget(SHAPE, 0, default_s, spent_s) - SHAPE.decode_tokens
+        default_s, rest = one.default_itl_s(SHAPE), tokens_of_each - done % tokens_of_each
+        budget = one.token_budget(SHAPE, 0, default_s, spent_s, rest=rest)
+        tokens = min(budget - SHAPE.decode_tokens, rest)
         one.ran(tokens, is_used_up=True, now_s=spent_s)
+        largest = max(largest, tokens)
         least_s = 0.006 if not tokens else 0.017 if tokens + 30 <= 256 else 0.025
         seconds = max(least_s, 4e-3 + 2e-5 * (tokens + 30))
         model.observe(prefilling(tokens), seconds)
         done, spent_s = done + tokens, spent_s + seconds
     # Four steps of the full budget take 0.7 s; 512 of the least chunk 8.7 s.
-    assert spent_s < 3
+    assert spent_s < most_s
+    assert largest <= tokens_of_each
+
+
+def test_who_asks_for_a_latency_that_small_chunks_keep_gets_it():
+    """Also where these take longer than decoding: a chunk adds 8 ms and 50 us per token."""
+    model = StepTimeModel()
+    one = cut(model, min_prefill_tokens=64)
+    longest_s = 0.0
+    for step in range(200):
+        budget = one.token_budget(SHAPE, 0, 0.022, 0.02 * step, rest=30_000)
+        tokens = budget - SHAPE.decode_tokens
+        seconds = 0.010 + (0.008 + 5e-5 * tokens if tokens else 0)
+        model.observe(prefilling(tokens), seconds)
+        longest_s = max(longest_s, seconds if step > 40 else 0)
+    assert longest_s < 0.023

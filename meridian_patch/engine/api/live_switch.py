@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 from vllm.engine.protocol import EngineClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from meridian_patch.config.policy import PolicyName
 from meridian_patch.config.schema import ExitMode
@@ -19,7 +20,7 @@ from meridian_patch.engine import wire
 # Load-bearing: vLLM asks for its API key in front of paths that begin so.
 PATH = "/v1/meridian/policy"
 # EngineCore answers between two steps.
-_LIMIT_S = 20.0
+_LIMIT_S = 8.0
 
 router = APIRouter()
 
@@ -53,13 +54,13 @@ class LiveSwitch:
 
 @router.get(PATH)
 async def show(request: Request) -> dict[str, Any]:
-    """What is in force in each engine of this server."""
+    """What is in force in each engine that this API server knows."""
     return await _turn(request, Wanted())
 
 
 @router.post(PATH)
 async def turn(request: Request, wanted: Wanted) -> dict[str, Any]:
-    """Switch all engines of this server."""
+    """Switch all engines that this API server knows; what one refuses is in its reply."""
     return await _turn(request, wanted)
 
 
@@ -74,6 +75,9 @@ async def _turn(request: Request, wanted: Wanted) -> dict[str, Any]:
             HTTPStatus.GATEWAY_TIMEOUT,
             f"EngineCore has not answered for {_LIMIT_S:.0f} s; it switches once its step ends",
         ) from None
+    except EngineDeadError:
+        # vLLM has a reply of its own, and ends the server.
+        raise
     except Exception as error:
         raise HTTPException(HTTPStatus.CONFLICT, _why(error)) from error
 

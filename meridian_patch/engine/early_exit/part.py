@@ -106,7 +106,6 @@ class EarlyExit(SchedulerPart):
         self.measured: dict[str, WatchedRequest] = {}
         self._room = room
         self._unable = unable
-        self._may_probe = _may_probe(config)
         self._boundary_id = boundaries.end[0][0]
         self._longest_marker = max(map(len, (*boundaries.start, *boundaries.end)))
         self._tracker = tracker
@@ -119,6 +118,7 @@ class EarlyExit(SchedulerPart):
         self._ended_probes: set[str] = set()
         # Whether there were requests to follow when the step was scheduled, and when it returned.
         self._is_arranged = self._is_returned = False
+        self.set_mode(config.mode)
 
     @property
     def is_idle(self) -> bool:
@@ -153,18 +153,20 @@ class EarlyExit(SchedulerPart):
             self._measure(watched)
 
     def set_mode(self, mode: ExitMode) -> None:
-        """Follow another mode from now on; thoughts that are being closed are closed to the end.
+        """Follow another mode from now on, in requests to come.
 
-        Requests that set a mode of their own keep it, and those that others than ``enforce`` began
-        with keep theirs.
+        But for ``enforce``, those that run are not probed and not closed any more, unless a token
+        of the close is forced already. Requests that set a mode of their own keep it.
         """
         self.config = self.config.model_copy(update={"mode": mode})
-        self._may_probe = _may_probe(self.config)
+        self._may_probe = mode == "enforce" and is_probing(self.config)
         if mode == "enforce":
             return
         for watched in self.requests.values():
             if self._scheduler.request_states.of(watched.request).options.meridian_exit is None:
-                watched.stop_closing()
+                watched.stop_acting()
+                if self.probes is not None:
+                    self.probes.cancel(watched)
 
     def on_session_continued(self, session: Any, options: RequestOptions) -> None:
         self.on_added(session, options)
@@ -494,7 +496,3 @@ class EarlyExit(SchedulerPart):
         self.forced_closes.end(watched)
         if self.probes is not None:
             self.probes.cancel(watched)
-
-
-def _may_probe(config: ExitConfig) -> bool:
-    return config.mode == "enforce" and is_probing(config)

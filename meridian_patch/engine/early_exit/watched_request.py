@@ -127,10 +127,10 @@ class WatchedRequest:
         self.due = self.given_up = None
         self.num_refused = self.lines_left = 0
 
-    def stop_closing(self) -> None:
+    def stop_acting(self) -> None:
         """Only observe its thoughts from now on; one that is being closed is closed to the end."""
         self.config = self.config.model_copy(update={"mode": "observe"})
-        self.controller.stop_closing()
+        self.controller.stop_acting()
         self.due = self.given_up = None
 
     def was_refused(self) -> None:
@@ -151,7 +151,7 @@ class WatchedRequest:
         Args:
             at_line: the last token ends a line.
         """
-        if self.given_up is None or not at_line:
+        if self.given_up is None or not at_line or self.config.mode != "enforce":
             return False
         self.lines_left -= 1
         return self.lines_left < 0

@@ -66,7 +66,7 @@ class QueuePart(SchedulerPart):
         self._is_answered_elsewhere = False
 
     def before_added(self, request: Request, options: RequestOptions) -> None:
-        if not self._follows_priorities():
+        if not self._rules.order:
             return
         state = self._states.of(request)
         # Load-bearing: upstream reads priorities only under its priority policy. Otherwise only
@@ -75,13 +75,14 @@ class QueuePart(SchedulerPart):
         # A session's next chunk does not inherit the `meridian_priority` of the one before.
         request.priority = own if state.own_priority is None else state.own_priority
         state.own_priority = None
-        if options.meridian_priority:
+        if options.meridian_priority and not self._stock_steps.are_all:
             state.own_priority = request.priority
             request.priority = options.meridian_priority
 
     def on_added(self, request: Request, options: RequestOptions) -> None:
         state, states = self._states.of(request), self._states
-        priority = options.meridian_priority if self._follows_priorities() else 0
+        has_priority = self._rules.order and not self._stock_steps.are_all
+        priority = options.meridian_priority if has_priority else 0
         level, now_s = 0, self._scheduler.clock()
         elsewhere = self._is_answered_elsewhere
         is_stock = self._stock_steps.is_next(is_answered_elsewhere=elsewhere)
@@ -118,9 +119,6 @@ class QueuePart(SchedulerPart):
             answers = self._states.waiting_answers
             preempted = [one for one in answers if one.request.status == RequestStatus.PREEMPTED]
             self._waiting_order.bring_forward(preempted, self._scheduler.waiting)
-
-    def _follows_priorities(self) -> bool:
-        return bool(self._rules.order) and not self._stock_steps.are_all
 
     def _order_waiting(self, now_s: float) -> None:
         """Put preempted thinkers at their levels, and those that waited too long first.

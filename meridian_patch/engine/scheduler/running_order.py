@@ -105,6 +105,13 @@ class RunningOrder:
         for request in list(self._order):
             self.forget(request)
 
+    def as_admitted(self, running: list["Request"]) -> list["Request"]:
+        """``running`` in the order of admission, and forget all ranks."""
+        last = self._num_admitted + 1
+        admitted = {request: number for request, (_, number) in self._key_of.items()}
+        self.forget_all()
+        return sorted(running, key=lambda request: admitted.get(request, last))
+
     def arrange(self, running: list["Request"]) -> tuple[list[Any], bool]:
         """Order ``running`` by rank; to be called once per step.
 

@@ -81,8 +81,9 @@ class PhaseScheduling(UpstreamScheduler):
         self._options_parser = built.options_parser
         self._think_part = built.think_part
         self._metrics = built.metrics
-        started_as = built.started_as
-        self.live_switch = LiveSwitch(self, built.policy, started_as, self.phase_counters)
+        self.live_switch = LiveSwitch(
+            self, built.parts, built.policy, built.started_as, self.phase_counters
+        )
         live_switch.install()
 
     def add_request(self, request: Request) -> None:
@@ -160,7 +161,8 @@ class PhaseScheduling(UpstreamScheduler):
         self._parts.call("before_update", scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if self._stopped_preempted:
-            is_ordered = not self.policy_parts.rules.are_all_off
+            policy = self.policy_parts
+            is_ordered = not (policy.rules.are_all_off or policy.stock_steps.are_all)
             put_back(self, self._stopped_preempted, to_front=is_ordered)
             self._stopped_preempted.clear()
         self._parts.call("after_update", scheduler_output, result)

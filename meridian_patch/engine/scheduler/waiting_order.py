@@ -8,7 +8,13 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-from meridian_patch.engine.request_state import FRONT, Place, RequestState, RequestStates
+from meridian_patch.engine.request_state import (
+    FRONT,
+    NOT_PLACED,
+    Place,
+    RequestState,
+    RequestStates,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -42,7 +48,7 @@ class WaitingOrder:
     def __init__(self, states: RequestStates, aging_s: float) -> None:
         self._states = states
         self._aging_s = aging_s
-        self._numbers = count()
+        self._numbers = count(1)
 
     def place_new(
         self, state: RequestState, waiting: Any, level: int, priority: int, now_s: float
@@ -86,15 +92,24 @@ class WaitingOrder:
                 waiting.appendleft(state.request)
                 state.place = FRONT
 
-    def sort_by_arrival(self, waiting: Any) -> None:
-        """Put requests that wait by level in the order in which they came."""
+    def sort_by_arrival(self, waiting: Any, now_s: float) -> None:
+        """Put requests that wait by level and priority in the order in which they came.
+
+        They do so from now on, and no later one goes before them. One that was never placed stays
+        behind the one that it stands behind.
+        """
         if not isinstance(waiting, deque):
             return
+        places, place = {}, FRONT
         for request in waiting:
             state = self._states.get(request.request_id)
             if state is not None and state.place != FRONT:
+                state.arrival = now_s, state.arrival[1]
                 state.place = (0, state.arrival)
-        in_order = sorted(waiting, key=self.place_of)
+            if state is None or state.arrival != NOT_PLACED:
+                place = self.place_of(request)
+            places[request] = place
+        in_order = sorted(waiting, key=places.__getitem__)
         waiting.clear()
         waiting.extend(in_order)
 
