@@ -37,7 +37,7 @@ class Wanted(BaseModel):
 class LiveSwitch:
     """The plug-in, as vLLM builds it."""
 
-    name = "meridian_switch"
+    name = wire.SWITCH
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
