@@ -7,12 +7,16 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http import HTTPStatus
 from itertools import cycle, islice
 
 import pytest
+from engine_plans import PATIENT, v2_job
 from metrics_page import value_of
+from run_engine import PATCHED, run_job
 from run_server import Server
+from workloads import sample
 
 pytestmark = pytest.mark.engine
 
@@ -60,10 +64,8 @@ class Switched:
         return self.spent_s() > before
 
 
-@pytest.fixture(
-    scope="module", params=["0", pytest.param("1", marks=pytest.mark.nightly)], ids=["V1", "V2"]
-)
-def switched(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("switched")
     command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve"]
     command += ["--emulate", "h100-8b-dense", "--api-key", KEY, "--max-num-seqs", "4"]
@@ -72,7 +74,6 @@ def switched(request, tmp_path_factory):
         "MERIDIAN_PATCH_SET_EXIT__MODE": "enforce",
         # Thoughts of the tiny reasoner are shorter: none is closed.
         "MERIDIAN_PATCH_SET_EXIT__MIN_THINK_TOKENS": "512",
-        "VLLM_USE_V2_MODEL_RUNNER": request.param,
     }
     with Server(command, env, folder) as server:
         yield Switched(server, folder)
@@ -134,3 +135,25 @@ def test_who_may_switch(switched):
     with pytest.raises(urllib.error.HTTPError) as refused:
         switched.server.get(PATH)
     assert refused.value.code == HTTPStatus.UNAUTHORIZED
+
+
+@pytest.mark.nightly
+def test_model_runner_v2_goes_on_as_before(demo_model, tmp_path):
+    """Under pressure: off after 60 steps and on after 200, every token is as without a switch."""
+    job = v2_job(demo_model, PATCHED | PATIENT)
+    (stage,) = job.stages
+    (pressure,) = [run for run in stage["runs"] if run["name"] == "pressure"]
+    switches = [
+        {"do": "switch", "policy": policy, "exit": None, "at_step": step}
+        for policy, step in (("noop", 60), ("latency", 200))
+    ]
+    runs = [pressure, pressure | {"name": "switched", "events": switches}]
+    found = run_job(replace(job, stages=[stage | {"runs": runs}]), tmp_path)["stages"]["async"]
+    plain, switched = (found["runs"][run["name"]] for run in runs)
+    assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert [event["result"]["policy"] for event in switched["events"]] == ["noop", "latency"]
+    assert switched["counted"]["switched:policy noop"] == 1
+    assert plain["outputs"].keys() == switched["outputs"].keys()
+    for name in plain["outputs"]:
+        assert sample(switched, name)["ids"] == sample(plain, name)["ids"]
+    assert switched["preemptions"]

@@ -246,6 +246,9 @@ class Run:
                 engine.wake_up(event.get("tags"))
             case "reset_prefix_cache":
                 result = engine.reset_prefix_cache(event["reset_running_requests"])
+            case "switch":
+                core = engine.engine_core.engine_core
+                result = core.meridian_switch(event["policy"], event["exit"])
             case "observe":
                 pass
         samples = [s for output in self._outputs.values() for s in output["samples"].values()]
