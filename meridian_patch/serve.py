@@ -50,7 +50,8 @@ usage: meridian serve MODEL [--role think --answer URL... | --role answer]
   --offload-threshold-blocks N
                 requests with fewer KV blocks after their thought answer where they thought
   --policy NAME latency (default) or noop, which decides as stock vLLM
-  --exit MODE   early exit of thoughts: off, observe (default) or enforce
+  --exit MODE   early exit of thoughts: off, observe (default) or enforce, which alone takes
+                thresholds that were not calibrated for the model, and no bound
   --meridian-config FILE
                 configuration of meridian_patch (--config is vLLM's own); each of these three takes
                 precedence over the environment variable that sets the same

@@ -1,4 +1,4 @@
-"""The records of problems from which calibration chooses thresholds."""
+"""Natural thoughts with their possible stops, and how each would end under a threshold."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -32,7 +32,7 @@ class HandoffConfig(StrictModel):
     answer_urls: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Base URLs of the answer engines, or of balancers before them, for an engine "
+        description="Base URLs of the answer engines, one each and no balancer's, for an engine "
         "with the role `think`. The one with the fewest requests of this server goes first. Set "
         "by `meridian serve --answer`.",
     )

@@ -1,4 +1,4 @@
-"""What became of each patch in this process."""
+"""Values of a report on patches: outcome, checks, and names that still hold an original."""
 
 import multiprocessing
 import os

@@ -190,7 +190,7 @@ def _from_server(server: ServerStrings) -> ModelMarkers | None:
 
 
 def _implicit_ends(server: ServerStrings, end: Sequence[Marker]) -> tuple[Marker, ...] | None:
-    """Those that the parser tells, without markers that are known; None: it does not tell."""
+    """Implicit ends that the parser lists, less those in ``end``; None if it gives no list."""
     if server.parser_implicit_ends is None:
         return None
     known = {marker.text.strip() for marker in end}

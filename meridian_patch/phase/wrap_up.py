@@ -1,4 +1,4 @@
-"""Turns a wrap-up, the sentence that a forced close says before the end marker, into tokens."""
+"""Encodes and checks a wrap-up, the sentence that a forced close says before the end marker."""
 
 from typing import Final
 

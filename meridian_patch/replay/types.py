@@ -102,7 +102,10 @@ class ReplayRecord:
 
     @property
     def phase(self) -> Phase:
-        """By delivered tokens; the boundary belongs to the thought that it ends."""
+        """PREFILL until a token is delivered, then THINK, then ANSWER.
+
+        ANSWER begins once all output tokens before ``answer_start`` are delivered.
+        """
         if not self.token_s:
             return Phase.PREFILL
         has_ended = len(self.token_s) >= self.request.answer_start

@@ -254,9 +254,10 @@ def _colours(lines: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def _left_out(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Curves that have nothing to show are grey and not in the legend; layers are not drawn.
+    """Grafana overrides for curves that are all 0 or all null: grey, not in legend or tooltip.
 
-    Where 0 is what to look for, each curve has its name: a limit from below, or lines named here.
+    In a stacked panel they are not drawn either. In other panels they stay in legend and tooltip if
+    the panel has ``red_below``, or if none of its legends is a template (``{{label}}``).
     """
     is_stacked = said.get("stack", False)
     is_told = not is_stacked and ("red_below" in said or "{{" not in "".join(said["lines"]))

@@ -1,10 +1,13 @@
 """Bounds, reserves, reasons and loops on the real engine, with a model that says a script."""
 
+from pathlib import Path
+
 import pytest
-from engine_plans import PATIENT
+import yaml
+from engine_plans import AMPLE, PATIENT
 from puppet import THINK, THINK_END, make_puppet, words
 from run_engine import PATCHED, Job, run_job
-from workloads import ask, engine_arguments, sample
+from workloads import ask, ask_all, engine_arguments, sample
 
 pytestmark = pytest.mark.engine
 
@@ -153,3 +156,26 @@ def test_an_answer_that_loops_ends(played):
     made, twin = sample(played, "answer loops"), sample(played, "answer may loop")
     assert (made["finish_reason"], len(made["ids"])) == ("repetition", 13)
     assert (twin["finish_reason"], len(twin["ids"])) == ("length", 100)
+
+
+HOME = Path(__file__).resolve().parents[2] / "examples" / "home" / "config.yaml"
+
+
+def test_with_the_example_for_a_server_at_home_every_request_is_answered(demo_model, tmp_path):
+    """Its thoughts would take all of `max_tokens`; they are wrapped up, and a quarter is left."""
+    requests = [
+        *ask_all("home", AMPLE, max_tokens=150),
+        *ask_all("off", AMPLE, max_tokens=150, extra_args=OFF),
+    ]
+    engine = engine_arguments(demo_model, async_scheduling=True)
+    stage = {"name": "s", "engine": engine, "runs": [{"name": "run", "requests": requests}]}
+    env = PATCHED | PATIENT | {"MERIDIAN_PATCH_CONFIG": str(HOME)}
+    job = run_job(Job([stage], env=env, allow_async=True), tmp_path)
+    done = job["stages"]["s"]["runs"]["run"]
+    wrap_up = yaml.safe_load(HOME.read_text())["exit"]["wrap_up"]
+    for index in range(len(AMPLE)):
+        made, off = sample(done, f"home{index}"), sample(done, f"off{index}")
+        assert END_ID not in off["ids"]
+        assert made["meridian"]["exit_reason"] == "answer_reserve"
+        assert made["text"].partition(THINK_END)[0].endswith(wrap_up)
+        assert behind(made) >= 1

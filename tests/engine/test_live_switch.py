@@ -70,7 +70,8 @@ def switched(tmp_path_factory):
     command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve"]
     command += ["--emulate", "h100-8b-dense", "--api-key", KEY, "--max-num-seqs", "4"]
     env = {
-        "VLLM_PLUGINS": "meridian_patch,meridian_switch",
+        # The command adds the plug-in itself.
+        "VLLM_PLUGINS": "meridian_switch",
         "MERIDIAN_PATCH_SET_EXIT__MODE": "enforce",
         # Thoughts of the tiny reasoner are shorter: none is closed.
         "MERIDIAN_PATCH_SET_EXIT__MIN_THINK_TOKENS": "512",

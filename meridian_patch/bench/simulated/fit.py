@@ -1,4 +1,4 @@
-"""Fits a cost model to timed steps: non-negative least squares with a robust loss."""
+"""Fits the replay's cost model to timed steps: non-negative least squares with a robust loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

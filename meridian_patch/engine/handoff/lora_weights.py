@@ -165,7 +165,7 @@ class AdapterWeights:
         return loaded
 
     def of(self, adapter: Any, loaded: Loaded) -> Weights:
-        """The weights with which the tokens of a request were computed, or will be.
+        """Digest of a request's adapter weights and settings; ``NOT_KNOWN`` and why if unknown.
 
         Args:
             adapter: the request's ``lora_request``.
@@ -182,7 +182,9 @@ class AdapterWeights:
         return Weights(hashlib.sha256(repr(values).encode()).hexdigest()[:32])
 
     def difference(self, adapter: Any, loaded: Loaded | None, theirs: str | None) -> str:
-        """How a KV cache differs from what this engine would compute; empty if it does not.
+        """Why the LoRA adapter forbids using a ticket's KV cache here; empty if it does not.
+
+        Weights that are unknown on either side forbid it, too.
 
         Args:
             adapter: the request's ``lora_request``; None without one.

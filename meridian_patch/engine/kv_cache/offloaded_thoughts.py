@@ -1,4 +1,4 @@
-"""Keeps finished thoughts out of vLLM's KV tiers, where no later prompt would hit them."""
+"""Keeps finished thoughts out of vLLM's KV offload connectors; no later prompt would hit them."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class OffloadedThoughts(Protocol):
-    """What a tier does when a request ends whose thought is dropped from the history."""
+    """What an offload connector does when a request ends whose thought later prompts drop."""
 
     def drop(self, request: "Request", kept_tokens: int) -> None:
         """Keep no tokens after the first ``kept_tokens`` of a request that is about to end.

@@ -265,7 +265,12 @@ def build_kv_tiers(
     phase_counters: PhaseCounters,
     scheduler: "PhaseScheduling",
 ) -> KVTiers | None:
-    """The scheduler's part for KV tiers; None if the cache has no tiers."""
+    """Build the part that sets in which order freed KV blocks are evicted, by eviction tier.
+
+    Returns:
+        None where vLLM's own cache manager runs, prefix caching or the setting is off, or vLLM 0.32
+        returns routed experts.
+    """
     manager = scheduler.kv_cache_manager
     if not isinstance(manager, PhaseKVCaching):
         _tell_inactive(

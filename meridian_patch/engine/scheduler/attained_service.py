@@ -1,4 +1,4 @@
-"""What requests have had of the engine, by which they wait and make room for each other."""
+"""Levels of requests by think and prompt tokens; aged requests; steps that are left to stock."""
 
 from vllm.v1.request import Request
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StepCut(SchedulerPart):
-    """Follows the requests that answer, and cuts steps so that each gets its tokens in time.
+    """Follows the requests that answer, and asks ``PrefillBudget`` for each step's token budget.
 
     A request may set its own target. A target below the default (which the policy keeps when
     nothing is configured) is raised to it: no step could keep it, and it would only delay prefill.
