@@ -54,6 +54,9 @@ HEALTHY = {
     series("meridian_request_phase_seconds_bucket", phase="think", le="+Inf"): counter(60),
     'up{job="vllm", instance="a:8000"}': gauge(1),
     series("vllm:num_requests_running"): gauge(8),
+    series("vllm:generation_tokens_total"): counter(6000),
+    series("meridian_switches_total", to="policy noop"): gauge(2),
+    series("meridian_switches_total", to="policy latency"): gauge(2),
     series("vllm:num_requests_waiting"): gauge(3),
     **{series("meridian_requests", phase=phase): gauge(3) for phase in PHASES},
     **{series("meridian_phase_changes_total", phase=phase): counter(60) for phase in PHASES},
@@ -93,6 +96,14 @@ FAULTS = {
     "the server is gone": (
         "MeridianTargetDown",
         {'up{job="vllm", instance="a:8000"}': gauge(1, 0)},
+    ),
+    "the engine hangs": (
+        "MeridianNothingGenerated",
+        {series("vllm:generation_tokens_total"): counter(6000, 0)},
+    ),
+    "the policy was switched off and forgotten": (
+        "MeridianPolicyOff",
+        {series("meridian_switches_total", to="policy noop"): gauge(2, 3)},
     ),
     "more requests than seats": (
         "MeridianRequestsWait",

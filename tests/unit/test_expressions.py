@@ -17,7 +17,10 @@ from meridian_patch.telemetry.metrics import METRICS
 from meridian_patch.telemetry.prometheus import PhaseMetrics
 
 GAUGES = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
-COUNTERS = ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries", "vllm:prompt_tokens")
+COUNTERS = (
+    *("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
+    *("vllm:prompt_tokens", "vllm:generation_tokens"),
+)
 ENGINES = (0, 1)
 
 
