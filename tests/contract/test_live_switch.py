@@ -41,9 +41,19 @@ def job(number: int, rng: random.Random, *, thinks: bool = True) -> Job:
 
 @pytest.mark.parametrize("queue_policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(3))
-def test_switches_at_any_moment_lose_nothing(demo_model, seed, is_async, queue_policy):
-    """Under pressure and with aborts, every request ends, and no hook of ours fails."""
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 6))]
+)
+def test_switches_at_any_moment_lose_nothing(
+    demo_model, monkeypatch, seed, is_async, queue_policy
+):
+    """Under pressure and with aborts, every request ends, and no hook of ours fails.
+
+    Thoughts are closed while early exit is enforced.
+    """
+    bounded = {"MODE": "enforce", "MAX_THINK_TOKENS": "60", "EAT": "false", "RPDI": "false"}
+    for name, value in bounded.items():
+        monkeypatch.setenv(f"MERIDIAN_PATCH_SET_EXIT__{name}", value)
     rng = random.Random(seed)
     driver = driver_of(demo_model, is_async=is_async, queue_policy=queue_policy)
     scheduler, arrived = driver.scheduler, 0
@@ -61,7 +71,9 @@ def test_switches_at_any_moment_lose_nothing(demo_model, seed, is_async, queue_p
     driver.drain()
     totals = scheduler.phase_counters.totals
     assert not [event for event in totals if event.startswith(("fallback:exc", "part_off"))]
-    assert {f"switched:policy {name}" for name in ("noop", "latency")} <= totals.keys()
+    switched = {"policy noop", "policy latency", "exit off", "exit observe", "exit enforce"}
+    assert {f"switched:{name}" for name in switched} <= totals.keys()
+    assert totals["exit:hard_cap"] > 0
     assert sum(number for event, number in totals.items() if event.startswith("preemption")) > 5
     assert len(scheduler.phase_tracker) == 0
     assert not scheduler.request_states.overtaken

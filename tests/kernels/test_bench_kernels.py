@@ -27,6 +27,7 @@ def test_without_gpu() -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_rehearsal(tmp_path: Path) -> None:
     """The same code on the CPU: results checked, one row per operation, type and variant."""
