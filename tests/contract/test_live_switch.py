@@ -15,6 +15,7 @@ from meridian_patch.engine.scheduler.scheduler import (
 )
 
 STEPS = 600
+MODES = ("off", "observe", "enforce")
 # A pool of 24 blocks under prompts of up to 150 tokens and outputs of up to 400 preempts often.
 BLOCKS = 24
 
@@ -42,31 +43,30 @@ def job(number: int, rng: random.Random, *, thinks: bool = True) -> Job:
 @pytest.mark.parametrize("queue_policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 6))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 4))]
 )
-def test_switches_at_any_moment_lose_nothing(
-    demo_model, monkeypatch, seed, is_async, queue_policy
-):
+def test_switches_at_any_moment_lose_nothing(demo_model, monkeypatch, seed, is_async, queue_policy):
     """Under pressure and with aborts, every request ends, and no hook of ours fails.
 
     Thoughts are closed while early exit is enforced.
     """
-    bounded = {"MODE": "enforce", "MAX_THINK_TOKENS": "60", "EAT": "false", "RPDI": "false"}
+    bounded = {"MODE": "enforce", "MAX_THINK_TOKENS": "12", "EAT": "false", "RPDI": "false"}
     for name, value in bounded.items():
         monkeypatch.setenv(f"MERIDIAN_PATCH_SET_EXIT__{name}", value)
     rng = random.Random(seed)
     driver = driver_of(demo_model, is_async=is_async, queue_policy=queue_policy)
     scheduler, arrived = driver.scheduler, 0
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    for _ in range(STEPS):
+    for step in range(STEPS):
         if rng.random() < 0.05:
             driver.add(job(arrived, rng, thinks=rng.random() < 0.8))
             arrived += 1
         if arrived and rng.random() < 0.01:
             driver.abort(f"r{rng.randrange(arrived)}")
         if rng.random() < 0.05:
-            policy = rng.choice(("noop", "latency", None))
-            scheduler.live_switch.turn(policy, rng.choice(("off", "observe", "enforce", None)))
+            scheduler.live_switch.turn(rng.choice(("noop", "latency")), None)
+        if step % 100 == 99:
+            scheduler.live_switch.turn(None, MODES[step // 100 % len(MODES)])
         driver.step()
     driver.drain()
     totals = scheduler.phase_counters.totals
