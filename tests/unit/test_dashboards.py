@@ -35,6 +35,7 @@ SAMPLES = {
 # vLLM's own, as tests/engine/test_observability.py finds them on a server.
 OF_VLLM = {
     "vllm:kv_cache_usage_perc",
+    "vllm:generation_tokens_total",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:prefix_cache_hits_total",

@@ -139,8 +139,8 @@ TAIL = """## Left out
 - **SimpleCPUOffloadConnector and LMCache.** Their workers need a GPU, or a package of their own.
   What the scheduler does with them is tested without an engine
   (`tests/contract/test_offloaded.py`).
-- **Hand-off with several ranks, and over a network.** Not run: both engines are one rank each, on
-  one machine.
+- **Hand-off with tensor parallelism, on GPUs, and over a network.** Not run: the engines are on one
+  machine, and of several ranks only data-parallel ones.
 
 ## Releases
 
