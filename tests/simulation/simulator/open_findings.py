@@ -12,6 +12,7 @@ OPEN: dict[int, tuple[str, str]] = {
     12000995: ("crash", "vLLM 0.33, routed experts, one step in two computes prompts, hybrid"),
     12001180: ("probes", "128k tokens, grammars, hooks that fail: a probe waits 121 steps"),
     12001197: ("crash", "vLLM 0.33, routed experts, one step in two computes prompts, 256 seats"),
+    19100071: ("throttle", "vLLM 0.33, two stages, one step in two computes prompts, 128k tokens"),
 }
 
 
