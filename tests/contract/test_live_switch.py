@@ -132,6 +132,17 @@ def test_only_what_the_engine_was_started_with(demo_model, monkeypatch):
     assert "refused" not in switch.turn("noop", "observe")
 
 
+def test_the_mode_in_force_is_left_alone(demo_model, monkeypatch):
+    """Thoughts under way are probed on where an operator asks for what is."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "observe")
+    scheduler = driver_of(demo_model).scheduler
+    set_to = []
+    monkeypatch.setattr(scheduler.early_exit, "set_mode", set_to.append)
+    for mode in ("observe", "off"):
+        scheduler.live_switch.turn("latency", mode)
+    assert set_to == ["off"]
+
+
 def test_a_policy_that_the_breaker_switched_off_stays_off(demo_model):
     """And the order in which requests wait is vLLM's, which is left alone."""
     rng = random.Random(0)

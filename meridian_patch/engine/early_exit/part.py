@@ -155,8 +155,8 @@ class EarlyExit(SchedulerPart):
     def set_mode(self, mode: ExitMode) -> None:
         """Follow another mode from now on, in requests to come.
 
-        But for ``enforce``, those that run are not probed and not closed any more, unless a token
-        of the close is forced already. Requests that set a mode of their own keep it.
+        But for ``enforce``, those that run are not probed and not closed any more, unless a close
+        has begun. Requests that set a mode of their own keep it.
         """
         self.config = self.config.model_copy(update={"mode": mode})
         self._may_probe = mode == "enforce" and is_probing(self.config)

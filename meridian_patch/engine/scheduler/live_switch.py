@@ -79,7 +79,7 @@ class LiveSwitch:
             self._turn_policy(off=policy != self._started_as)
         if exit_mode is not None and _MODES.index(exit_mode) > _MODES.index(self._most_now()):
             refused.append(f"exit is {exit_mode!r}, expected at most {self._most_now()!r}")
-        elif exit_mode is not None and self._scheduler.early_exit is not None:
+        elif exit_mode not in {None, before["exit"]} and self._scheduler.early_exit is not None:
             self._scheduler.early_exit.set_mode(exit_mode)
         after = self.in_force()
         for name in ("policy", "exit"):
