@@ -56,12 +56,13 @@ usage: meridian serve MODEL [--role think --answer URL... | --role answer]
                 configuration of meridian_patch (--config is vLLM's own); each of these three takes
                 precedence over the environment variable that sets the same
   --emulate D   no GPU: steps last as long as those of device D, a cost model such as
-                h100-32b-dense or a file; without MODEL the packaged tiny reasoner is served; with
-                MERIDIAN_PATCH=0 the server is stock
+                h100-32b-dense or a file; without MODEL the packaged tiny reasoner is served
   --emulate-tokens N
                 one token of the model stands for N of the device's (default: 1)
   --emulate-report FILE
-                takes how late the machine was, as JSON"""
+                takes how late the machine was, as JSON
+
+With MERIDIAN_PATCH=0 the server is stock vLLM, whatever options of ours are given."""
 
 
 def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another program
@@ -73,21 +74,19 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
     if not arguments or arguments[0] in {"-h", "--help"}:
         print(USAGE)
         return 0 if arguments else 2
+    is_off = envs.activation(envs.environment()) is False
     rest, settings = split_settings(arguments)
-    role = split_role(rest, envs.environment())
+    role = split_role(rest, envs.environment(), is_off=is_off)
     settings |= role.environment
     emulation = split_emulation(role.arguments)
-    if envs.activation(envs.environment()) is not False:
+    if is_off:
+        print("meridian serve: MERIDIAN_PATCH is 0: stock vLLM serves, without options of ours")
+    else:
         check_entry_point()
         _check_configuration({**envs.environment(), **settings})
         installed_vllm(load_lock())
         envs.activate_children()
-    elif emulation is None:
-        raise ConfigError(
-            "environment variable MERIDIAN_PATCH is 0, expected 1 or unset for 'meridian serve'; "
-            "use 'vllm serve' to serve unpatched"
-        )
-    envs.set_for_children(settings)
+        envs.set_for_children(settings)
     if emulation is None:
         envs.set_for_children(_threads(envs.environment()))
         command = _server(role.arguments)

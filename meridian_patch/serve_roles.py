@@ -82,12 +82,13 @@ class ServeParser(argparse.ArgumentParser):
         raise ConfigError(f"meridian serve: {message}")
 
 
-def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
+def split_role(arguments: Sequence[str], env: Mapping[str, str], *, is_off: bool = False) -> Role:
     """Take our options out of the arguments of ``meridian serve``.
 
     Args:
         arguments: a model, vLLM's options and ours.
         env: the environment of the server.
+        is_off: the server is stock, so that nothing is added for the role.
 
     Raises:
         ConfigError: a wrong value, an option without ``--role``, or a missing package.
@@ -98,11 +99,8 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     parser.add_argument("--offload-threshold-blocks", type=_blocks)
     parser.add_argument("--answer", action="append")
     ours, rest = parser.parse_known_args(list(arguments))
-    if ours.role is None:
-        for name in ("fabric", "offload_threshold_blocks", "answer"):
-            if getattr(ours, name) is not None:
-                option = name.replace("_", "-")
-                raise ConfigError(f"meridian serve: --{option} needs --role think or answer")
+    _check_role(ours)
+    if ours.role is None or is_off:
         return Role(rest, {})
     settings = {"MERIDIAN_PATCH_SET_HANDOFF__ROLE": ours.role}
     if ours.offload_threshold_blocks is not None:
@@ -129,11 +127,18 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     return Role([*rest, _TRANSFER, json.dumps(_transfer(fabric))], settings)
 
 
+def _check_role(ours: argparse.Namespace) -> None:
+    for name in ("fabric", "offload_threshold_blocks", "answer"):
+        if ours.role is None and getattr(ours, name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"meridian serve: --{option} needs --role think or answer")
+    if ours.answer and ours.role != "think":
+        raise ConfigError("meridian serve: --answer needs --role think")
+
+
 def _answer_urls(ours: argparse.Namespace) -> dict[str, str]:
     if not ours.answer:
         return {}
-    if ours.role != "think":
-        raise ConfigError("meridian serve: --answer needs --role think")
     return {"MERIDIAN_PATCH_SET_HANDOFF__ANSWER_URLS": json.dumps(ours.answer)}
 
 

@@ -5,7 +5,6 @@ python scripts/gen_docs.py [--check]
 
 import argparse
 import ast
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -229,15 +228,6 @@ def render_requests() -> str:
     return _filled("docs/requests.md", "reasons", text)
 
 
-WEB_WORDS = "meridian_patch/operate/top/web/words.js"
-
-
-def render_web_words() -> str:
-    """The words of ``meridian top --web``, with those of the reasons."""
-    rows = "".join(f"  {reason}: {json.dumps(words)},\n" for reason, words in REASONS.items())
-    return _filled(WEB_WORDS, "reasons", f"\n{rows}  // ")
-
-
 def _filled(page: str, name: str, text: str) -> str:
     """A page with what stands between two marks replaced.
 
@@ -266,7 +256,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/patches.md": render_patches,
     "docs/requests.md": render_requests,
     "docs/scheduling.md": render_scheduling,
-    WEB_WORDS: render_web_words,
 }
 for source in sorted((ROOT / "configs" / "grafana").glob("*.yaml")):
     page = source.with_suffix(".json").relative_to(ROOT).as_posix()

@@ -2,23 +2,31 @@
 
     vllm serve MODEL --scheduler-cls meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler
 
-Use the asynchronous class, unless ``--no-async-scheduling`` is given.
+Use the asynchronous class, unless ``--no-async-scheduling`` is given. With ``MERIDIAN_PATCH=0``
+both names stand for vLLM's own classes.
 """
 
 from collections.abc import Callable
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from meridian_patch import envs
 from meridian_patch.engine.scheduler.scheduler import (
     PhaseScheduling,
     build_async_phase_scheduler,
     build_phase_scheduler,
 )
 
+logger = init_logger("vllm.meridian_patch")
+
 
 def _phase_class(installed: type, build: Callable[[type], type]) -> type:
-    """The installed class if it is phase-aware already, else a phase-aware subclass."""
+    """The installed class if it is phase-aware already, or to stay stock; else a subclass."""
+    if envs.activation(envs.environment()) is False:
+        logger.warning("MERIDIAN_PATCH is 0: --scheduler-cls runs vLLM's %s", installed.__name__)
+        return installed
     return installed if issubclass(installed, PhaseScheduling) else build(installed)
 
 

@@ -105,6 +105,44 @@ def test_the_off_switch_beats_vllm_plugins(demo_model, tmp_path):
     assert stage["status"] == []
 
 
+OFF = {"MERIDIAN_PATCH": "0", "VLLM_PLUGINS": "meridian_patch,meridian_switch"}
+# A configuration that stops a patched start.
+WRONG = {"MERIDIAN_PATCH_SET_POLICY__NAME": "fast", "MERIDIAN_PATCH_CONFIG": "/no/such/file"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("entry", ("plug-ins", "import", "scheduler-cls"))
+def test_the_off_switch_leaves_an_engine_stock(demo_model, tmp_path, entry):
+    """However the engine was made phase-aware, and whatever is configured."""
+    changes = {"scheduler_cls": SCHEDULER_CLS} if entry == "scheduler-cls" else {}
+    job = Job(one_answer(demo_model, **changes), env=OFF | WRONG)
+    job.import_meridian_patch = entry == "import"
+    stage = run_job(job, tmp_path)["stages"]["only"]
+    assert stage["scheduler"][0] == "AsyncScheduler" if changes else "Scheduler"
+    assert stage["status"] == []
+    assert sample(stage["runs"]["one"], "q")["ids"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "ours",
+    (
+        ("--role", "think", "--answer", "http://localhost:1", "--policy", "latency"),
+        ("--scheduler-cls", SCHEDULER_CLS, "--no-async-scheduling"),
+        ("--emulate", "h100-8b-dense", "--emulate-beside-gpu"),
+    ),
+    ids=("role", "scheduler-cls", "emulate"),
+)
+def test_the_off_switch_leaves_meridian_serve_stock(demo_model, tmp_path, ours):
+    """The same command serves, and an endpoint of ours says that there is nothing to switch."""
+    command = [sys.executable, "-P", "-m", "meridian_patch.cli", "serve", str(demo_model)]
+    with Server([*command, *ours], OFF | WRONG, tmp_path) as server:
+        assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
+        assert server.status() == []
+        assert "TYPE meridian_" not in server.get("/metrics")
+    assert "MERIDIAN_PATCH is 0: stock vLLM serves" in server.log.read_text()
+
+
 @pytest.mark.nightly
 def test_scheduler_cls_needs_no_activation(demo_model, tmp_path):
     """--scheduler-cls runs the phase scheduler in an engine where nothing is rebound."""

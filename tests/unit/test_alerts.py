@@ -89,6 +89,10 @@ FAULTS = {
         "MeridianAnswersStall",
         {series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999, 5900)},
     ),
+    "each long answer halts once": (
+        "MeridianAnswersStall",
+        {series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999, 5980)},
+    ),
     "requests wait before they think": (
         "MeridianFirstAnswerSlow",
         {series(f"{TTFAT}_bucket", thought="yes", le="30.0"): counter(60, 10)},
@@ -230,6 +234,9 @@ QUIET = {
     },
     "a target of another program is down": {
         'up{job="node", instance="b:9100"}': gauge(1, 0),
+    },
+    "an answer halts now and then": {
+        series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999, 5995),
     },
     "an answer is preempted now and then": {
         series("meridian_preemptions_total", phase="answer"): counter(0, 1),

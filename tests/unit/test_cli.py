@@ -22,15 +22,6 @@ def run(arguments, capsys):
     return ended.value.code, capsys.readouterr()
 
 
-def test_serve_refuses_when_switched_off(monkeypatch, capsys):
-    """`meridian serve` under MERIDIAN_PATCH=0 would serve stock: it refuses."""
-    monkeypatch.setenv("MERIDIAN_PATCH", "0")
-    code, printed = run(["serve", "model"], capsys)
-    assert code == 1
-    assert "MERIDIAN_PATCH is 0" in printed.err
-    assert "vllm serve" in printed.err
-
-
 def test_serve_without_a_model_prints_its_usage(capsys):
     """Nothing to serve is a usage error, asking for help is not."""
     code, (said, complaint) = run(["serve"], capsys)

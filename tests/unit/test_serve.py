@@ -126,6 +126,25 @@ def test_an_option_takes_precedence_over_the_environment(machine: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    "ours", ((), ("--policy", "latency"), ("--role", "think", "--answer", "http://a"))
+)
+def test_switched_off_it_serves_stock_whatever_is_given(
+    machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: tuple[str, ...]
+) -> None:
+    """The command of the patched server is the one of the stock server at three in the morning."""
+    started: list[list[str]] = []
+    machine.setattr(os, "execv", lambda _, command: (started.append(command), stop()))
+    machine.setenv("MERIDIAN_PATCH", "0")
+    machine.setenv("MERIDIAN_PATCH_SET_NO__SUCH_KEY", "1")
+    environment = start("--port", "8001", *ours)
+    assert started[0][2:] == ["m", "--port", "8001"]
+    assert "VLLM_PLUGINS" not in environment
+    assert environment["MERIDIAN_PATCH"] == "0"
+    assert POLICY not in environment
+    assert "MERIDIAN_PATCH is 0: stock vLLM serves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("version", "is_cpu_build"), ((None, True), ("0.33.0+cpu", True), ("0.32.0", False))
 )
 def test_the_build_is_told_by_its_distribution(

@@ -112,7 +112,7 @@ class Strategy:
 
     # Its name: of its switch in ``ExitConfig``, of ``exit_reason`` in responses, and in metrics.
     reason: ClassVar[str]
-    # What requests.md and the web page say of a thought that it closed.
+    # What requests.md says of a thought that it closed.
     words: ClassVar[str]
     # With what the names of its settings begin; empty: with its reason.
     settings: ClassVar[tuple[str, ...]] = ()

@@ -5,6 +5,8 @@ import json
 import os
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,18 @@ from rich.live import Live
 from rich.text import Text
 
 from meridian_patch.config.key_file import read_key
-from meridian_patch.errors import ConfigError, MeridianError
+from meridian_patch.errors import MeridianError
 from meridian_patch.operate.http_client import ServerClient
-from meridian_patch.operate.options import port, seconds
+from meridian_patch.operate.options import seconds
 from meridian_patch.operate.top.keys import is_asked_to_quit, single_keys
 from meridian_patch.operate.top.render import WIDTH, render
 from meridian_patch.operate.top.source import LiveServer, recorded
 from meridian_patch.operate.top.view import View, view
-from meridian_patch.operate.top.web.command import HOST, PORT, show_live, show_recording
 
 _DEFAULT_URL = "http://localhost:8000"
 # As shells report a program that a closed pipe ended.
 _PIPE_CLOSED = 141
+_HISTORY_S = 60
 
 
 def add_top(commands: Any) -> None:
@@ -42,11 +44,6 @@ def add_top(commands: Any) -> None:
     top.add_argument("--record", type=Path, help="also append the scrapes to this file")
     top.add_argument("--replay", type=Path, help="show the scrapes of this file, ask no server")
     top.add_argument("--api-key-file", type=Path, help="file with the server's API key")
-    top.add_argument("--web", action="store_true", help="show it in a browser, not in the terminal")
-    top.add_argument("--host", help=f"address that the page is served at ({HOST})")
-    top.add_argument(
-        "--port", type=port, help=f"port that it is served at ({PORT}); 0: any free one"
-    )
     top.set_defaults(run=_run)
 
 
@@ -65,10 +62,6 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    if parsed.web:
-        return _web(parsed)
-    if parsed.host is not None or parsed.port is not None:
-        raise ConfigError("--host and --port are of the web page: add --web")
     if parsed.replay is not None:
         return _replay(parsed)
     server = _server(parsed)
@@ -80,28 +73,14 @@ def _server(parsed: argparse.Namespace) -> LiveServer:
     return LiveServer(ServerClient(parsed.url, key), parsed.record)
 
 
-def _web(parsed: argparse.Namespace) -> int:
-    """Show it in browsers until an interrupt; keys are not read, so that it may run detached."""
-    if parsed.once or parsed.as_json:
-        raise ConfigError("--web goes with neither --once nor --json")
-    host = HOST if parsed.host is None else parsed.host
-    place = host, PORT if parsed.port is None else parsed.port
-
-    def is_ended() -> bool:
-        return is_asked_to_quit(parsed.interval, has_keys=False)
-
-    if parsed.replay is not None:
-        show_recording(parsed.replay, is_ended, *place)
-    else:
-        show_live(_server(parsed), parsed.interval, is_ended, *place)
-    return 0
-
-
 def _replay(parsed: argparse.Namespace) -> int:
     """Show the windows of a recording one after the other; with --once the last one."""
     shown = [each for _, each in recorded(parsed.replay)]
-    for each in shown[-1:] if parsed.once else shown:
-        _print(each, str(parsed.replay), parsed)
+    past: deque[View] = deque()
+    for index, each in enumerate(shown):
+        _keep(past, each)
+        if not parsed.once or index == len(shown) - 1:
+            _print(each, str(parsed.replay), parsed, past)
     return 0
 
 
@@ -125,24 +104,36 @@ def _watch(server: LiveServer, parsed: argparse.Namespace) -> int:
                 sys.stdout.flush()
             return 0
         waiting = Text(f"meridian top  {server.url}  waiting for a second scrape")
+        past: deque[View] = deque()
         with Live(waiting, console=console, auto_refresh=False) as live:
             for each in views:
-                live.update(_screen(each, server.url), refresh=True)
+                if isinstance(each, View):
+                    _keep(past, each)
+                live.update(_screen(each, server.url, past), refresh=True)
     return 0
 
 
-def _print(shown: View | MeridianError, source: str, parsed: argparse.Namespace) -> None:
+def _keep(past: deque[View], shown: View) -> None:
+    """Add a window to those of the last minute."""
+    past.append(shown)
+    while sum(each.window_s for each in past) > _HISTORY_S and len(past) > 1:
+        past.popleft()
+
+
+def _print(
+    shown: View | MeridianError, source: str, parsed: argparse.Namespace, past: Iterable[View] = ()
+) -> None:
     if parsed.as_json:
         told = {"error": str(shown)} if isinstance(shown, MeridianError) else shown.as_dict()
         print(json.dumps(told))
     else:
         console = Console(highlight=False)
-        console.print(_screen(shown, source), width=min(WIDTH, console.width))
+        console.print(_screen(shown, source, past), width=min(WIDTH, console.width))
 
 
-def _screen(shown: View | MeridianError, source: str) -> RenderableType:
+def _screen(shown: View | MeridianError, source: str, past: Iterable[View] = ()) -> RenderableType:
     return (
         Text(f"{shown}; trying again")
         if isinstance(shown, MeridianError)
-        else render(shown, source)
+        else render(shown, source, tuple(past))
     )

@@ -1,6 +1,7 @@
 """Draws a view at 80 columns."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from rich.console import Group
 from rich.table import Table
@@ -13,17 +14,25 @@ from meridian_patch.operate.top.window import Latency, Quantile
 WIDTH = 80
 _BAR = 20
 _PHASES = ("prefill", "think", "answer")
+_GAPS = frozenset(("answer gap", "think gap", "next token"))
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_MOST_WINDOWS = 50
 _CALM = frozenset(("none", "unknown"))
 
 
-def render(shown: View, source: str) -> Group:
+def render(shown: View, source: str, past: Sequence[View] = ()) -> Group:
     """The whole screen; the verdict comes first, since a low terminal shows the upper lines only.
 
     Args:
         shown: what to draw.
         source: the address or file that it is from.
+        past: the windows of the last minute, ``shown`` among them, the oldest first; with fewer
+            than two no history is drawn.
     """
-    return Group(_head(shown, source), _verdict(shown), _facts(shown), _latencies(shown.latencies))
+    parts = [_head(shown, source), _verdict(shown), _facts(shown), _latencies(shown.latencies)]
+    if len(past) > 1:
+        parts.append(_history(past))
+    return Group(*parts)
 
 
 def _head(shown: View, source: str) -> Text:
@@ -46,7 +55,8 @@ def _rows(shown: View) -> Iterator[tuple[str, Text]]:
     if shown.is_reset:
         yield "note", Text("counters began anew: the server was restarted", style="yellow")
     if load.is_patched:
-        yield "requests", Text(_counts({name: load.requests.get(name, 0) for name in _PHASES}))
+        phases = _counts({name: load.requests.get(name, 0) for name in _PHASES})
+        yield "requests", Text(phases).append("   waiting ones included", style="dim")
     elif load.running is None:
         yield "requests", Text("unknown: this server has --disable-log-stats", style="yellow")
     else:
@@ -70,12 +80,50 @@ def _latencies(latencies: Mapping[str, Latency]) -> Table | Text:
         return Text("latency     no request began or ended in this window", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("latency", min_width=13)
-    for name in ("mean", "p50", "p95", "requests or tokens"):
+    for name in ("mean", "p50", "p95", "stalls > 250 ms", "counted"):
         table.add_column(name, justify="right")
     for name, each in latencies.items():
-        cells = (_time(each.mean_s), _quantile(each.p50), _quantile(each.p95), f"{each.count:,.0f}")
-        table.add_row(name, *cells)
+        stalls = Text(_number(each.num_stalls) if name in _GAPS else "")
+        if name == "answer gap" and each.num_stalls:
+            stalls.stylize("bold red")
+        quantiles = _quantile(each.p50), _quantile(each.p95)
+        table.add_row(name, _time(each.mean_s), *quantiles, stalls, f"{each.count:,.0f}")
     return table
+
+
+def _history(past: Sequence[View]) -> Table:
+    past = past[-_MOST_WINDOWS:]
+    seconds = sum(each.window_s for each in past)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(f"last {seconds:.0f} s", min_width=13)
+    table.add_column("oldest to newest")
+    table.add_column("most", justify="right")
+    for name, value, text in _SERIES:
+        values = [value(each) for each in past]
+        known = [each for each in values if each is not None]
+        if known:
+            table.add_row(name, _bars(values, max(known)), text(max(known)))
+    return table
+
+
+def _bars(values: Sequence[float | None], most: float) -> str:
+    """A column of one character for each value; a blank where there is none."""
+    steps = len(_HEIGHTS) - 1
+    scaled = (
+        " " if value is None else _HEIGHTS[round(steps * value / most) if most > 0 else 0]
+        for value in values
+    )
+    return "".join(scaled)
+
+
+def _stalls(shown: View) -> float | None:
+    gap = shown.latencies.get("answer gap")
+    return gap.num_stalls if gap is not None else 0.0 if shown.load.is_patched else None
+
+
+def _first_answer_s(shown: View) -> float | None:
+    first = shown.latencies.get("first answer")
+    return None if first is None else first.mean_s
 
 
 def _verdict(shown: View) -> Group:
@@ -121,3 +169,13 @@ def _quantile(value: Quantile) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+# What the history shows: name, value of a window, and how a value is written.
+_SERIES: Final[Sequence[tuple[str, Callable[[View], float | None], Callable[[float], str]]]] = (
+    ("running", lambda shown: shown.load.running, _number),
+    ("waiting", lambda shown: shown.load.waiting, _number),
+    ("KV cache", lambda shown: shown.load.kv_usage, _share),
+    ("answer stalls", _stalls, _number),
+    ("first answer", _first_answer_s, _time),
+)

@@ -176,6 +176,7 @@ def _phases(load: Load) -> str:
     named = {
         "think": load.requests.get(_THINK, 0),
         "answer": load.requests.get(_ANSWER, 0),
-        "compute prompts": load.computing_prompts,
+        "have no token yet": load.requests.get(_PREFILL, 0),
     }
-    return ", ".join(f"{count:.0f} {name}" for name, count in named.items())
+    counts = ", ".join(f"{count:.0f} {name}" for name, count in named.items())
+    return f"of all {sum(named.values()):.0f} requests {counts}"

@@ -9,15 +9,20 @@ from meridian_patch.operate.scrape import RUNNING, Scrape, ScrapeError
 from meridian_patch.operate.top.verdict import Load, Verdict, judge
 from meridian_patch.operate.top.window import Latency, Window
 
-LATENCIES: Final[Mapping[str, str]] = {
-    "first token": "vllm:time_to_first_token_seconds",
-    "next token": "vllm:inter_token_latency_seconds",
-    "in the queue": "vllm:request_queue_time_seconds",
-    "in prefill": "vllm:request_prefill_time_seconds",
-    "in decode": "vllm:request_decode_time_seconds",
-    "whole request": "vllm:e2e_request_latency_seconds",
+_GAP = "meridian_inter_token_seconds"
+_OWN: Final[Mapping[str, tuple[str, dict[str, str]]]] = {
+    "first answer": ("meridian_time_to_first_answer_token_seconds", {}),
+    "answer gap": (_GAP, {"phase": "answer"}),
+    "think gap": (_GAP, {"phase": "think"}),
 }
-"""Rows of the latency table: vLLM's own histograms."""
+_OF_STOCK: Final[Mapping[str, tuple[str, dict[str, str]]]] = {
+    "first token": ("vllm:time_to_first_token_seconds", {}),
+    "next token": ("vllm:inter_token_latency_seconds", {}),
+}
+_OF_BOTH: Final[Mapping[str, tuple[str, dict[str, str]]]] = {
+    "in the queue": ("vllm:request_queue_time_seconds", {}),
+    "whole request": ("vllm:e2e_request_latency_seconds", {}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,8 @@ class View:
         exits: thoughts ended, by reason.
         evictions: blocks, by tier.
         hits: tokens, by tier.
-        latencies: by row of the table.
+        latencies: by row of the table; ``first answer`` is the time to the first answer token, and
+            a gap the time between two outputs of a request.
         verdict: the bottleneck.
     """
 
@@ -66,7 +72,8 @@ def view(before: Scrape, after: Scrape) -> View:
     check_vllm(after)
     window = Window(before, after)
     load = _load(window)
-    latencies = {row: window.latency(name) for row, name in LATENCIES.items()}
+    rows = {**(_OWN if load.is_patched else _OF_STOCK), **_OF_BOTH}
+    latencies = {row: window.latency(name, **labels) for row, (name, labels) in rows.items()}
     return View(
         window_s=window.seconds,
         is_reset=window.is_reset,

@@ -1,13 +1,16 @@
 """What happened between two scrapes: counts, rates and quantiles. Pure."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from prometheus_client.samples import Sample
 
 from meridian_patch.operate.scrape import Scrape, ScrapeError
+
+STALL_S: Final = 0.25
+"""A reader notices a gap between tokens of more than this, in seconds."""
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -35,12 +38,14 @@ class Latency:
         mean_s: of them, in seconds.
         p50: the median.
         p95: exceeded by one of twenty.
+        num_stalls: observations of more than `STALL_S`; None: no bucket ends there.
     """
 
     count: float
     mean_s: float
     p50: Quantile
     p95: Quantile
+    num_stalls: float | None
 
 
 class Window:
@@ -67,17 +72,13 @@ class Window:
 
     def count(self, name: str, **labels: str) -> float | None:
         """By how much counters rose, summed; None: the page has none of that name."""
-        samples = [
-            sample
-            for sample in self.after.samples.get(name, ())
-            if all(sample.labels.get(label) == value for label, value in labels.items())
-        ]
+        samples = self._samples(name, labels)
         return sum(map(self._rise, samples)) if samples else None
 
-    def by(self, name: str, label: str) -> dict[str, float]:
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """The same for each value of a label; empty: there is none."""
         sums: dict[str, float] = {}
-        for sample in self.after.samples.get(name, ()):
+        for sample in self._samples(name, labels):
             value = sample.labels.get(label)
             if value is not None:
                 sums[value] = sums.get(value, 0.0) + self._rise(sample)
@@ -88,31 +89,44 @@ class Window:
         count = self.count(name)
         return None if count is None or self.seconds <= 0 else count / self.seconds
 
-    def latency(self, name: str) -> Latency | None:
+    def latency(self, name: str, **labels: str) -> Latency | None:
         """Figures of a histogram; None: nothing was observed, or it is not whole.
 
         Raises:
             ScrapeError: a bound of a bucket is no number.
         """
-        count, total = self.count(f"{name}_count"), self.count(f"{name}_sum")
-        buckets = self._buckets(name)
+        count, total = self.count(f"{name}_count", **labels), self.count(f"{name}_sum", **labels)
+        buckets = self._buckets(name, labels)
         if not count or total is None or not buckets or buckets[-1][1] <= 0:
             return None
+        short = dict(buckets).get(STALL_S)
         return Latency(
-            count, max(0.0, total) / count, quantile(buckets, 0.5), quantile(buckets, 0.95)
+            count,
+            max(0.0, total) / count,
+            quantile(buckets, 0.5),
+            quantile(buckets, 0.95),
+            None if short is None else max(0.0, count - short),
         )
+
+    def _samples(self, name: str, labels: Mapping[str, str]) -> list[Sample]:
+        """The samples of that name that have these labels."""
+        return [
+            sample
+            for sample in self.after.samples.get(name, ())
+            if all(sample.labels.get(label) == value for label, value in labels.items())
+        ]
 
     def _rise(self, sample: Sample) -> float:
         before = self._before.get(_key(sample), 0.0)
         return sample.value if sample.value < before else sample.value - before
 
-    def _buckets(self, name: str) -> list[tuple[float, float]]:
+    def _buckets(self, name: str, labels: Mapping[str, str]) -> list[tuple[float, float]]:
         """Upper bounds with the observations up to them, rising.
 
         Raises:
             ScrapeError: a bound is no number.
         """
-        rises = self.by(f"{name}_bucket", "le")
+        rises = self.by(f"{name}_bucket", "le", **labels)
         try:
             return sorted((float(bound), count) for bound, count in rises.items())
         except ValueError as error:

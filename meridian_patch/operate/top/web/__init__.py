@@ -1,1 +1,0 @@
-"""``meridian top --web``: the same in a browser, with the last minutes as charts."""
