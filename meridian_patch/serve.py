@@ -9,7 +9,7 @@ from typing import Final, get_args
 
 from meridian_patch import envs
 from meridian_patch.activation import check_entry_point
-from meridian_patch.config.families import exit_config, get_family, load_families
+from meridian_patch.config.family_files import exit_config, get_family, load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.policy import PolicyName
 from meridian_patch.config.schema import ExitConfig

@@ -11,7 +11,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-from meridian_patch.bench.figures import STALL_S, Floats
+from meridian_patch.bench.figure_table import STALL_S, Floats
 
 # Okabe and Ito's palette: its colours differ for colour-blind readers too.
 _STYLES = {

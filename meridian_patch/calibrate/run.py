@@ -22,7 +22,7 @@ from meridian_patch.calibrate.profile import model_identity, render_profile
 from meridian_patch.calibrate.report import PAGE, PROFILE, RESULT, verdict, write_report
 from meridian_patch.calibrate.settings import CalibrationRequest
 from meridian_patch.calibrate.thresholds import EAT
-from meridian_patch.config.families import exit_config
+from meridian_patch.config.family_files import exit_config
 from meridian_patch.engine.boundaries import describe_unknown
 from meridian_patch.engine.model_directory import ModelDirectory, read_model
 from meridian_patch.errors import CalibrationError

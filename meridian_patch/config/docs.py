@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meridian_patch import envs
-from meridian_patch.config.families import load_families
-from meridian_patch.config.family import Family
+from meridian_patch.config.family_files import load_families
+from meridian_patch.config.family_schema import Family
 from meridian_patch.config.schema import Config
 from meridian_patch.config.validate import field_names
 

@@ -1,7 +1,7 @@
 """Renders docs/model-families.md from the family files."""
 
-from meridian_patch.config.families import load_families
-from meridian_patch.config.family import Family, History
+from meridian_patch.config.family_files import load_families
+from meridian_patch.config.family_schema import Family, History
 
 _HEAD = """\
 # Model families: what becomes of earlier thinking

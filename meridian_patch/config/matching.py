@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Literal
 
-from meridian_patch.config.families import Families, FamilyFile
-from meridian_patch.config.family import Family
+from meridian_patch.config.family_files import Families, FamilyFile
+from meridian_patch.config.family_schema import Family
 from meridian_patch.errors import ConfigError
 
 How = Literal["config", "name", "architecture", "parser"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from meridian_patch.config.families import get_family, load_families
+from meridian_patch.config.family_files import get_family, load_families
 from meridian_patch.config.load import LoadedConfig
 from meridian_patch.config.matching import FamilyMatch, ModelIdentity, forced_match, match_family
 from meridian_patch.engine.reasoning_parser import server_strings

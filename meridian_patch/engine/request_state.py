@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from meridian_patch.config.family import History
+from meridian_patch.config.family_schema import History
 from meridian_patch.config.request_options import NO_OPTIONS, RequestOptions
 
 if TYPE_CHECKING:

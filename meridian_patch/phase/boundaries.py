@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meridian_patch.config.family import History
+from meridian_patch.config.family_schema import History
 
 TokenIds = tuple[int, ...]
 

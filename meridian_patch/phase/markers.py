@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meridian_patch.config.family import probe_around
+from meridian_patch.config.family_schema import probe_around
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.errors import BoundaryError
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from meridian_patch.config.families import exit_origin
+from meridian_patch.config.family_files import exit_origin
 from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.errors import ConfigError
 from meridian_patch.phase.boundaries import Boundaries, TokenIds

@@ -9,7 +9,7 @@ the answer, whose positions change.
 from enum import IntEnum
 from typing import NamedTuple, cast
 
-from meridian_patch.config.family import History
+from meridian_patch.config.family_schema import History
 from meridian_patch.phase.tracker import Phase, RequestPhase
 
 

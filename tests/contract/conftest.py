@@ -5,7 +5,7 @@ import vllm.v1.request as requests
 import yaml
 from scheduler_driver import engine_config
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.engine.api import exit_summary
 from meridian_patch.patching.candidate import MARK
 

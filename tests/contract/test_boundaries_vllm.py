@@ -8,7 +8,7 @@ from vllm.config.reasoning import ReasoningConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.reasoning import ReasoningParserManager
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.demo.tokenizer import build_tokenizer, save_tokenizer

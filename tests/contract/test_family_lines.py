@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 
 PACKAGED = load_families()
 

@@ -7,18 +7,12 @@ import pytest
 from replay_runs import replay_run, requests
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.figures import GOODPUT, HARM
+from meridian_patch.bench.figure_table import GOODPUT, HARM
 from meridian_patch.bench.simulated.arms import (
     arm_settings,
     choose_arms,
     named_arm,
     own_arm,
-)
-from meridian_patch.bench.simulated.figures import (
-    Limits,
-    by_point,
-    point_cells,
-    summarise,
 )
 from meridian_patch.bench.simulated.grid import RunKey, SweepPoint
 from meridian_patch.bench.simulated.metrics import (
@@ -34,6 +28,12 @@ from meridian_patch.bench.simulated.metrics import (
     weighted_quantile,
 )
 from meridian_patch.bench.simulated.rows import ROWS
+from meridian_patch.bench.simulated.summary import (
+    Limits,
+    by_point,
+    point_cells,
+    summarise,
+)
 from meridian_patch.bench.simulated.trace import History
 from meridian_patch.bench.statistics import bootstrap_picks, plain_interval, ratio_of_sums
 from meridian_patch.config.load import load_config

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.reasoning import ReasoningParserManager
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.engine.boundaries import vocabulary_of

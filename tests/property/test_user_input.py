@@ -16,8 +16,8 @@ from meridian_patch import envs
 from meridian_patch.bench.served.workload import read_trace as read_served_trace
 from meridian_patch.bench.simulated.trace import read_trace
 from meridian_patch.calibrate.problems import read_problems
-from meridian_patch.config.families import read_family
-from meridian_patch.config.family import Family
+from meridian_patch.config.family_files import read_family
+from meridian_patch.config.family_schema import Family
 from meridian_patch.config.json_text import parse_json
 from meridian_patch.config.load import load_config
 from meridian_patch.config.request_options import RequestOptions, parse_options

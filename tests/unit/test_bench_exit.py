@@ -2,9 +2,9 @@
 
 import pytest
 
+from meridian_patch.bench.exit.arm_figures import all_figures, best_fixed
 from meridian_patch.bench.exit.arms import CAP, ExitArm, budget, cap, eat, natural, plan_stages
 from meridian_patch.bench.exit.checks import ThinkTokens, find_violations
-from meridian_patch.bench.exit.figures import all_figures, best_fixed
 from meridian_patch.bench.exit.run import ExitArmRun, Result
 from meridian_patch.cli import main
 

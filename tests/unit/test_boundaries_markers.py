@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.config.families import FamilyFile, load_families
+from meridian_patch.config.family_files import FamilyFile, load_families
 from meridian_patch.config.matching import FamilyMatch, forced_match
 from meridian_patch.errors import BoundaryError
 from meridian_patch.phase.markers import ServerStrings, choose_markers

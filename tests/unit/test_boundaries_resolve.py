@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers_for_tests import merging_bpe, prefixing_words, vocabulary_of
 
-from meridian_patch.config.family import DocumentedIds, Family
+from meridian_patch.config.family_schema import DocumentedIds, Family
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.demo.tokenizer import build_tokenizer
 from meridian_patch.errors import BoundaryError
@@ -248,7 +248,7 @@ def test_parser_only(tiny):
 
 def test_packaged_file_of_the_tiny_reasoner_is_right(tiny):
     """The ids in tiny_reasoner.yaml are those of the tokenizer that is built here."""
-    from meridian_patch.config.families import load_families
+    from meridian_patch.config.family_files import load_families
 
     file = load_families()["tiny_reasoner"]
     match = FamilyMatch("tiny_reasoner", file.family, str(Path(file.path)), "name", "x")

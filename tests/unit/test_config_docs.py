@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from meridian_patch.config.docs import render_configuration
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
 

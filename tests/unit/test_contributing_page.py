@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.exit.strategies.base import NO_SIGNALS, Signals
 
 ROOT = Path(__file__).resolve().parent.parent.parent

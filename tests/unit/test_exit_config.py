@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.config.load import load_config
 from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.config.request_options import (

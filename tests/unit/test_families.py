@@ -2,7 +2,7 @@
 
 import pytest
 
-from meridian_patch.config.families import (
+from meridian_patch.config.family_files import (
     exit_config,
     get_family,
     load_families,

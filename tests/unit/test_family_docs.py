@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from meridian_patch.config.families import load_families
 from meridian_patch.config.family_docs import render_families
+from meridian_patch.config.family_files import load_families
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "model-families.md"
 RULES = ("strip", "keep_in_tool_loop", "keep", "unverified")

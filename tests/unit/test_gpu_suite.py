@@ -29,7 +29,7 @@ from meridian_patch.bench.interrupts import end_like_ctrl_c
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.served.plan import any_settings, packaged_model
 from meridian_patch.bench.simulated.fit_command import write_cost
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.config.matching import ModelIdentity, match_family
 from meridian_patch.errors import BenchError
 from meridian_patch.replay.cost import load_cost

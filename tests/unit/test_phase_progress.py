@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from phase_steps import play
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.progress import ANSWER, THINK, TURNING, PhaseChange, PhaseProgress
 

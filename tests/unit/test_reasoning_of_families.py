@@ -7,7 +7,7 @@ from phase_steps import play
 from tokenizers import AddedToken
 from tokenizers_for_tests import merging_bpe, vocabulary_of
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.config.matching import FamilyMatch
 from meridian_patch.phase.markers import ServerStrings, choose_markers
 from meridian_patch.phase.resolve import resolve

@@ -5,7 +5,7 @@ import random
 import pytest
 from spoken import SpokenTracker
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 from meridian_patch.phase.boundaries import Boundaries
 from meridian_patch.phase.matcher import BoundaryMatcher
 from meridian_patch.phase.thoughts import MAX_SHORT_TOKENS, holds_any

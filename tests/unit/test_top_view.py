@@ -77,7 +77,11 @@ def test_a_recorded_window(scrapes):
 @pytest.mark.parametrize(
     ("load", "bottleneck", "words"),
     (
-        ("seats", "seats", "wait though the KV cache is 34% full; 8 run: 5 think"),
+        (
+            "seats",
+            "seats",
+            "34% full; 8 run: of all 75 requests 5 think",
+        ),
         ("thinking", "think", "4 preempted in 1 s; KV cache is 100% full"),
         ("answering", "answer", "3 answers were preempted in 1 s"),
         ("prompts", "prefill", "of the tokens computed are of prompts"),
@@ -201,6 +205,69 @@ def test_what_a_server_sends_cannot_steer_the_terminal():
     assert Reply(500, "\x1b[2J no").begin == "HTTP 500: ?[2J no"
 
 
+def histogram(name, counts, **labels):
+    """A page's histogram with as many values at each bound, not cumulative."""
+    said = "".join(f'{label}="{value}",' for label, value in labels.items())
+    total, lines = 0, []
+    for bound, count in counts.items():
+        total += count
+        lines.append(f'{name}_bucket{{{said}le="{bound}"}} {total}')
+    seconds = sum(float(bound) * count for bound, count in counts.items() if bound != "+Inf")
+    own = f"{{{said}}}"
+    lines += [f"{name}_count{own} {total}", f"{name}_sum{own} {seconds}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def page(first=0, stalls=0, running=2):
+    """A patched server's: answers that began, and gaps in answers of half a second."""
+    gaps = "meridian_inter_token_seconds"
+    return (
+        f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 7\n"
+        'meridian_requests{phase="think"} 6\nmeridian_requests{phase="answer"} 3\n'
+        + histogram("meridian_time_to_first_answer_token_seconds", {"4.0": first, "+Inf": 0})
+        + histogram(gaps, {"0.25": 100 * first, "0.5": stalls, "+Inf": 0}, phase="answer")
+        + histogram(gaps, {"0.25": 0, "0.5": 9 * first, "+Inf": 0}, phase="think")
+    )
+
+
+def drawn(shown, past=()):
+    stream = io.StringIO()
+    Console(file=stream, width=80, highlight=False).print(render(shown, "x", past))
+    return stream.getvalue().splitlines()
+
+
+def test_what_readers_wait_for_comes_from_our_own_metrics():
+    """First answers, gaps by phase, and stalls, which thoughts have too."""
+    shown = view(parse(page(), 0.0), parse(page(first=5, stalls=3), 2.0))
+    assert shown.latencies["first answer"].count == 5
+    assert shown.latencies["first answer"].mean_s == 4.0
+    assert shown.latencies["answer gap"].num_stalls == 3
+    assert shown.latencies["think gap"].num_stalls == 45
+    assert "next token" not in shown.latencies
+    row = next(line for line in drawn(shown) if line.startswith("answer gap"))
+    assert row.split()[-2:] == ["3", "503"]
+
+
+def test_waiting_requests_are_not_counted_with_those_that_run():
+    """Nine are in a phase and two run."""
+    text = " ".join(drawn(view(parse(page(), 0.0), parse(page(), 2.0))))
+    assert "7 wait though the KV use unknown; 2 run: of all 9 requests 6 think" in text
+    assert "think 6   answer 3   waiting ones included" in text
+
+
+def test_the_last_minute_is_drawn():
+    """The newest on the right, to the highest."""
+    pages = [parse(page(first=n, stalls=n * n, running=n), 2.0 * n) for n in range(5)]
+    past = [view(before, after) for before, after in pairwise(pages)]
+    lines = drawn(past[-1], past)
+    assert next(line for line in lines if line.startswith("last 8 s"))
+    assert next(line for line in lines if line.startswith("running")).split()[1:] == ["▃▅▆█", "4"]
+    stalls = next(line for line in lines if line.startswith("answer stalls")).split()
+    assert stalls[2:] == ["▂▄▆█", "7"]
+    assert max(map(len, lines)) <= 80
+    assert not any(line.startswith("last ") for line in drawn(past[-1], past[-1:]))
+
+
 def test_the_verdict_is_seen_on_a_low_terminal(scrapes):
     """Of a screen that does not fit, rich shows the upper lines."""
     stream = io.StringIO()
@@ -237,12 +304,12 @@ def loaded(**changes):
 @pytest.mark.parametrize(
     ("changes", "bottleneck", "numbers", "change"),
     (
-        ({}, "none", "6 think, 2 answer, 1 compute prompts", ""),
+        ({}, "none", "of all 9 requests 6 think, 2 answer, 1 have no token yet", ""),
         ({"running": 0.0, "requests": {}}, "none", "no request", ""),
         (
             {"waiting": 12.0, "kv_usage": 0.97, "requests": {"think": 14.0, "answer": 3.0}},
             "think",
-            "KV cache is 97% full and 12 wait; 14 think",
+            "KV cache is 97% full and 12 wait; of all 17 requests 14 think",
             "exit.max_think_tokens",
         ),
         (

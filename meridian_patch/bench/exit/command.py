@@ -57,8 +57,8 @@ def run_exit(parsed: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from meridian_patch.bench.exit.arm_figures import all_figures
     from meridian_patch.bench.exit.arms import plan_stages
-    from meridian_patch.bench.exit.figures import all_figures
     from meridian_patch.bench.exit.report import ExitOrigin, exit_table, write_exit_report
     from meridian_patch.bench.machine import describe_machine
     from meridian_patch.config.load import load_config

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure as Canvas
 from rich import box
 from rich.table import Table
 
+from meridian_patch.bench.exit.arm_figures import TOLERANCE_PP, Figures, best_fixed
 from meridian_patch.bench.exit.arms import BUDGET, CAP, EAT, EAT_RPDI, NATURAL
 from meridian_patch.bench.exit.checks import Violation
-from meridian_patch.bench.exit.figures import TOLERANCE_PP, Figures, best_fixed
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.plots import finish_axes, to_png
 from meridian_patch.bench.report import write_json

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from meridian_patch import envs
-from meridian_patch.bench.figures import FIGURES
+from meridian_patch.bench.figure_table import FIGURES
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import first_answer_index
 from meridian_patch.bench.served.server import ServerSettings

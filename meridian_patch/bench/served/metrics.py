@@ -6,7 +6,7 @@ from itertools import pairwise
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from meridian_patch.bench.figures import (
+from meridian_patch.bench.figure_table import (
     EVICTION_TIERS,
     FIGURES,
     HIT_TIERS,

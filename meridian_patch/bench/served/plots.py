@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from meridian_patch.bench import plots
-from meridian_patch.bench.figures import PAUSE_S, STALL_S, RequestTimes
+from meridian_patch.bench.figure_table import PAUSE_S, STALL_S, RequestTimes
 from meridian_patch.bench.plots import (
     arm_styles,
     finish_axes,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.figures import FIGURES, HARM, LATE_SHARE, STALL_S, Kind
+from meridian_patch.bench.figure_table import FIGURES, HARM, LATE_SHARE, STALL_S, Kind
 from meridian_patch.bench.machine import Machine
 from meridian_patch.bench.report import data_url, write_json, write_page
 from meridian_patch.bench.served import plots

@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.figures import LATE_SHARE, Figures, Kind
+from meridian_patch.bench.figure_table import LATE_SHARE, Figures, Kind
 from meridian_patch.bench.served.arms import AMPLE, NOOP, STOCK_AGAIN
 from meridian_patch.bench.served.client import RequestRecord
 from meridian_patch.bench.served.metrics import (

@@ -59,9 +59,9 @@ def run_replay(parsed: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from meridian_patch.bench.simulated.figures import Limits
     from meridian_patch.bench.simulated.report import Results
     from meridian_patch.bench.simulated.session import make_folder, play, show
+    from meridian_patch.bench.simulated.summary import Limits
     from meridian_patch.replay.cost import load_cost
 
     plan = read_plan(parsed)

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.bench.figures import Figures, Floats, RequestTimes, Times, figures_of
+from meridian_patch.bench.figure_table import Figures, Floats, RequestTimes, Times, figures_of
 from meridian_patch.bench.simulated.rows import ROWS
 from meridian_patch.bench.statistics import mean, quantile
 from meridian_patch.phase.tracker import Phase

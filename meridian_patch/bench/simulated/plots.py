@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from meridian_patch.bench import plots
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.figures import GOODPUT
+from meridian_patch.bench.figure_table import GOODPUT
 from meridian_patch.bench.plots import (
     arm_colours,
     finish_axes,
@@ -19,9 +19,9 @@ from meridian_patch.bench.plots import (
     plain_number,
     to_png,
 )
-from meridian_patch.bench.simulated.figures import SweepRow
 from meridian_patch.bench.simulated.metrics import GAP_BORDERS_S
 from meridian_patch.bench.simulated.run import ReplayRun, Timeline
+from meridian_patch.bench.simulated.summary import SweepRow
 
 _KV_LINE: dict[str, Any] = {
     "color": "#222222",

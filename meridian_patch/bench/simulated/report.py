@@ -11,15 +11,6 @@ from typing import Any
 
 from meridian_patch.bench.report import data_url, write_json, write_page
 from meridian_patch.bench.simulated import plots
-from meridian_patch.bench.simulated.figures import (
-    NOTE,
-    Cells,
-    Figure,
-    Limits,
-    SweepRow,
-    by_point,
-    point_cells,
-)
 from meridian_patch.bench.simulated.grid import (
     UNITS,
     Plan,
@@ -30,6 +21,15 @@ from meridian_patch.bench.simulated.grid import (
 )
 from meridian_patch.bench.simulated.rows import DEFINITIONS
 from meridian_patch.bench.simulated.run import ReplayRun
+from meridian_patch.bench.simulated.summary import (
+    NOTE,
+    Cells,
+    Figure,
+    Limits,
+    SweepRow,
+    by_point,
+    point_cells,
+)
 from meridian_patch.bench.statistics import plain_interval
 from meridian_patch.replay.cost import CostModel
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meridian_patch.bench.figures import FIGURES, GOODPUT, HARM, Kind
+from meridian_patch.bench.figure_table import FIGURES, GOODPUT, HARM, Kind
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meridian_patch.bench.figures import Figures
+from meridian_patch.bench.figure_table import Figures
 from meridian_patch.bench.simulated.arms import arm_settings
 from meridian_patch.bench.simulated.metrics import (
     GAP_BORDERS_S,

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from meridian_patch.bench.progress import progress_bars
-from meridian_patch.bench.simulated.figures import NOTE, by_point, point_table, summarise
 from meridian_patch.bench.simulated.grid import (
     RunKey,
     Saturation,
@@ -19,6 +18,7 @@ from meridian_patch.bench.simulated.grid import (
 )
 from meridian_patch.bench.simulated.report import Results, write_results
 from meridian_patch.bench.simulated.run import ReplayRun, Workers
+from meridian_patch.bench.simulated.summary import NOTE, by_point, point_table, summarise
 from meridian_patch.bench.simulated.trace import write_trace
 from meridian_patch.errors import BenchError
 

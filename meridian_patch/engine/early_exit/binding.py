@@ -8,7 +8,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import worker_base
 
-from meridian_patch.config.families import exit_config
+from meridian_patch.config.family_files import exit_config
 from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.engine import status
 from meridian_patch.engine.boundaries import vocabulary_of

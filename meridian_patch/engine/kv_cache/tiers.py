@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from meridian_patch.config.family import History
+from meridian_patch.config.family_schema import History
 from meridian_patch.config.request_options import RequestOptions
 from meridian_patch.config.schema import Config
 from meridian_patch.engine import status

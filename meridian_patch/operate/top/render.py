@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +29,12 @@ def render(shown: View, source: str, past: Sequence[View] = ()) -> Group:
         past: the windows of the last minute, ``shown`` among them, the oldest first; with fewer
             than two no history is drawn.
     """
-    parts = [_head(shown, source), _verdict(shown), _facts(shown), _latencies(shown.latencies)]
+    parts: list[RenderableType] = [
+        _head(shown, source),
+        _verdict(shown),
+        _facts(shown),
+        _latencies(shown.latencies),
+    ]
     if len(past) > 1:
         parts.append(_history(past))
     return Group(*parts)

@@ -14,7 +14,7 @@ from arms.base import build_arm
 from arms.facts import Facts, Lengths
 from arms.registry import ARMS, sources
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.figures import Figures
+from meridian_patch.bench.figure_table import Figures
 from meridian_patch.bench.simulated.arms import named_arm
 from meridian_patch.bench.simulated.run import Offer, ReplayJob, run_job
 from meridian_patch.bench.simulated.trace import TraceRequest

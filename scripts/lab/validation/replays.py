@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from meridian_patch.bench.figures import FIGURES as KINDS
-from meridian_patch.bench.figures import RequestTimes, Times, figures_of
+from meridian_patch.bench.figure_table import FIGURES as KINDS
+from meridian_patch.bench.figure_table import RequestTimes, Times, figures_of
 from meridian_patch.bench.machine import describe_machine
 from meridian_patch.bench.simulated.timed import TimedRequest, TimedRun
 from meridian_patch.errors import BenchError

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from meridian_patch.config.families import load_families
+from meridian_patch.config.family_files import load_families
 
 # Prefixes that transformers computes at a time.
 BATCH = 16

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from meridian_patch.bench.arms import STOCK
-from meridian_patch.bench.figures import GOODPUT, HARM
+from meridian_patch.bench.figure_table import GOODPUT, HARM
 from meridian_patch.bench.simulated.grid import Runs, SweepPoint
 from meridian_patch.bench.simulated.metrics import goodput, harm_p99
 from meridian_patch.bench.simulated.rows import ROWS, Row

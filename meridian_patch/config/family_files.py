@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meridian_patch.config.family import Family
+from meridian_patch.config.family_schema import Family
 from meridian_patch.config.schema import Config, ExitConfig
 from meridian_patch.config.validate import shown, validate
 from meridian_patch.config.yaml_file import parse_mapping, read_text
