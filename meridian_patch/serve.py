@@ -18,7 +18,7 @@ from meridian_patch.emulation.options import split_emulation
 from meridian_patch.engine.upstream import installed_vllm
 from meridian_patch.errors import ConfigError
 from meridian_patch.patches.lock import load_lock
-from meridian_patch.serve_roles import ServeParser, split_role
+from meridian_patch.serve_roles import OF_ROLES, ServeParser, split_role
 
 # The module is imported in the server's process alone: it is that program.
 EMULATING_SERVER = "meridian_patch.emulation.server"
@@ -32,6 +32,8 @@ _VALUES: Final[Mapping[str, Sequence[str]]] = {
     "--policy": get_args(PolicyName),
     "--exit": get_args(ExitConfig.model_fields["mode"].annotation),
 }
+OF_SETTINGS: Final = ("--policy", "--exit", "--meridian-config")
+"""Options by which ``split_settings`` sets our configuration."""
 _THREADS: Final = "OMP_NUM_THREADS"
 # With more cores than these, vLLM's own choice of threads leaves cores for the other processes.
 _FEW_CORES: Final = 4
@@ -62,7 +64,7 @@ usage: meridian serve MODEL [--role think --answer URL... | --role answer]
   --emulate-report FILE
                 takes how late the machine was, as JSON
 
-With MERIDIAN_PATCH=0 the server is stock vLLM, whatever options of ours are given."""
+With MERIDIAN_PATCH=0 the server is stock vLLM; of these options, those of emulation count."""
 
 
 def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another program
@@ -75,21 +77,11 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
         print(USAGE)
         return 0 if arguments else 2
     is_off = envs.activation(envs.environment()) is False
-    rest, settings = split_settings(arguments)
-    role = split_role(rest, envs.environment(), is_off=is_off)
-    settings |= role.environment
-    emulation = split_emulation(role.arguments)
-    if is_off:
-        print("meridian serve: MERIDIAN_PATCH is 0: stock vLLM serves, without options of ours")
-    else:
-        check_entry_point()
-        _check_configuration({**envs.environment(), **settings})
-        installed_vllm(load_lock())
-        envs.activate_children()
-        envs.set_for_children(settings)
+    rest = _without_ours(arguments) if is_off else _activate(arguments)
+    emulation = split_emulation(rest)
     if emulation is None:
         envs.set_for_children(_threads(envs.environment()))
-        command = _server(role.arguments)
+        command = _server(rest)
     else:
         print(emulation.banner)
         inherited = envs.environment()
@@ -99,6 +91,28 @@ def serve(arguments: list[str]) -> int:  # noqa: RET503 - ends in another progra
     command = [sys.executable, "-P", *command]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - no shell on purpose
+
+
+def _activate(arguments: list[str]) -> list[str]:
+    """Have the server run patched; returns its arguments without ours."""
+    rest, settings = split_settings(arguments)
+    role = split_role(rest, envs.environment())
+    settings |= role.environment
+    check_entry_point()
+    _check_configuration({**envs.environment(), **settings})
+    installed_vllm(load_lock())
+    envs.activate_children()
+    envs.set_for_children(settings)
+    return role.arguments
+
+
+def _without_ours(arguments: list[str]) -> list[str]:
+    """Arguments of a stock server: whatever is wrong with ours must not keep it from starting."""
+    print("meridian serve: MERIDIAN_PATCH is 0: stock vLLM serves, without options of ours")
+    parser = ServeParser(add_help=False, allow_abbrev=False)
+    for option in (*OF_SETTINGS, *OF_ROLES):
+        parser.add_argument(option, nargs="?", action="append")
+    return parser.parse_known_args(arguments)[1]
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -12,6 +12,8 @@ from meridian_patch.config.validate import shown
 from meridian_patch.config.yaml_file import parse_value, read_text
 from meridian_patch.errors import ConfigError
 
+OF_ROLES: Final = ("--role", "--fabric", "--offload-threshold-blocks", "--answer")
+"""Options that ``split_role`` takes."""
 _TRANSFER: Final = "--kv-transfer-config"
 _PORT: Final = "--port"
 # Load-bearing: with it vLLM serves its endpoint for token ids, which answers are asked from.
@@ -82,13 +84,12 @@ class ServeParser(argparse.ArgumentParser):
         raise ConfigError(f"meridian serve: {message}")
 
 
-def split_role(arguments: Sequence[str], env: Mapping[str, str], *, is_off: bool = False) -> Role:
+def split_role(arguments: Sequence[str], env: Mapping[str, str]) -> Role:
     """Take our options out of the arguments of ``meridian serve``.
 
     Args:
         arguments: a model, vLLM's options and ours.
         env: the environment of the server.
-        is_off: the server is stock, so that nothing is added for the role.
 
     Raises:
         ConfigError: a wrong value, an option without ``--role``, or a missing package.
@@ -100,7 +101,7 @@ def split_role(arguments: Sequence[str], env: Mapping[str, str], *, is_off: bool
     parser.add_argument("--answer", action="append")
     ours, rest = parser.parse_known_args(list(arguments))
     _check_role(ours)
-    if ours.role is None or is_off:
+    if ours.role is None:
         return Role(rest, {})
     settings = {"MERIDIAN_PATCH_SET_HANDOFF__ROLE": ours.role}
     if ours.offload_threshold_blocks is not None:

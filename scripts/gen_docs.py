@@ -141,17 +141,17 @@ ROLES = {
 }
 
 
-def render_architecture() -> str:
-    """docs/architecture.md, with the list of modules between its marks replaced."""
+def render_modules() -> str:
+    """docs/modules.md, with the list of modules between its marks replaced."""
     sections = []
     for role, folders in ROLES.items():
-        sections.append(f"### {role}\n")
+        sections.append(f"## {role}\n")
         for folder in folders:
             paths = [ROOT / folder]
             if folder != "meridian_patch":
                 paths = sorted(path.parent for path in (ROOT / folder).rglob("__init__.py"))
             sections += map(_folder_section, paths)
-    return _filled("docs/architecture.md", "modules", "\n" + "\n".join(sections))
+    return _filled("docs/modules.md", "modules", "\n" + "\n".join(sections))
 
 
 def _folder_section(folder: Path) -> str:
@@ -161,7 +161,7 @@ def _folder_section(folder: Path) -> str:
         for path in modules
     )
     name = folder.relative_to(ROOT).as_posix()
-    about = f"#### `{name}/`\n\n{_first_line(folder / '__init__.py')}\n"
+    about = f"### `{name}/`\n\n{_first_line(folder / '__init__.py')}\n"
     return f"{about}\n| module | |\n|---|---|\n{''.join(rows)}" if modules else about
 
 
@@ -173,7 +173,7 @@ def _first_line(path: Path) -> str:
     """
     text = ast.get_docstring(ast.parse(path.read_text()))
     if not text:
-        raise ValueError(f"{path} has no docstring; its first line goes into docs/architecture.md")
+        raise ValueError(f"{path} has no docstring; its first line goes into docs/modules.md")
     return _first_paragraph(text)
 
 
@@ -248,11 +248,11 @@ def _code(names: Iterable[str]) -> str:
 
 # Page -> what renders it. A new generated page is a new line here.
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/architecture.md": render_architecture,
     "docs/configuration.md": render_configuration,
     "docs/early-exit.md": render_early_exit,
     "docs/metrics.md": render_metrics,
     "docs/model-families.md": render_families,
+    "docs/modules.md": render_modules,
     "docs/patches.md": render_patches,
     "docs/requests.md": render_requests,
     "docs/scheduling.md": render_scheduling,

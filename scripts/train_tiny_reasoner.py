@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from meridian_patch.demo.corpus import Corpus, Example
 from meridian_patch.demo.tokenizer import save_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lab"))
+from tiny_reasoner.corpus import Corpus, Example
 
 IGNORE = -100
 BUCKET = 64

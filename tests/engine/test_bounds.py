@@ -1,9 +1,9 @@
 """Bounds, reserves, reasons and loops on the real engine, with a model that says a script."""
 
+import json
 from pathlib import Path
 
 import pytest
-import yaml
 from engine_plans import AMPLE, PATIENT
 from puppet import THINK, THINK_END, make_puppet, words
 from run_engine import PATCHED, Job, run_job
@@ -169,10 +169,12 @@ def test_with_the_example_for_a_server_at_home_every_request_is_answered(demo_mo
     ]
     engine = engine_arguments(demo_model, async_scheduling=True)
     stage = {"name": "s", "engine": engine, "runs": [{"name": "run", "requests": requests}]}
+    wrap_up = "\n\nI have thought for long enough and give the answer now.\n"
+    assert f"# wrap_up: {json.dumps(wrap_up)}" in HOME.read_text()
     env = PATCHED | PATIENT | {"MERIDIAN_PATCH_CONFIG": str(HOME)}
+    env |= {"MERIDIAN_PATCH_SET_EXIT__WRAP_UP": json.dumps(wrap_up)}
     job = run_job(Job([stage], env=env, allow_async=True), tmp_path)
     done = job["stages"]["s"]["runs"]["run"]
-    wrap_up = yaml.safe_load(HOME.read_text())["exit"]["wrap_up"]
     for index in range(len(AMPLE)):
         made, off = sample(done, f"home{index}"), sample(done, f"off{index}")
         assert END_ID not in off["ids"]

@@ -6,10 +6,10 @@ import re
 import pytest
 from engine_plans import AMPLE, PATIENT, PRESSURE, SMALL_POOL
 from run_engine import PATCHED, Job, run_job
+from tiny_reasoner.thoughts import CUES
 from workloads import ask, ask_all, engine_arguments, graded, sample
 
 from meridian_patch.demo.problems import make_problems
-from meridian_patch.demo.thoughts import CUES
 
 pytestmark = pytest.mark.engine
 

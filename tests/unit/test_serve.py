@@ -126,7 +126,14 @@ def test_an_option_takes_precedence_over_the_environment(machine: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "ours", ((), ("--policy", "latency"), ("--role", "think", "--answer", "http://a"))
+    "ours",
+    (
+        (),
+        ("--policy", "latency", "--meridian-config=a.yaml"),
+        ("--role", "think", "--answer", "http://a", "--answer", "http://b", "--fabric", "nixl"),
+        ("--policy", "Latency", "--exit"),
+        ("--answer", "http://a"),
+    ),
 )
 def test_switched_off_it_serves_stock_whatever_is_given(
     machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: tuple[str, ...]

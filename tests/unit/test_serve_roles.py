@@ -15,11 +15,6 @@ def installed(monkeypatch):
     monkeypatch.setattr(serve_roles.importlib.util, "find_spec", lambda _: object())
 
 
-def test_a_stock_server_has_no_part_in_a_hand_off() -> None:
-    given = ["m", "--role", "answer", "--port", "8001"]
-    assert split_role(given, {}, is_off=True) == (["m", "--port", "8001"], {})
-
-
 def test_without_a_role_nothing_changes() -> None:
     arguments = ["m", "--port", "8001", "--max-model-len", "1024"]
     assert split_role(arguments, {}) == (arguments, {})

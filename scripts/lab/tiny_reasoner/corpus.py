@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from meridian_patch.demo.problems import make_problem
-from meridian_patch.demo.thoughts import DERAIL_RATE, Thought, make_thought
 from meridian_patch.demo.tokenizer import chat_template
+from tiny_reasoner.thoughts import DERAIL_RATE, Thought, make_thought
 
 MAX_TOKENS = 4096
 CUT_PHRASE = "Enough.\n"

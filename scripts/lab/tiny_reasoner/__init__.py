@@ -1,0 +1,1 @@
+"""What the tiny reasoner is trained on."""
