@@ -79,6 +79,8 @@ AXES: dict[str, Axis] = {
     "stuffed": Axis(False, (False, True), (6, 1)),
     "scale": Axis("small", ("small", "wide", "deep", "long"), (45, 1, 1, 1)),
     "experts": Axis(False, (False, True), (8, 1)),
+    # Last, so that older seeds keep their other values.
+    "switch": Axis(False, (False, True), (6, 1)),
 }
 """Every axis by name."""
 

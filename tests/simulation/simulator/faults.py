@@ -84,6 +84,8 @@ class Faults:
         if case.has_fault("empty") and draws[6] < 0.02 and not arm.is_drained:
             # The core wakes up although there is nothing to be done.
             self._count("empty")
+        if case.switch and draws[8] < 0.02 and is_on and not arm.is_stock:
+            self._switch(pick)
         if case.has_fault("raises") and draws[7] < 0.03 and not arm.is_stock:
             self._armed = HOOKS[int(pick * len(HOOKS))]
         else:
@@ -125,6 +127,13 @@ class Faults:
             arm.scheduler.reset_prefix_cache(reset_running_requests=True)
             arm.scheduler.reset_encoder_cache()
         self._paused_until = arm.tick + 15
+
+    def _switch(self, pick: float) -> None:
+        """As an operator, by ``meridian policy set``: off more often than on."""
+        self._count("switch")
+        policy = ("noop", "noop", self._case.profile, None)[int(4 * pick)]
+        wanted = ("off", "observe", "enforce", None)[int(16 * pick) % 4]
+        self._arm.scheduler.live_switch.turn(policy, wanted)
 
     def _hook(self, path: str) -> None:
         *owners, name = path.split(".")

@@ -130,7 +130,10 @@ class Checker(Recorder):
         scheduler = arm.scheduler
         is_reasoning = bool(scheduler.phase_tracker.num_reasoning)
         self.num_reasoning += is_reasoning
-        is_steered = is_reasoning and not scheduler.policy_parts.rules.are_all_off
+        is_off = self._is_switched_off
+        if is_off:
+            self._made_room.clear()
+        is_steered = is_reasoning and not (scheduler.policy_parts.rules.are_all_off or is_off)
         answers = self._waiting_answers()
         # Load-bearing: requests that wait with blocks of their own come in before all others.
         holding = {request.request_id for request in scheduler.kv_holding_waiting}
@@ -143,6 +146,8 @@ class Checker(Recorder):
         self._steered[id(output)] = is_steered
         if self._is_answers_first and is_steered:
             self._soft(self._check_waiting_answers, output, answers, holding)
+        if is_off:
+            self._soft(self._check_switched_off)
         self._soft(self._check_displacing, output)
         self._soft(self._check_idle)
         self._soft(self._check_probes, output)
@@ -213,6 +218,8 @@ class Checker(Recorder):
             self.num_preempted_for_room += 1
         if not self._is_answers_first or state is None or state.phase is not Phase.ANSWER:
             return
+        if self._is_switched_off:
+            return
         if not scheduler.phase_tracker.num_reasoning:
             return
         for other in scheduler.running:
@@ -224,6 +231,22 @@ class Checker(Recorder):
                     f"{request.request_id} answers and is preempted while {other.request_id} in "
                     f"phase {phase.phase} runs",
                 )
+
+    @property
+    def _is_switched_off(self) -> bool:
+        """Whether the policy was switched off while the engine runs."""
+        return bool(self._arm.scheduler.policy_parts.stock_steps.are_all)
+
+    def _check_switched_off(self) -> None:
+        """Invariant 7: a policy that is switched off arranges no step."""
+        plan = self._plans.plan
+        if self._preempted_for_room:
+            names = [request.request_id for request in self._preempted_for_room]
+            raise Failure("switch", f"{names} made room though the policy is off")
+        if plan.token_budget is not None:
+            raise Failure("switch", f"a step is cut to {plan.token_budget} though it is off")
+        if self._arm.scheduler.request_states.held:
+            raise Failure("switch", "thinkers are held for room though the policy is off")
 
     def _is_before_upstream(self) -> bool:
         """Whether upstream's part of the step has not begun."""
