@@ -244,3 +244,4 @@ def test_gpu_and_build_belong_together():
     assert judged.check_gpu([], cpu).state is State.OK
     assert_told(judged.check_gpu(["H200"], cpu), State.WARN, "built for CPUs", "[cuda]")
     assert_told(judged.check_gpu([], HEALTHY), State.FAIL, "no GPU seen", "nvidia-smi")
+    assert judged.check_gpu([], with_changes(vllm={})).state is State.SKIP

@@ -251,6 +251,8 @@ def check_gpu(gpus: Sequence[str], installed: Installed) -> Finding:
             check,
             f"{named}; greedy text may differ from stock's there, as steps have other batch shapes",
         )
+    if not installed.vllm:
+        return AREA.skip(check, "none seen; no vLLM is installed that could need one")
     return AREA.fail(
         check,
         "no GPU seen, and vLLM is built for GPUs",
