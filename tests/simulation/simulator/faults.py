@@ -84,12 +84,16 @@ class Faults:
         if case.has_fault("empty") and draws[6] < 0.02 and not arm.is_drained:
             # The core wakes up although there is nothing to be done.
             self._count("empty")
-        if case.switch and draws[8] < 0.02 and is_on and not arm.is_stock:
-            self._switch(pick)
-        if case.has_fault("raises") and draws[7] < 0.03 and not arm.is_stock:
-            self._armed = HOOKS[int(pick * len(HOOKS))]
-        else:
+        if not arm.is_stock:
             self._armed = None
+            self._of_ours(draws[7], draws[8] if is_on else 1.0, pick)
+
+    def _of_ours(self, raises: float, switches: float, pick: float) -> None:
+        """Faults of what stock does not have."""
+        if self._case.switch and switches < 0.02:
+            self._switch(pick)
+        if self._case.has_fault("raises") and raises < 0.03:
+            self._armed = HOOKS[int(pick * len(HOOKS))]
 
     def _count(self, name: str) -> None:
         self.met[name] = self.met.get(name, 0) + 1
