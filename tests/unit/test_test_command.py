@@ -98,7 +98,7 @@ def test_another_release_is_tested_in_its_own_environment(run):
 
 
 def test_another_release_is_tested_beside_the_engines_of_this_one(run):
-    """Behind all other tests of both lanes; where one fails it is named."""
+    """Behind all other tests, by the lane that is done first; where one fails it is named."""
     code, said, asked = run("--and-vllm", "0.33", fails="tests/contract")
     assert code == 1
     assert len(asked) == 5
@@ -166,10 +166,11 @@ def test_a_gate_that_fails_is_named(run, fails, gate):
 
 
 def test_failures_of_both_lanes_are_named(run):
-    """First those of the first lane."""
+    """Whichever lane ran them."""
     code, said, _ = run("-x", fails="-m")
     assert code == 1
     assert said.endswith("scripts/test: FAILED: ruff check, ruff format, pytest, mypy\n")
-    code, said, _ = run(fails="m")
-    lanes = "pytest, all but tests/engine, vLLM can be imported, pytest tests/engine, mypy"
-    assert said.endswith(f"{lanes}, pytest tests/kernels\n")
+    _, said, _ = run(fails="m")
+    named = said.rstrip().rpartition("scripts/test: FAILED: ")[2]
+    for gate in ("all but tests/engine", "vLLM can be imported", "tests/engine", "mypy", "kernels"):
+        assert gate in named
