@@ -9,6 +9,7 @@ from matrix_record import INACTIVE, NOT_RUN, REFUSED, WORKS, CellResult, write
 from rank_runs import RankArms
 from run_engine import PATCHED, STOCK, Job, run_job
 from run_server import Server
+from trace_collector import TraceCollector
 
 
 class Stages(dict):
@@ -64,6 +65,24 @@ def served(demo_model, tmp_path_factory):
     command += ["--enable-per-request-metrics"]
     command += ["--middleware", "meridian_patch.telemetry.load_report.LoadReport"]
     with Server(command, PATCHED, tmp_path_factory.mktemp("served")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def collector():
+    """Takes the spans of `traced`."""
+    with TraceCollector() as listening:
+        yield listening
+
+
+@pytest.fixture(scope="session")
+def traced(demo_model, collector, tmp_path_factory):
+    """A server that exports spans, and streams thoughts in pieces of 8 tokens."""
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(demo_model), "--served-model-name", "m"]
+    command += ["--reasoning-parser", "qwen3", "--otlp-traces-endpoint", collector.endpoint]
+    env = PATCHED | collector.env | {"MERIDIAN_PATCH_SET_RESPONSES__THINK_STREAM_INTERVAL": "8"}
+    with Server(command, env, tmp_path_factory.mktemp("traced")) as started:
         yield started
 
 

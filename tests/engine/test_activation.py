@@ -71,6 +71,7 @@ def test_meridian_serve_patches_a_server(demo_model, tmp_path):
         assert "TYPE meridian_requests" in server.get("/metrics")
 
 
+@pytest.mark.nightly
 def test_import_patches_an_llm(demo_model, tmp_path):
     """`import meridian_patch` before `vllm.LLM` patches the EngineCore that LLM starts."""
     job = Job(one_answer(demo_model), import_meridian_patch=True, in_process=False)
@@ -115,10 +116,10 @@ WRONG = {"MERIDIAN_PATCH_SET_POLICY__NAME": "fast", "MERIDIAN_PATCH_CONFIG": "/n
 def test_the_off_switch_leaves_an_engine_stock(demo_model, tmp_path, entry):
     """However the engine was made phase-aware, and whatever is configured."""
     changes = {"scheduler_cls": SCHEDULER_CLS} if entry == "scheduler-cls" else {}
-    job = Job(one_answer(demo_model, **changes), env=OFF | WRONG)
-    job.import_meridian_patch = entry == "import"
+    is_imported = entry == "import"
+    job = Job(one_answer(demo_model, **changes), env=OFF | WRONG, import_meridian_patch=is_imported)
     stage = run_job(job, tmp_path)["stages"]["only"]
-    assert stage["scheduler"][0] == "AsyncScheduler" if changes else "Scheduler"
+    assert stage["scheduler"][0] == ("AsyncScheduler" if changes else "Scheduler")
     assert stage["status"] == []
     assert sample(stage["runs"]["one"], "q")["ids"]
 

@@ -161,6 +161,7 @@ def test_an_answer_that_loops_ends(played):
 HOME = Path(__file__).resolve().parents[2] / "examples" / "home" / "config.yaml"
 
 
+@pytest.mark.nightly
 def test_with_the_example_for_a_server_at_home_every_request_is_answered(demo_model, tmp_path):
     """Its thoughts would take all of `max_tokens`; they are wrapped up, and a quarter is left."""
     requests = [

@@ -36,7 +36,7 @@ WAYS = {
 # Two ways of binding differ in when the grammar is asked, not in how the model runner applies it.
 BOUND = [
     pytest.param("async", "without a parser", marks=pytest.mark.nightly),
-    ("async", "in reasoning"),
+    pytest.param("async", "in reasoning", marks=pytest.mark.nightly),
     pytest.param("v2", "in reasoning", marks=pytest.mark.nightly),
     pytest.param("sync", "without a parser", marks=pytest.mark.nightly),
     pytest.param("sync", "in reasoning", marks=pytest.mark.nightly),

@@ -1,11 +1,6 @@
 """A real server that exports traces: each request's span says how its thinking ended."""
 
-import sys
-
 import pytest
-from run_engine import PATCHED
-from run_server import Server
-from trace_collector import TraceCollector
 
 pytestmark = pytest.mark.engine
 
@@ -14,37 +9,24 @@ QUESTION = "p=7, q=p+5, r=q*3. r?"
 CAP = {"meridian_max_think_tokens": 8, "meridian_min_think_tokens": 0}
 
 
-@pytest.fixture(scope="module")
-def collector():
-    with TraceCollector() as listening:
-        yield listening
-
-
-@pytest.fixture(scope="module")
-def server(demo_model, collector, tmp_path_factory):
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(demo_model), "--otlp-traces-endpoint", collector.endpoint]
-    with Server(command, PATCHED | collector.env, tmp_path_factory.mktemp("spans")) as started:
-        yield started
-
-
 def ours(attributes):
     return {name: value for name, value in attributes.items() if name.startswith("meridian.")}
 
 
-def test_a_span_says_what_the_response_does(server, collector):
+def test_a_span_says_what_the_response_does(traced, collector):
     """For thoughts that ended by themselves, were closed, and would have been; and for none."""
     asked = [
         {"meridian_exit": "observe"},
         CAP | {"meridian_exit": "enforce"},
         CAP | {"meridian_exit": "observe"},
     ]
+    before = len(collector.wait_for(SPAN, 0))
     told = [
-        server.chat(QUESTION, max_tokens=300, vllm_xargs=xargs)["choices"][0]["meridian"]
+        traced.chat(QUESTION, max_tokens=300, vllm_xargs=xargs)["choices"][0]["meridian"]
         for xargs in asked
     ]
-    server.chat(QUESTION, max_tokens=3)
-    spans = collector.wait_for(SPAN, len(asked) + 1)
+    traced.chat(QUESTION, max_tokens=3)
+    spans = collector.wait_for(SPAN, before + len(asked) + 1)[before:]
     # Probes are requests, too, and belong to no client.
     assert len(spans) == len(asked) + 1
     natural, closed, observed, cut = map(ours, spans)

@@ -1,11 +1,8 @@
 """A real server streams thoughts in larger pieces, and answers token by token."""
 
 import json
-import sys
 
 import pytest
-from run_engine import PATCHED
-from run_server import Server
 
 pytestmark = pytest.mark.engine
 
@@ -17,16 +14,6 @@ BODY = {
     "return_token_ids": True,
 }
 INTERVAL = 8
-
-
-@pytest.fixture(scope="module")
-def server(demo_model, tmp_path_factory):
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(demo_model), "--served-model-name", "m"]
-    command += ["--reasoning-parser", "qwen3"]
-    env = PATCHED | {"MERIDIAN_PATCH_SET_RESPONSES__THINK_STREAM_INTERVAL": str(INTERVAL)}
-    with Server(command, env, tmp_path_factory.mktemp("pieces")) as started:
-        yield started
 
 
 def ask(server, **more) -> str:
@@ -43,10 +30,10 @@ def chunks(server, **more) -> list[dict]:
 
 
 @pytest.mark.parametrize("more", ({}, {"logprobs": True}), ids=("plain", "logprobs"))
-def test_a_thought_comes_in_pieces_and_an_answer_by_token(server, more):
+def test_a_thought_comes_in_pieces_and_an_answer_by_token(traced, more):
     """Joined they are what a response that is not streamed has."""
-    (expected,) = json.loads(ask(server, **more))["choices"]
-    streamed = chunks(server, **more)
+    (expected,) = json.loads(ask(traced, **more))["choices"]
+    streamed = chunks(traced, **more)
     check_sizes(streamed)
     ids = [token for each in streamed for token in each.get("token_ids") or ()]
     assert ids == expected["token_ids"]
@@ -58,8 +45,8 @@ def test_a_thought_comes_in_pieces_and_an_answer_by_token(server, more):
         assert sum(map(len, entries)) == len(ids)
 
 
-def test_each_choice_has_pieces_of_its_own(server):
-    streamed = chunks(server, n=2, temperature=0.8)
+def test_each_choice_has_pieces_of_its_own(traced):
+    streamed = chunks(traced, n=2, temperature=0.8)
     for index in range(2):
         check_sizes([each for each in streamed if each["index"] == index])
 
@@ -77,8 +64,8 @@ def check_sizes(streamed) -> None:
     assert max(sizes["content"]) < INTERVAL
 
 
-def test_a_request_may_have_larger_pieces_of_its_own(server):
+def test_a_request_may_have_larger_pieces_of_its_own(traced):
     """vLLM's own field holds for both phases."""
-    mine = chunks(server, stream_interval=11)
+    mine = chunks(traced, stream_interval=11)
     thought = [len(each["token_ids"]) for each in mine if each["delta"].get("reasoning")]
     assert {size % 11 for size in thought[1:-1]} == {0}

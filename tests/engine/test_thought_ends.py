@@ -90,7 +90,9 @@ def test_a_cap_closes_the_thought_before_a_tool_call(server):
     assert 20 <= reasoning(reply) < 30
 
 
-@pytest.mark.parametrize("name", ["server", "server_of_unnamed_turns"])
+@pytest.mark.parametrize(
+    "name", ["server", pytest.param("server_of_unnamed_turns", marks=pytest.mark.nightly)]
+)
 def test_a_marker_in_the_users_words_opens_no_thought(name, request):
     """The assistant's turn begins plain: nothing is reasoning, and no cap closes the answer."""
     server = request.getfixturevalue(name)
