@@ -61,14 +61,14 @@ def test_a_recorded_window(scrapes):
     assert shown.window_s == pytest.approx(1.0, abs=0.1)
     assert shown.model == "m"
     assert not shown.is_reset
-    assert (shown.load.running, shown.load.waiting) == (8.0, 67.0)
-    assert dict(shown.load.requests) == {"prefill": 67.0, "think": 5.0, "answer": 3.0}
+    assert (shown.load.running, shown.load.waiting) == (8.0, 66.0)
+    assert dict(shown.load.requests) == {"prefill": 67.0, "think": 6.0, "answer": 2.0}
     tokens = rise(f"vllm:generation_tokens_total{{{labels}}}")
     assert shown.generated_per_s == pytest.approx(tokens / shown.window_s)
     natural = f'meridian_thoughts_ended_total{{{labels},reason="natural"}}'
     assert shown.exits["natural"] == rise(natural) > 0
-    first = shown.latencies["first token"]
-    name = "vllm:time_to_first_token_seconds"
+    first = shown.latencies["first answer"]
+    name, labels = "meridian_time_to_first_answer_token_seconds", f'{labels},thought="yes"'
     assert first.count == rise(f"{name}_count{{{labels}}}") > 0
     assert first.mean_s * first.count == pytest.approx(rise(f"{name}_sum{{{labels}}}"))
     assert first.p50.seconds <= first.p95.seconds
@@ -80,10 +80,10 @@ def test_a_recorded_window(scrapes):
         (
             "seats",
             "seats",
-            "34% full; 8 run: of all 75 requests 5 think",
+            "36% full; 8 run: of all 75 requests 6 think",
         ),
-        ("thinking", "think", "4 preempted in 1 s; KV cache is 100% full"),
-        ("answering", "answer", "3 answers were preempted in 1 s"),
+        ("thinking", "think", "1 preempted in 1 s; KV cache is 94% full"),
+        ("answering", "answer", "2 answers were preempted in 1 s"),
         ("prompts", "prefill", "of the tokens computed are of prompts"),
         ("idle", "none", "no request"),
     ),

@@ -83,7 +83,7 @@ def _broken(load: Load) -> Verdict | None:
     if failed:
         return Verdict(
             "plug-in",
-            f"{failed:.0f} steps failed and ran as stock in {load.window_s:.0f} s",
+            f"{_number(failed, 'step', 'steps')} failed and ran as stock in {load.window_s:.0f} s",
             "read the first traceback in the server's log and report it",
         )
     return None
@@ -107,8 +107,8 @@ def _answers_preempted(load: Load) -> Verdict | None:
         return None
     return Verdict(
         _ANSWER,
-        f"{preempted:.0f} answers were preempted in {load.window_s:.0f} s, {_memory_text(load)}: "
-        "the answers alone outgrow it",
+        f"{_number(preempted, 'answer was', 'answers were')} preempted in {load.window_s:.0f} s, "
+        f"{_memory_text(load)}: the answers alone outgrow it",
         "lower --max-num-seqs, or give the KV cache more memory",
     )
 
@@ -120,7 +120,7 @@ def _memory(load: Load) -> Verdict | None:
     is_full = (load.kv_usage or 0) >= FULL and (load.waiting or 0) > 0
     if not (is_full or preempted):
         return None
-    numbers = f"{_memory_text(load)} and {load.waiting or 0:.0f} wait; {_phases(load)}"
+    numbers = f"{_memory_text(load)} and {_wait(load)}; {_phases(load)}"
     if preempted:
         numbers = f"{preempted:.0f} preempted in {load.window_s:.0f} s; {numbers}"
     if not load.is_patched:
@@ -132,8 +132,8 @@ def _memory(load: Load) -> Verdict | None:
         key=lambda each: each[1],
     )[0]
     changes = {
-        _THINK: "end thoughts sooner (exit.mode=enforce, exit.max_think_tokens; calibrate first), "
-        "or give the KV cache more memory",
+        _THINK: "bound thoughts (exit.max_think_tokens, exit.mode=enforce; exit.eat and exit.rpdi "
+        "off unless calibrated), or give the KV cache more memory",
         _ANSWER: "give the KV cache more memory, or lower max_tokens of requests",
         _PREFILL: "give the KV cache more memory, or shorten prompts",
     }
@@ -150,7 +150,7 @@ def _prompts(load: Load) -> Verdict | None:
         return None
     return Verdict(
         _PREFILL,
-        f"{why}, {_memory_text(load)}, {waiting:.0f} wait",
+        f"{why}, {_memory_text(load)}, {_wait(load)}",
         "raise --max-num-batched-tokens; with requests that answer, policy.answer_itl_ms too",
     )
 
@@ -160,10 +160,18 @@ def _seats(load: Load) -> Verdict | None:
         return None
     return Verdict(
         "seats",
-        f"{load.waiting:.0f} wait though the {_memory_text(load)}; {load.running or 0:.0f} run: "
-        f"{_phases(load)}",
+        f"{_wait(load)} though the {_memory_text(load)}; "
+        f"{_number(load.running or 0, 'runs', 'run')}: {_phases(load)}",
         "raise --max-num-seqs while the KV cache has room",
     )
+
+
+def _number(count: float, one: str, more: str) -> str:
+    return f"{count:.0f} {one if count == 1 else more}"
+
+
+def _wait(load: Load) -> str:
+    return _number(load.waiting or 0, "waits", "wait")
 
 
 def _memory_text(load: Load) -> str:
