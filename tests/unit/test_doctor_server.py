@@ -279,6 +279,12 @@ def test_the_command_fails_with_a_broken_server(no_processes, server, capsys):
     assert max(map(len, printed.out.splitlines())) <= 80
     assert "it runs stock" in printed.out
     assert "fix: start it with VLLM_PLUGINS=meridian_patch" in " ".join(printed.out.split())
+    # The server comes first; of this machine only what is not in order, on one screen.
+    lines = printed.out.splitlines()
+    assert lines[0] == "server"
+    here = lines[lines.index("environment  only what is not in order") :]
+    assert not any(line.startswith("  ok ") for line in here)
+    assert len(lines) <= 50
 
 
 @pytest.mark.parametrize("url", ("localhost:http", "http://", "http://[", "ftp://host", "nonsense"))

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from meridian_patch.operate.doctor.run import Plan, find_all
 from meridian_patch.operate.options import seconds
 
 # As shells report a program that an interrupt ended.
+# Beside a running server these are looked at only where something is wrong.
+_LOCAL = frozenset(("environment", "configuration", "model"))
 _INTERRUPTED = 130
 _STYLES = {
     State.OK: "green",
@@ -86,7 +88,8 @@ def diagnose(plan: Plan, *, as_json: bool) -> int:
         told = list(findings)
         print(json.dumps(as_object(told), indent=1))
     else:
-        told = print_findings(Console(highlight=False), findings)
+        folded = _LOCAL if plan.url is not None else frozenset()
+        told = print_findings(Console(highlight=False), findings, folded)
     return 1 if worst(told) is State.FAIL else 0
 
 
@@ -106,13 +109,26 @@ def worst(findings: Iterable[Finding]) -> State:
     return next((each for each in (State.FAIL, State.WARN) if each in states), State.OK)
 
 
-def print_findings(console: Console, findings: Iterable[Finding]) -> list[Finding]:
-    """Print findings as they come, by area, and a line that sums them up."""
+def print_findings(
+    console: Console, findings: Iterable[Finding], folded: Container[str] = frozenset()
+) -> list[Finding]:
+    """Print findings as they come, by area, and a line that sums them up.
+
+    Args:
+        console: where to.
+        findings: by area.
+        folded: areas of which only what is not in order is printed.
+    """
     told: list[Finding] = []
     for finding in findings:
         if not told or told[-1].area != finding.area:
-            console.print(Text(finding.area, style="bold"))
+            heading = Text(finding.area, style="bold")
+            if finding.area in folded:
+                heading.append("  only what is not in order", style="not bold dim")
+            console.print(heading)
         told.append(finding)
+        if finding.area in folded and finding.state is State.OK:
+            continue
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(width=4)
         rows.add_column(overflow="fold")

@@ -51,12 +51,16 @@ class Plan:
 
 
 def find_all(plan: Plan, env: Mapping[str, str]) -> Iterator[Finding]:
-    """All findings, in order; raises nothing.
+    """All findings, those of a running server first; raises nothing.
 
     Args:
         plan: what to look at.
         env: the environment as the user gave it.
     """
+    url = plan.url
+    if url is not None:
+        yield from _guarded("server", lambda: _check_url(plan, url))
+        yield from _guarded("hand-off", lambda: _check_handoff(plan, url, env))
     try:
         installed = read_installed()
     except Exception as error:
@@ -66,12 +70,9 @@ def find_all(plan: Plan, env: Mapping[str, str]) -> Iterator[Finding]:
         yield from _guarded("environment", lambda: [check_gpu(find_gpus(), installed)])
         yield from _guarded("environment", lambda: _check_patches(installed, env, plan))
     yield from _guarded("configuration", lambda: check_configuration(env))
-    model, url = plan.model, plan.url
+    model = plan.model
     if model is not None:
         yield from _guarded("model", lambda: _quietly(check_model(model, plan.reasoning_parser)))
-    if url is not None:
-        yield from _guarded("server", lambda: _check_url(plan, url))
-        yield from _guarded("hand-off", lambda: _check_handoff(plan, url, env))
 
 
 def _check_patches(installed: Installed, env: Mapping[str, str], plan: Plan) -> Iterator[Finding]:
