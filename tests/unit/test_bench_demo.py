@@ -4,10 +4,17 @@ import socket
 
 import pytest
 
+from meridian_patch.bench.served import plan
 from meridian_patch.bench.served.arms import arm_environment, read_arms
 from meridian_patch.config.load import load_config
 from meridian_patch.demo.run import main, parse
 from meridian_patch.emulation import device as devices
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch):
+    """Which one there is vLLM says, and it is not needed here."""
+    monkeypatch.setattr(plan, "accelerator_name", lambda: None)
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from meridian_patch import cli
-from meridian_patch.bench.served import load
+from meridian_patch.bench.served import load, plan
 from meridian_patch.bench.served.arms import ServedArm, arm_environment, read_arms
 from meridian_patch.bench.served.capacity import completed_per_s
 from meridian_patch.bench.served.client import Client, RequestRecord
@@ -50,6 +50,12 @@ from meridian_patch.bench.served.workload import (
 from meridian_patch.config.load import load_config
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.errors import BenchError
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch):
+    """Which one there is vLLM says, and it is not needed here."""
+    monkeypatch.setattr(plan, "accelerator_name", lambda: None)
 
 
 def refused(capsys, *arguments: str) -> str:
