@@ -101,12 +101,28 @@ def test_another_release_is_tested_beside_the_engines_of_this_one(run):
     """Behind all other tests, by the lane that is done first; where one fails it is named."""
     code, said, asked = run("--and-vllm", "0.33", fails="tests/contract")
     assert code == 1
-    assert len(asked) == 5
-    others = f"tests/unit/test_asks.py tests/simulation {RUNNERS}::test_runner_v2"
-    for chosen in ("tests/contract", others):
+    assert len(asked) == 6
+    others = "tests/simulation tests/unit/test_asks.py"
+    for chosen in ("tests/contract", others, f"{RUNNERS}::test_runner_v2"):
         quick = f"-m pytest -m not slow and not nightly -k not ([sync or -sync) {chosen}"
         assert f"said by .venv-0.33.0/bin/python: -P {quick}\n" in said
     assert said.endswith("scripts/test: FAILED: pytest on vLLM 0.33.0, tests/contract\n")
+
+
+def test_an_environment_that_cannot_be_made_is_a_failure(run, tmp_path):
+    """What it said is shown, and each gate that needs it fails."""
+    (tmp_path / "scripts" / "vllm_on_cpu").write_text("#!/bin/sh\necho no such release\nexit 3\n")
+    code, said, _ = run("--and-vllm", "0.33")
+    assert code == 1
+    assert "no such release" in said
+    assert "vLLM 0.33.0 for CPUs FAILED" in said
+
+
+def test_the_engine_of_another_release_follows_the_engines_of_this_one(run):
+    """In their own lane: no two engines run at once."""
+    _, said, _ = run("--and-vllm", "0.33")
+    after = said.partition("== pytest tests/engine passed")[2]
+    assert after.partition("\n== pytest on vLLM 0.33.0, ")[2].startswith(RUNNERS)
 
 
 def test_a_release_is_a_number(run, tmp_path):
