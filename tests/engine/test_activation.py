@@ -3,7 +3,9 @@
 import json
 import shutil
 import sys
+from http import HTTPStatus
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 from run_engine import JOBS, PATCHED, STOCK, Job, run_job
@@ -141,6 +143,10 @@ def test_the_off_switch_leaves_meridian_serve_stock(demo_model, tmp_path, ours):
         assert server.chat(QUESTION, max_tokens=20)["usage"]["completion_tokens"] > 0
         assert server.status() == []
         assert "TYPE meridian_" not in server.get("/metrics")
+        with pytest.raises(HTTPError) as refused:
+            server.get("/v1/meridian/policy")
+        assert refused.value.code == HTTPStatus.CONFLICT
+        assert b"the engine runs stock vLLM" in refused.value.read()
     assert "MERIDIAN_PATCH is 0: stock vLLM serves" in server.log.read_text()
 
 

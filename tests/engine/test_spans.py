@@ -20,7 +20,9 @@ def test_a_span_says_what_the_response_does(traced, collector):
         CAP | {"meridian_exit": "enforce"},
         CAP | {"meridian_exit": "observe"},
     ]
-    before = len(collector.wait_for(SPAN, 0))
+    before, thought, answered = (
+        len(collector.wait_for(name, 0)) for name in (SPAN, "think", "answer")
+    )
     told = [
         traced.chat(QUESTION, max_tokens=300, vllm_xargs=xargs)["choices"][0]["meridian"]
         for xargs in asked
@@ -41,7 +43,8 @@ def test_a_span_says_what_the_response_does(traced, collector):
     assert set(cut) == set(natural) - {"meridian.ttfat_ms", "meridian.answer_ms"}
     assert natural["meridian.ttfat_ms"] == told[0]["ttfat_ms"]
     assert all(span["gen_ai.usage.completion_tokens"] for span in spans)
-    thoughts, answers = collector.wait_for("think", 4), collector.wait_for("answer", 3)
+    thoughts = collector.wait_for("think", thought + 4)[thought:]
+    answers = collector.wait_for("answer", answered + 3)[answered:]
     for span, thought, answer in zip(spans[:3], thoughts[:3], answers, strict=True):
         assert thought["parent"] == answer["parent"] == span["id"]
         assert span["begin_s"] < thought["begin_s"] <= thought["end_s"] <= answer["begin_s"]

@@ -235,6 +235,10 @@ QUIET = {
     "a target of another program is down": {
         'up{job="node", instance="b:9100"}': gauge(1, 0),
     },
+    "a single long answer halts every four minutes, and none begins": {
+        series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999.75),
+        series("meridian_phase_changes_total", phase="answer"): counter(0),
+    },
     "an answer halts now and then": {
         series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999, 5995),
     },

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ import pytest
 from meridian_patch import envs, serve
 from meridian_patch.errors import ConfigError
 from meridian_patch.serve import split_settings
+from meridian_patch.serve_roles import OF_ROLES
 
 POLICY, EXIT = "MERIDIAN_PATCH_SET_POLICY__NAME", "MERIDIAN_PATCH_SET_EXIT__MODE"
 THREADS = "OMP_NUM_THREADS"
@@ -133,6 +135,7 @@ def test_an_option_takes_precedence_over_the_environment(machine: pytest.MonkeyP
         ("--role", "think", "--answer", "http://a", "--answer", "http://b", "--fabric", "nixl"),
         ("--policy", "Latency", "--exit"),
         ("--answer", "http://a"),
+        ("--offload-threshold-blocks", "x"),
     ),
 )
 def test_switched_off_it_serves_stock_whatever_is_given(
@@ -149,6 +152,13 @@ def test_switched_off_it_serves_stock_whatever_is_given(
     assert environment["MERIDIAN_PATCH"] == "0"
     assert POLICY not in environment
     assert "MERIDIAN_PATCH is 0: stock vLLM serves" in capsys.readouterr().out
+
+
+def test_switched_off_every_option_of_ours_is_left_out() -> None:
+    """But for those of emulation; an option that the usage names is one of these."""
+    named = re.findall(r"^  (--[a-z-]+)", serve.USAGE, flags=re.MULTILINE)
+    own = {name for name in named if not name.startswith("--emulate")}
+    assert own == {*serve.OF_SETTINGS, *OF_ROLES}
 
 
 @pytest.mark.parametrize(

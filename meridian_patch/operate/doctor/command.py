@@ -20,9 +20,9 @@ from meridian_patch.operate.doctor.run import Plan, find_all
 from meridian_patch.operate.options import seconds
 
 # As shells report a program that an interrupt ended.
-# Beside a running server these are looked at only where something is wrong.
-_LOCAL = frozenset(("environment", "configuration", "model"))
 _INTERRUPTED = 130
+# Beside a running server these are shown only where something is wrong.
+_LOCAL = frozenset(("environment", "configuration"))
 _STYLES = {
     State.OK: "green",
     State.WARN: "yellow",

@@ -116,7 +116,7 @@ def _watch(server: LiveServer, parsed: argparse.Namespace) -> int:
 def _keep(past: deque[View], shown: View) -> None:
     """Add a window to those of the last minute."""
     past.append(shown)
-    while sum(each.window_s for each in past) > _HISTORY_S and len(past) > 1:
+    while sum(each.window_s for each in past) > _HISTORY_S and len(past) > 2:  # noqa: PLR2004 - a history has two
         past.popleft()
 
 

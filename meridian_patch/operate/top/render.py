@@ -1,6 +1,7 @@
 """Draws a view at 80 columns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -104,7 +105,8 @@ def _history(past: Sequence[View]) -> Table:
     table.add_column("oldest to newest")
     table.add_column("most", justify="right")
     for name, value, text in _SERIES:
-        values = [value(each) for each in past]
+        told = (value(each) for each in past)
+        values = [each if each is not None and isfinite(each) else None for each in told]
         known = [each for each in values if each is not None]
         if known:
             table.add_row(name, _bars(values, max(known)), text(max(known)))
@@ -115,7 +117,7 @@ def _bars(values: Sequence[float | None], most: float) -> str:
     """A column of one character for each value; a blank where there is none."""
     steps = len(_HEIGHTS) - 1
     scaled = (
-        " " if value is None else _HEIGHTS[round(steps * value / most) if most > 0 else 0]
+        " " if value is None else _HEIGHTS[round(steps * max(value, 0) / most) if most > 0 else 0]
         for value in values
     )
     return "".join(scaled)

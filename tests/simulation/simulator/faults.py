@@ -30,6 +30,7 @@ class Faults:
 
     Attributes:
         num_raised: hooks that failed so far.
+        is_policy_off: the last switch of the policy was to ``noop``.
     """
 
     def __init__(self, case: Case, arm: Arm) -> None:
@@ -40,6 +41,7 @@ class Faults:
         self._lost_until = 0
         self._armed: str | None = None
         self.num_raised = 0
+        self.is_policy_off = False
         # What each fault did, for the report.
         self.met: dict[str, int] = {}
         if case.has_fault("raises") and not arm.is_stock:
@@ -137,6 +139,8 @@ class Faults:
         self._count("switch")
         policy = ("noop", "noop", self._case.profile, None)[int(4 * pick)]
         wanted = ("off", "observe", "enforce", None)[int(16 * pick) % 4]
+        if policy is not None:
+            self.is_policy_off = policy == "noop"
         self._arm.scheduler.live_switch.turn(policy, wanted)
 
     def _hook(self, path: str) -> None:

@@ -235,7 +235,7 @@ class Checker(Recorder):
     @property
     def _is_switched_off(self) -> bool:
         """Whether the policy was switched off while the engine runs."""
-        return bool(self._arm.scheduler.policy_parts.stock_steps.are_all)
+        return self._faults.is_policy_off
 
     def _check_switched_off(self) -> None:
         """Invariant 7: a policy that is switched off arranges no step."""
