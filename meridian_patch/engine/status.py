@@ -1,6 +1,7 @@
 """Publishes what is live in this process as a file for ``meridian status``.
 
-Each patched process writes one small JSON file. The next reader removes files of ended processes.
+Each patched process writes one small JSON file. The next reader removes files of ended processes,
+but for an EngineCore whose API server goes on.
 
 A directory is used only if it belongs to this user, is no symbolic link and is not writable by
 other users. Files are opened relative to that open directory, so that another user cannot replace
@@ -77,6 +78,7 @@ def publish(**facts: Any) -> None:
 def read_all() -> list[dict[str, Any]]:
     """Reports of all living patched processes of this user, launchers first.
 
+    An EngineCore that has ended before the process that started it has ``has_ended`` in its report.
     Directories that are not safe are not read; a warning names them.
 
     Raises:
@@ -106,7 +108,7 @@ def problem_of(directory: Path) -> str | None:
 
 
 def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
-    reports = []
+    living, ended = [], []
     for name in sorted(os.listdir(folder)):
         if not name.endswith(".json"):
             continue
@@ -121,10 +123,27 @@ def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
                 f"status file {path} cannot be read: {error!r}; delete it"
             ) from error
         if is_alive:
-            reports.append(report)
+            living.append(report)
+        else:
+            ended.append((name, report))
+    for name, report in ended:
+        if _is_missed(report, living):
+            living.append(report | {"has_ended": True})
         else:
             _unlink(folder, name)
-    return reports
+    return living
+
+
+def _is_missed(ended: dict[str, Any], living: list[dict[str, Any]]) -> bool:
+    """Whether an ended process was the engine of one that lives, and has no successor there."""
+    if ended.get("role") != "engine_core":
+        return False
+    place = ("role", "parent_pid", "data_parallel_rank")
+    if any(all(other.get(key) == ended.get(key) for key in place) for other in living):
+        return False
+    parents = [other for other in living if other["pid"] == ended.get("parent_pid")]
+    # A process that has since got the parent's id has started later.
+    return any(int(parent["started"]) <= int(ended["started"]) for parent in parents)
 
 
 def _write(directory: Path, name: str, text: str) -> None:
@@ -187,7 +206,8 @@ def _unlink(folder: int, name: str) -> None:
 
 
 def _remove(pid: int) -> None:
-    if pid != os.getpid():
+    # Readers remove an engine's, unless its API server goes on without it.
+    if pid != os.getpid() or _report.get("role") == "engine_core":
         return
     for directory in envs.status_directories(envs.environment()):
         try:
@@ -203,4 +223,7 @@ def _start_time(pid: int) -> str | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[19]
+    # Load-bearing: behind the name come the state, field 3, and in field 22 the start.
+    state, *fields = text.rpartition(")")[2].split()
+    # One whose parent has not asked how it ended still has an entry.
+    return None if state in "ZX" else fields[18]

@@ -1,15 +1,14 @@
 """``meridian status``: which patched processes of this user live, and what is live in them."""
 
 import json
-import os
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
+from time import time
 
 from rich.console import Console
 
 from meridian_patch.engine.status import read_all
-from meridian_patch.operate.status_view import Report, is_live, print_blocks
+from meridian_patch.operate.status_view import Process, Report, is_live, print_blocks
 
 
 def run(*, as_json: bool, verbose: bool) -> int:
@@ -20,28 +19,65 @@ def run(*, as_json: bool, verbose: bool) -> int:
         verbose: each patch with its checks, and the command line.
 
     Returns:
-        Exit status: 0 if there is a process and all patches of all processes are in force.
+        Exit status: 0 if there is a process, all patches of all processes are in force and no API
+        server has lost its engine.
 
     Raises:
         MeridianError: a file is not a report of this user.
     """
-    reports = read_all()
+    processes = families(map(_seen, read_all()))
     if as_json:
-        print(json.dumps(reports, indent=1))
-    elif reports:
-        print_blocks(Console(highlight=False), reports, _ages_s(reports), verbose=verbose)
+        print(json.dumps([process.as_dict() for process in processes], indent=1))
+    elif processes:
+        print_blocks(Console(highlight=False), processes, verbose=verbose)
     else:
         print("no patched vLLM process of this user is running")
-    return 0 if reports and all(map(is_live, reports)) else 1
+    return 0 if processes and all(map(is_live, processes)) else 1
 
 
-def _ages_s(reports: Iterable[Report]) -> dict[int, float]:
-    """Seconds since each process started; a process whose start is not known is left out."""
-    ages = {}
-    # Load-bearing: `started` is field 22 of /proc/PID/stat, in clock ticks since the boot.
-    ticks = os.sysconf("SC_CLK_TCK")
-    for report in reports:
-        with suppress(KeyError, TypeError, ValueError, OSError):
-            uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-            ages[report["pid"]] = max(0.0, uptime_s - int(report["started"]) / ticks)
-    return ages
+def families(processes: Iterable[Process]) -> list[Process]:
+    """Processes behind those that started them, with how far they are from the first one.
+
+    An engine that has ended is left out where no API server waits for it: a program may end one.
+    """
+    by_pid = {process.report["pid"]: process for process in processes}
+    ordered: list[Process] = []
+
+    def parent_of(process: Process) -> Process | None:
+        parent = by_pid.get(process.report.get("parent_pid"))
+        # An id may have been given to another process since.
+        return parent if parent and _start(parent) <= _start(process) else None
+
+    def add(process: Process, depth: int) -> None:
+        ordered.append(process._replace(depth=depth))
+        for other in by_pid.values():
+            is_child = parent_of(other) is process
+            if is_child and (process.ports or not other.report.get("has_ended")):
+                add(other, depth + 1)
+
+    for process in by_pid.values():
+        if parent_of(process) is None:
+            add(process, 0)
+    return ordered
+
+
+def _start(process: Process) -> int:
+    return int(process.report.get("started") or 0)
+
+
+def _seen(report: Report) -> Process:
+    """A process with what its system knows of it, as far as this user may see it."""
+    process = Process(report)
+    if report.get("has_ended"):
+        return process
+    # It comes with vLLM, which this environment need not have.
+    with suppress(ImportError):
+        import psutil
+
+        with suppress(psutil.Error):
+            known = psutil.Process(report["pid"])
+            process = process._replace(age_s=max(0.0, time() - known.create_time()))
+            sockets = known.net_connections("tcp")
+            ports = {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+            process = process._replace(ports=tuple(sorted(ports)))
+    return process

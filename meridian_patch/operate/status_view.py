@@ -1,7 +1,7 @@
 """Shows the reports of patched processes: one short block per process, 80 columns wide."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -23,44 +23,74 @@ _OF_API_SERVER = frozenset(patch.name for patch in PATCHES if patch.process == "
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
-def is_live(report: Report) -> bool:
-    """Whether each patch that a process reports is in force; also if it reports none."""
-    return all("applied" in patch["outcome"] for patch in report.get("patches", ()))
+class Process(NamedTuple):
+    """A process with a report."""
+
+    report: Report
+    ports: tuple[int, ...] = ()
+    """TCP ports that it listens on."""
+    age_s: float | None = None
+    """Seconds since its start; None: not known."""
+    depth: int = 0
+    """How many of the processes shown have started it, one another."""
+
+    @property
+    def title(self) -> str:
+        """What it is."""
+        role = str(self.report["role"])
+        return "API server" if role == "launcher" and self.ports else role
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report and what was seen, for programs."""
+        return {**self.report, "ports": list(self.ports), "age_s": self.age_s}
 
 
-def print_blocks(
-    console: Console, reports: Sequence[Report], ages_s: Mapping[int, float], *, verbose: bool
-) -> None:
+def is_live(process: Process) -> bool:
+    """Whether a process runs with each patch that it reports in force; also if it reports none."""
+    patches = process.report.get("patches", ())
+    has_ended = process.report.get("has_ended")
+    return not has_ended and all("applied" in patch["outcome"] for patch in patches)
+
+
+def print_blocks(console: Console, processes: Sequence[Process], *, verbose: bool) -> None:
     """Print one block per process.
 
     Args:
         console: where to; it decides about colours and width.
-        reports: as ``engine.status.read_all`` returns them.
-        ages_s: seconds since a process started, by pid; a pid without one shows no age.
+        processes: each behind the one that started it.
         verbose: each patch with what was checked, and the command line.
     """
-    for report in reports:
-        console.print(_headline(report, ages_s.get(report["pid"])))
+    for process in processes:
+        indent = 2 * process.depth
+        console.print(Padding(_headline(process), (0, 0, 0, indent), expand=False))
+        if process.report.get("has_ended"):
+            continue
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(min_width=9)
         rows.add_column(overflow="fold")
-        lines = [*_facts(report), *(_details(report) if verbose else ())]
+        lines = [*_facts(process.report), *(_details(process.report) if verbose else ())]
         for name, value in lines:
             rows.add_row(Text(name, style=_STYLES.get(name, "dim")), Text(value))
-        console.print(Padding(rows, (0, 0, 0, 2)))
+        console.print(Padding(rows, (0, 0, 0, indent + 2)))
 
 
-def _headline(report: Report, age_s: float | None) -> Text:
-    age = None if age_s is None else f"up {duration(age_s)}"
+def _headline(process: Process) -> Text:
+    report, age_s = process.report, process.age_s
+    pid = f"pid {report['pid']}"
+    if report.get("has_ended"):
+        rest = Text(f"  {pid}  has ENDED, its API server goes on: see its log", style="not bold")
+        return Text(process.title, style="bold red").append(rest)
+    is_server = process.title == "API server"
     version = report.get("vllm_version")
-    rest = (
-        f"pid {report['pid']}",
+    parts = (
+        pid,
+        "port " + ", ".join(map(str, process.ports)) if is_server else None,
         f"vLLM {version}" if version else None,
         report.get("mode"),
-        age,
+        None if age_s is None else f"up {duration(age_s)}",
     )
-    title = Text(str(report["role"]), style="bold")
-    return title.append("  " + "  ".join(filter(None, rest)), style="not bold")
+    title = Text(process.title, style="bold")
+    return title.append("  " + "  ".join(filter(None, parts)), style="not bold")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -71,7 +101,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "scheduler", report["scheduler"] + (f" on vLLM's {base}" if base else "")
         yield "policy", _policy(report)
         family = report.get("family")
-        yield "model", f"family {family}" if family else "single-phase"
+        phases = f"family {family}" if family else "single-phase"
+        yield "model", f"{report.get('model', '?')}, {phases}"
         modes = f"early exit {report.get('exit', '?')}, KV tiers {report.get('kv_tiers', '?')}"
         yield "modes", modes
         if report.get("metrics"):

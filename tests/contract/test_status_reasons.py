@@ -7,7 +7,7 @@ from rich.console import Console
 from tier_driver import driver_for
 
 from meridian_patch.engine import status
-from meridian_patch.operate.status_view import print_blocks
+from meridian_patch.operate.status_view import Process, print_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,8 @@ def reports(monkeypatch, tmp_path):
 def shown():
     """The status of this process, in one line."""
     stream = io.StringIO()
-    print_blocks(Console(file=stream, width=80), status.read_all(), {}, verbose=False)
+    processes = list(map(Process, status.read_all()))
+    print_blocks(Console(file=stream, width=80), processes, verbose=False)
     return " ".join(stream.getvalue().split())
 
 

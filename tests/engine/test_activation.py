@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
 
+import psutil
 import pytest
-from run_engine import JOBS, PATCHED, STOCK, Job, run_job
-from run_server import Server
+from run_engine import JOBS, PATCHED, STOCK, Job, clean_environment, run_job
+from run_server import API_SERVER, Server
 from workloads import ask, engine_arguments, phases_after_prefill, sample
 
 import meridian_patch
@@ -24,7 +26,6 @@ pytestmark = pytest.mark.engine
 QUESTION = "p=7, q=p+5, r=q*3. r?"
 PATCHES = {patch.name for patch in patches.PATCHES}
 SCHEDULER_CLS = "meridian_patch.engine.scheduler_cls.AsyncPhaseScheduler"
-API_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
 PARSER = ("--reasoning-parser", "deepseek_r1")
 
 
@@ -48,19 +49,46 @@ def assert_live_in_engine_core(reports: list[dict], launcher_pid: int) -> None:
 
 def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
     """VLLM_PLUGINS=meridian_patch patches EngineCore and exports metrics from the API server."""
-    with Server([*API_SERVER, str(demo_model), *PARSER], PATCHED, tmp_path) as server:
+    command = [*API_SERVER, "--model", str(demo_model), *PARSER]
+    with Server(command, PATCHED, tmp_path, is_cold=True) as server:
         reply = server.chat(QUESTION, max_tokens=200)
         reports, metrics = server.status(), server.get("/metrics")
         assert_live_in_engine_core(reports, server.pid)
         body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         _, text = server.post("/v1/chat/completions", body)
+        assert_status_shows_server_and_engine(server, demo_model)
     usage = reply["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
     # A stream's usage is in its last event but "[DONE]".
     streamed = json.loads(text.split("data: ")[-2])["usage"]
     assert streamed["completion_tokens_details"] == usage["completion_tokens_details"]
     assert "TYPE meridian_requests" in metrics
+
+
+def assert_status_shows_server_and_engine(server: Server, model: Path) -> None:
+    """The API server with its port, its engine below it, which is red once it has ended."""
+
+    def shown() -> tuple[int, str]:
+        command = [sys.executable, "-P", "-m", "meridian_patch.cli", "status"]
+        env = clean_environment(server.status_directory.parent)
+        run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        return run.returncode, run.stdout
+
+    [engine] = [psutil.Process(each["pid"]) for each in server.status() if "scheduler" in each]
+    code, text = shown()
+    assert code == 0
+    lines = [line.partition("  vLLM")[0] for line in text.splitlines()]
+    assert lines[0] == f"API server  pid {server.pid}  port {server.port}"
+    assert f"  engine_core  pid {engine.pid}" in lines
+    assert str(model) in "".join(text.split())
+    # An API server that works ends when it sees its engine end.
+    psutil.Process(server.pid).suspend()
+    engine.kill()
+    code, text = shown()
+    psutil.Process(server.pid).resume()
+    assert code == 1
+    assert f"\n  engine_core  pid {engine.pid}  has ENDED" in text
 
 
 @pytest.mark.nightly
@@ -85,7 +113,8 @@ def test_import_patches_an_llm(demo_model, tmp_path):
 @pytest.mark.nightly
 def test_an_installed_package_changes_nothing(demo_model, tmp_path):
     """Without any of the three ways a server with all plug-ins loaded runs stock."""
-    with Server([*API_SERVER, str(demo_model), *PARSER], {}, tmp_path) as server:
+    command = [*API_SERVER, "--model", str(demo_model), *PARSER]
+    with Server(command, {}, tmp_path, is_cold=True) as server:
         reply = server.chat(QUESTION, max_tokens=200)
         assert reply["choices"][0]["message"]["reasoning"]
         # Stock does not know that the template opened the thought.
@@ -186,7 +215,7 @@ def tampered(tmp_path_factory) -> dict[str, str]:
 
 def test_a_mismatch_stops_the_server(demo_model, tampered, tmp_path):
     """A changed upstream signature ends a real server with one sentence, before it serves."""
-    server = Server([*API_SERVER, str(demo_model)], tampered, tmp_path)
+    server = Server([*API_SERVER, "--model", str(demo_model)], tampered, tmp_path)
     code, has_served = server.run_to_its_end()
     log = server.log.read_text()
     assert code != 0

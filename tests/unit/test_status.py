@@ -2,6 +2,11 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -47,6 +52,59 @@ def test_reports_of_ended_processes_are_removed(directory):
     ended.write_text(json.dumps({"pid": 1, "role": "launcher", "started": "never"}))
     assert status.read_all() == []
     assert not ended.exists()
+
+
+@pytest.fixture
+def server():
+    """A process that has written its report, and started one that has written an engine's."""
+    script = (
+        "import subprocess, sys, time; from meridian_patch.engine import status;"
+        "role = sys.argv[1]; status.publish(role=role, data_parallel_rank=0);"
+        "child = role == 'launcher' and subprocess.Popen([*sys.orig_argv[:-1], 'engine_core']);"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", script, "launcher"])
+    deadline = time.monotonic() + 30
+    while len(reports := status.read_all()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield [report["pid"] for report in reports]
+    with suppress(ProcessLookupError):
+        os.kill(reports[1]["pid"], signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def wait_until_ended(pid):
+    deadline = time.monotonic() + 30
+    while status._start_time(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_that_ends_before_its_server_is_remembered(server, directory):
+    """Killed, it is shown until its server ends or has another engine."""
+    engine = server[1]
+    os.kill(engine, signal.SIGKILL)
+    wait_until_ended(engine)
+    for _ in range(2):
+        _, ended = status.read_all()
+        assert (ended["pid"], ended["has_ended"]) == (engine, True)
+    successor = json.loads((directory / f"{engine}.json").read_text())
+    successor |= {"pid": os.getpid(), "started": status._start_time(os.getpid())}
+    (directory / f"{os.getpid()}.json").write_text(json.dumps(successor))
+    assert not [report for report in status.read_all() if report.get("has_ended")]
+    assert not (directory / f"{engine}.json").exists()
+
+
+def test_an_engine_that_ends_behind_its_server_is_forgotten(server):
+    """There is nobody who waits for it."""
+    launcher, engine = server
+    os.kill(launcher, signal.SIGKILL)
+    os.kill(engine, signal.SIGKILL)
+    for pid in server:
+        wait_until_ended(pid)
+    assert status.read_all() == []
 
 
 def test_an_unreadable_report_is_named(directory):

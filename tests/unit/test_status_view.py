@@ -7,7 +7,8 @@ from rich.console import Console
 
 from meridian_patch.config.policy import RULES
 from meridian_patch.engine import front_end
-from meridian_patch.operate.status_view import duration, is_live, print_blocks
+from meridian_patch.operate.status_command import families
+from meridian_patch.operate.status_view import Process, duration, is_live, print_blocks
 
 WIDTH = 80
 CHECKS = [
@@ -28,6 +29,7 @@ CORE = {
     "scheduler_base": "AsyncScheduler",
     "policy": "latency",
     "rules": ["order", "step_cut", "time_sharing"],
+    "model": "Qwen/Qwen3-8B",
     "family": "qwen3",
     "kv_tiers": "strip",
     "exit": "observe",
@@ -45,7 +47,9 @@ def shown(*reports, verbose=False, is_terminal=False):
         force_terminal=is_terminal,
         color_system="standard" if is_terminal else None,
     )
-    print_blocks(console, list(reports), {9055: 7500.0}, verbose=verbose)
+    seen = {8769: {"ports": (8000,), "age_s": 7560.0}, 9055: {"age_s": 7500.0}}
+    processes = families(Process(report, **seen.get(report["pid"], {})) for report in reports)
+    print_blocks(console, processes, verbose=verbose)
     return stream.getvalue()
 
 
@@ -59,10 +63,15 @@ def test_a_process_is_a_short_block_of_80_columns():
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 9
-    assert "engine_core  pid 9055  vLLM 0.32.0  strict  up 2 h 5 min" in text
+    assert text.startswith("API server  pid 8769  port 8000  vLLM 0.32.0  up 2 h 6 min\n")
+    assert "\n  engine_core  pid 9055  vLLM 0.32.0  strict  up 2 h 5 min\n" in text
     off = ", ".join(rule for rule in RULES if rule not in CORE["rules"])
     assert f"latency: order, step_cut, time_sharing (not on: {off})" in words(text)
-    for part in ("5 of 5 live", "family qwen3", "early exit observe, KV tiers strip"):
+    for part in (
+        "5 of 5 live",
+        "Qwen/Qwen3-8B, family qwen3",
+        "early exit observe, KV tiers strip",
+    ):
         assert part in text
     assert "applied" not in text
 
@@ -103,8 +112,42 @@ def test_a_refused_patch_is_named_with_what_differs():
     text = words(shown(report))
     assert "4 of 5 live" in text
     assert "REFUSED scheduler: contract broken; schedule takes (x)" in text
-    assert not is_live(report)
-    assert is_live(CORE)
+    assert not is_live(Process(report))
+    assert is_live(Process(CORE))
+
+
+def test_an_engine_that_its_api_server_has_lost_is_red():
+    """One line in place of what was live in it; the command fails."""
+    ended = CORE | {"has_ended": True}
+    text = shown(LAUNCHER, ended, is_terminal=True)
+    line = text.splitlines()[-1]
+    assert line.startswith("  \x1b[1;31mengine_core\x1b[0m")
+    assert "  pid 9055  has ENDED" in line
+    assert "scheduler" not in text
+    assert not is_live(Process(ended))
+
+
+def test_a_program_may_end_its_engine():
+    """It listens on no port, so nobody waits for that engine."""
+    processes = [Process(LAUNCHER), Process(CORE | {"has_ended": True})]
+    assert [process.report["pid"] for process in families(processes)] == [8769]
+
+
+def test_servers_stand_apart():
+    """Each engine is below its own API server, whatever their process ids."""
+    reports = [
+        {"pid": pid, "parent_pid": parent, "role": role}
+        for pid, parent, role in (
+            (5, 1, "launcher"),
+            (9, 1, "launcher"),
+            (6, 9, "engine_core"),
+            (10, 5, "engine_core"),
+            (11, 10, "worker"),
+        )
+    ]
+    ordered = families(map(Process, reports))
+    found = [(each.report["pid"], each.depth) for each in ordered]
+    assert found == [(5, 0), (10, 1), (11, 2), (9, 0), (6, 1)]
 
 
 def test_colours_are_for_terminals():

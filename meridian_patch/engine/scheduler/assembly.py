@@ -177,6 +177,8 @@ def assemble(
         "policy": config.policy.name,
         "rules": rules.names_on,
         "config_digest": loaded.digest,
+        "model": model_config.served_model_name,
+        "data_parallel_rank": scheduler.vllm_config.parallel_config.data_parallel_rank,
         "family": boundaries.family if boundaries else None,
         "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
         "kv_tiers": kv_tiers.history if kv_tiers else "off",
