@@ -1,6 +1,7 @@
 """Starts engine jobs as child processes and reads what they report."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from warm_process import WarmProcess
 
 from meridian_patch.envs import environment
 
@@ -45,6 +47,11 @@ class Job:
     share_experts: bool = False
     ray_workers: int = 0
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether vLLM may be imported before the child has its environment."""
+        return not (self.import_meridian_patch or self.model_runner_v2 or self.ray_workers)
+
 
 def run_job(job: Job, folder: Path, limit_s: float = 400) -> dict:
     """Run the job to its end.
@@ -74,12 +81,29 @@ def run_job(job: Job, folder: Path, limit_s: float = 400) -> dict:
     )
     script = JOBS / ("async_job.py" if job.is_async else "engine_job.py")
     command = [sys.executable, "-P", str(script), str(spec), str(result)]
-    with log.open("wb") as sink:
-        done = subprocess.run(
-            command, env=env, stdout=sink, stderr=sink, timeout=limit_s, check=False, cwd=folder
-        )
-    assert done.returncode == 0, f"the engine job failed; the end of {log}:\n{log_tail(log)}"
+    code = (_run_warm if job.is_warm else _run_cold)(command, env, log, folder, limit_s)
+    assert code == 0, f"the engine job failed; the end of {log}:\n{log_tail(log)}"
     return json.loads(result.read_text())
+
+
+def _run_warm(
+    command: list[str], env: dict[str, str], log: Path, folder: Path, limit_s: float
+) -> int:
+    process = WarmProcess(command, env, log, folder)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        raise
+
+
+def _run_cold(
+    command: list[str], env: dict[str, str], log: Path, folder: Path, limit_s: float
+) -> int:
+    with log.open("wb") as sink:
+        return subprocess.run(
+            command, env=env, stdout=sink, stderr=sink, timeout=limit_s, check=False, cwd=folder
+        ).returncode
 
 
 def job_environment(job: Job, folder: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +15,9 @@ from typing import Self
 
 import psutil
 from run_engine import clean_environment, log_tail
+from warm_process import WarmProcess
 
+API_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
 START_LIMIT_S = 240
 STOP_LIMIT_S = 30
 # Of a server whose command does not set them.
@@ -35,9 +38,12 @@ class Server:
         command: program and its arguments, without the port.
         env: added to a clean environment.
         folder: takes the log and the status files.
+        is_cold: let the program import vLLM itself; a command of ours always does.
     """
 
-    def __init__(self, command: list[str], env: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], folder: Path, *, is_cold: bool = False
+    ) -> None:
         self.port = free_port()
         self.log = folder / "server.log"
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +55,8 @@ class Server:
             **env,
         }
         self._folder = folder
-        self._process: subprocess.Popen | None = None
+        self._is_warm = not is_cold and command[: len(API_SERVER)] == list(API_SERVER)
+        self._process: subprocess.Popen | WarmProcess | None = None
 
     def __enter__(self) -> Self:
         self._launch()
@@ -147,6 +154,9 @@ class Server:
         return [json.loads(file.read_text()) for file in files]
 
     def _launch(self) -> None:
+        if self._is_warm:
+            self._process = WarmProcess(self._command, self._env, self.log, self._folder)
+            return
         with self.log.open("wb") as sink:
             self._process = subprocess.Popen(
                 self._command, env=self._env, stdout=sink, stderr=sink, cwd=self._folder
