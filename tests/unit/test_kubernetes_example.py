@@ -292,7 +292,7 @@ def test_the_image_holds_the_package():
     files = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     folders = {each.split("/")[0] for each in project["tool"]["setuptools"]["package-dir"].values()}
     assert copied == dict.fromkeys(files, "/src/") | {each: f"/src/{each}/" for each in folders}
-    assert "RUN uv pip install --system /src nixl" in DOCKERFILE
+    assert "RUN uv pip install --system /src nixl==1.5.1" in DOCKERFILE
     users = [line.split()[1] for line in DOCKERFILE if line.startswith("USER ")]
     assert users == ["2000:0", "2000:0"]
     for template in PODS.values():

@@ -144,7 +144,7 @@ class ServerProcess(Child):
         env: Mapping[str, str],
         log_path: Path,
         port: int,
-        start_limit_s: float = 240.0,
+        start_limit_s: float = 600.0,
         on_wait: Callable[[float], None] = lambda _: None,
         stop_limit_s: float = _TERMINATE_S,
     ) -> None:
