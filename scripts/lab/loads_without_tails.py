@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from meridian_patch.bench.simulated.workloads import draw_trace
+
 Draw = Callable[[random.Random], float]
 SHORT_SHARE = 0.6
 
@@ -27,6 +29,10 @@ def _two_kinds(rng: random.Random) -> float:
     return rng.uniform(100, 500) if rng.random() < SHORT_SHARE else rng.uniform(6000, 9000)
 
 
+# The loads of the GPU suite's served part: requests per second, how many, and the most tokens that
+# a prompt, a thought and an answer have there.
+SERVED = {"quiet": (6.83, 205), "busy": (13.67, 547)}
+MOST = (3000, 500, 200)
 LOADS = {
     "documents": Load(
         4.0,
@@ -56,6 +62,25 @@ def draw(load: Load, requests: int, seed: int) -> list[dict[str, object]]:
     return rows
 
 
+def served(name: str, seed: int) -> list[dict[str, object]]:
+    """Rows of a load that was served on a GPU; its own seeds are 31 and 32."""
+    rate, requests = SERVED[name]
+    rows = []
+    for each in draw_trace("s-prod", requests, rate, seed):
+        lengths = (each.prompt_tokens, max(each.think_tokens, 1), each.answer_tokens)
+        prompt, think, answer = map(min, lengths, MOST)
+        rows.append(
+            {
+                "id": each.id,
+                "arrival_s": each.arrival_s,
+                "prompt_tokens": prompt,
+                "think_tokens": think,
+                "answer_tokens": answer,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Write each load for each seed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,11 +89,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/loads"), help="default: out/loads")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, load in LOADS.items():
-        for seed in args.seeds:
+    for seed in args.seeds:
+        rows = {name: draw(load, args.requests, seed) for name, load in LOADS.items()}
+        rows |= {name: served(name, seed) for name in SERVED}
+        for name, each in rows.items():
             path = args.out / f"{name}-{seed}.jsonl"
-            lines = map(json.dumps, draw(load, args.requests, seed))
-            path.write_text("".join(f"{line}\n" for line in lines))
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in each))
             print(path)
 
 

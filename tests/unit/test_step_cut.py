@@ -319,6 +319,34 @@ def test_prompts_are_not_computed_in_pieces_that_each_take_long():
     assert len([budget for budget in budgets if budget]) < 20
 
 
+def test_where_no_chunk_is_in_time_a_step_is_as_long_as_hardly_a_reader_notices():
+    """Step after step, with no pause; who asked for a latency gets one that is shorter."""
+    one = cut(in_pieces(), min_prefill_tokens=64)
+    for place in range(3):
+        budget = one.token_budget(SHAPE, 0, 0.0072, 0.04 * place, is_default=True)
+        one.ran(budget - 30, is_used_up=True, now_s=0.04 * place)
+        assert 0.035 < 4e-3 + 2e-5 * budget < 0.042
+    assert one.token_budget(SHAPE, 0, 0.0072, 1.0) < budget
+
+
+def test_where_decoding_takes_longer_than_readers_notice_nothing_changes():
+    """A decode of 45 ms, and 30 ms more with any prefill."""
+
+    def engine() -> StepTimeModel:
+        model = StepTimeModel()
+        model.graph_tokens = 256
+        for tokens in [0] * 12 + [20, 60, 120, 200, 400, 700, 1000, 2000] * 4:
+            model.observe(prefilling(tokens), 0.045 + (0.03 if tokens else 0) + 2e-5 * tokens)
+        return model
+
+    budgets = [
+        [cut(engine()).token_budget(SHAPE, 0, 0.054, 0.1 * place, is_default=is_default)]
+        for is_default in (True, False)
+        for place in range(4)
+    ]
+    assert budgets[:4] == budgets[4:]
+
+
 def test_a_pause_between_launches_holds_nobody_up():
     """Not a piece that the graph has no room for, nor a step in which nothing decodes."""
     one = cut(in_pieces(), min_prefill_tokens=64)
@@ -361,9 +389,10 @@ def test_a_target_that_the_graph_meets_keeps_steps_within_it():
     assert 0 < one.token_budget(SHAPE, 0, 0.022, 0.0) - 30 <= 226
 
 
+@pytest.mark.parametrize("is_default", [True, False])
 @pytest.mark.parametrize(("tokens_of_each", "most_s"), [(32_768, 3.0), (100, 12.0)])
 def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones(
-    tokens_of_each, most_s
+    tokens_of_each, most_s, is_default
 ):
     """An engine has computed prompts beside answers in the least chunks alone.
 
@@ -375,7 +404,7 @@ def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones
     done, spent_s, largest = 0, 0.0, 0
     while done < 32_768 and spent_s < 20:
         default_s, rest = one.default_itl_s(SHAPE), tokens_of_each - done % tokens_of_each
-        budget = one.token_budget(SHAPE, 0, default_s, spent_s, rest=rest)
+        budget = one.token_budget(SHAPE, 0, default_s, spent_s, rest=rest, is_default=is_default)
         tokens = min(budget - SHAPE.decode_tokens, rest)
         one.ran(tokens, is_used_up=True, now_s=spent_s)
         largest = max(largest, tokens)

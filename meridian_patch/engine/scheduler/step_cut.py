@@ -167,7 +167,10 @@ class StepCut(SchedulerPart):
                 # Where no longer latency was asked for, a prompt is not held up without bound.
                 owed = self._owed_tokens(plan, prompts[0])
         rest = prompts[0].num_tokens - prompts[0].num_computed_tokens if prompts else 0
-        return self._cut.token_budget(plan.shape, before, target_s, plan.now_s, least, owed, rest)
+        is_default = self._itl_s is None and not self._states.impatient
+        return self._cut.token_budget(
+            plan.shape, before, target_s, plan.now_s, least, owed, rest, is_default
+        )
 
     def _target_s(self, default_s: float) -> float:
         """The tightest inter-token latency requested; ``default_s`` if none is configured."""
