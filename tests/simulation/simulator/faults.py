@@ -20,6 +20,9 @@ HOOKS = (
     "early_exit.follow_step", "early_exit.on_phase_changed", "early_exit.on_freed",
 )  # fmt: skip
 
+# Of early exit, from the least on.
+MODES = ("off", "observe", "enforce")
+
 
 class InjectedError(Exception):
     """A hook of ours fails on purpose."""
@@ -138,9 +141,12 @@ class Faults:
         """As an operator, by ``meridian policy set``: off more often than on."""
         self._count("switch")
         policy = ("noop", "noop", self._case.profile, None)[int(4 * pick)]
-        wanted = ("off", "observe", "enforce", None)[int(16 * pick) % 4]
+        wanted = (*MODES, None)[int(16 * pick) % 4]
         if policy is not None:
             self.is_policy_off = policy == "noop"
+        # An engine is given no more than it was started with.
+        if wanted is not None and MODES.index(wanted) <= MODES.index(self._case.exit):
+            self._arm.ledger.switch_exit(wanted)
         self._arm.scheduler.live_switch.turn(policy, wanted)
 
     def _hook(self, path: str) -> None:

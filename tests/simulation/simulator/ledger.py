@@ -18,6 +18,8 @@ from simulator.workload import Ask
 
 # Of the exit settings of every case, see ``build``.
 FLOOR_TOKENS = 16
+# Tokens that may still come before a close that has begun when early exit is switched off.
+UNDER_WAY = 16
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Record:
         is_bounded: it has that or a reserve for its answer.
         closes: output indices at which a close of ours began, of the present chunk.
         answered_s: when its first token behind a thought was delivered; None: none was.
+        last_close: output index behind which no close may begin.
     """
 
     ask: Ask
@@ -44,6 +47,7 @@ class Record:
     finish: str | None = None
     closes: list[int] = field(default_factory=list)
     answered_s: float | None = None
+    last_close: float = math.inf
 
     @property
     def is_over(self) -> bool:
@@ -73,6 +77,8 @@ class Ledger:
         self.failed_loads: set[str] = set()
         self.num_closes = 0
         self.num_tokens = 0
+        # Of requests to come.
+        self.exit_mode = case.exit
 
     def speaker_for(self, name: str, prompt: Sequence[int]) -> Speaker | None:
         """A speaker of its own for a request; None for one that no user sent."""
@@ -85,7 +91,6 @@ class Ledger:
     def add(self, ask: Ask, request: Any) -> None:
         thinks = starts_thinking(ask.prompt, self.boundaries)
         speaker = Speaker(ask.script, self.boundaries, thinks=thinks)
-        mode = ask.extra.get("meridian_exit", self._case.exit)
         floor = ask.extra.get("meridian_min_think_tokens", FLOOR_TOKENS)
         has_reserve = "meridian_answer_reserve" in ask.extra
         has_reserve |= self._case.strategy == AnswerReserve.reason
@@ -102,11 +107,22 @@ class Ledger:
             request,
             speaker,
             list(ask.prompt),
-            may_close=mode == "enforce" and not self._is_stock,
+            may_close=self._may_close(ask),
             floor_tokens=floor,
             most_tokens=most,
             is_bounded=has_reserve or most is not None,
         )
+
+    def _may_close(self, ask: Ask) -> bool:
+        mode = ask.extra.get("meridian_exit", self.exit_mode)
+        return mode == "enforce" and not self._is_stock
+
+    def switch_exit(self, mode: str) -> None:
+        """Early exit's mode was switched: without ``enforce`` no close begins in what runs."""
+        self.exit_mode = mode
+        for record in self.records.values():
+            if mode != "enforce" and "meridian_exit" not in record.ask.extra:
+                record.last_close = min(record.last_close, len(record.speaker.said) + UNDER_WAY)
 
     def take(self, outputs: dict[int, Any], now_s: float) -> None:
         """What a step's ``update_from_output`` returned."""
@@ -145,6 +161,7 @@ class Ledger:
         thinks = starts_thinking(prompt, self.boundaries)
         record.speaker = Speaker(record.ask.script, self.boundaries, thinks=thinks)
         record.closes.clear()
+        record.may_close, record.last_close = self._may_close(record.ask), math.inf
 
     def _take_one(self, record: Record, item: Any) -> None:
         name = item.request_id
@@ -178,6 +195,8 @@ class Ledger:
             if thought < min(record.floor_tokens, left) - len(self._close):
                 raise Failure("tokens", f"{place}: closed after {thought} think tokens")
             if began not in record.closes:
+                if began > record.last_close:
+                    raise Failure("switch", f"{place}: closed though early exit was switched off")
                 record.closes.append(began)
                 self.num_closes += 1
         speaker.hear(token)
