@@ -21,7 +21,7 @@ _MOST_TIMES_DECODE = 12.0
 # prompts faster.
 _LEAST_FACTOR = 1.05
 _ENOUGH_STRETCH = 6.0
-# A gap between two tokens that hardly a reader notices, in seconds: what MLPerf Inference 5.0 asks
+# A gap between two tokens that few readers notice, in seconds: what MLPerf Inference 5.0 asks
 # of Llama 2 70B in interactive use (https://mlcommons.org/2025/04/llm-inference-v5).
 _UNNOTICED_S = 0.04
 # After so many times `drain_s` of used-up steps a chunk of twice the smallest size is tried.
@@ -80,8 +80,8 @@ class PrefillBudget:
     2. With an answer, a step decodes, and has as much prefill as ends in time according to
        ``model``. Before the model has data: twice the prefill that has not made a step longer, and
        at most the full budget divided by ``think_batch_multiplier``.
-       If no chunk of use ends in time and nobody asked for a latency, as much as ends in
-       ``_UNNOTICED_S``: a step that is longer anyway should be worth it.
+       If fewer tokens than ``min_prefill_tokens`` end in time and no latency is set, the step has
+       as many as end in ``_UNNOTICED_S``.
     3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that a
        token takes little more than in the best of the sizes that were seen. Where no chunk of use
        is in time and those that were seen take longer than decoding, the prompt in progress has
@@ -152,7 +152,7 @@ class PrefillBudget:
             least: tokens of prefill below which no prompt could be scheduled.
             owed: tokens of prefill that each step has on average (``owed_tokens``).
             rest: tokens left of the prompt in progress; 0: there is none.
-            is_default: nobody asked for the target.
+            is_default: neither the configuration nor a request sets the target.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):

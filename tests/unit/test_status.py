@@ -98,7 +98,7 @@ def test_an_engine_that_ends_before_its_server_is_remembered(server, directory):
 
 
 def test_an_engine_that_ends_behind_its_server_is_forgotten(server):
-    """There is nobody who waits for it."""
+    """No process depends on it."""
     launcher, engine = server
     os.kill(launcher, signal.SIGKILL)
     os.kill(engine, signal.SIGKILL)

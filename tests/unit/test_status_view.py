@@ -128,7 +128,7 @@ def test_an_engine_that_its_api_server_has_lost_is_red():
 
 
 def test_a_program_may_end_its_engine():
-    """It listens on no port, so nobody waits for that engine."""
+    """It listens on no port, so it serves no clients."""
     processes = [Process(LAUNCHER), Process(CORE | {"has_ended": True})]
     assert [process.report["pid"] for process in families(processes)] == [8769]
 
