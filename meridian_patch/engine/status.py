@@ -136,7 +136,7 @@ def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
 
 def _is_missed(ended: dict[str, Any], living: list[dict[str, Any]]) -> bool:
     """Whether an ended process was the engine of one that lives, and has no successor there."""
-    if ended.get("role") != "engine_core":
+    if ended.get("role") != "engine_core" or not str(ended["started"]).isdecimal():
         return False
     place = ("role", "parent_pid", "data_parallel_rank")
     if any(all(other.get(key) == ended.get(key) for key in place) for other in living):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.step_time import PrefillAllowance, StepShape, StepTimeModel
@@ -21,14 +21,18 @@ _MOST_TIMES_DECODE = 12.0
 # prompts faster.
 _LEAST_FACTOR = 1.05
 _ENOUGH_STRETCH = 6.0
-# A gap between two tokens that few readers notice, in seconds: what MLPerf Inference 5.0 asks
-# of Llama 2 70B in interactive use (https://mlcommons.org/2025/04/llm-inference-v5).
-_UNNOTICED_S = 0.04
 # After so many times `drain_s` of used-up steps a chunk of twice the smallest size is tried.
 _DRAINS_AT_LEAST = 2.0
 # A prompt takes at most about so many times the time that it would take with the full budget; less
 # than 3, because the step times are predicted.
 _MOST_SLOWDOWN = 2.8
+
+UNNOTICED_S: Final = 0.04
+"""A gap between two tokens that few readers notice, in seconds.
+
+MLPerf Inference 5.0 asks for it of Llama 2 70B in interactive use
+(https://mlcommons.org/2025/04/llm-inference-v5).
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class PrefillBudget:
        ``model``. Before the model has data: twice the prefill that has not made a step longer, and
        at most the full budget divided by ``think_batch_multiplier``.
        If fewer tokens than ``min_prefill_tokens`` end in time and no latency is set, the step has
-       as many as end in ``_UNNOTICED_S``.
+       as many as end in ``UNNOTICED_S``.
     3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that a
        token takes little more than in the best of the sizes that were seen. Where no chunk of use
        is in time and those that were seen take longer than decoding, the prompt in progress has
@@ -136,7 +140,7 @@ class PrefillBudget:
         least: int = 1,
         owed: int = 0,
         rest: int = 0,
-        is_default: bool = False,
+        patient_s: float = 0.0,
     ) -> int:
         """Return the token budget of the next step, decode and prefill, while a request answers.
 
@@ -152,7 +156,7 @@ class PrefillBudget:
             least: tokens of prefill below which no prompt could be scheduled.
             owed: tokens of prefill that each step has on average (``owed_tokens``).
             rest: tokens left of the prompt in progress; 0: there is none.
-            is_default: neither the configuration nor a request sets the target.
+            patient_s: seconds that the step may take instead where too little prefill ends in time.
         """
         settings = self._settings
         if self._model.wants_decode_only(shape):
@@ -162,7 +166,7 @@ class PrefillBudget:
         enough = max(least, settings.min_prefill_tokens)
         if target_s is not None:
             target_s = self._widened_s(target_s, shape, now_s)
-            room = self._room(shape, target_s, before, enough if is_default else 0)
+            room = self._room(shape, target_s, before, enough, patient_s)
         if room is None:
             in_time, fitting = 0, min(self._model.untested_tokens, most)
         else:
@@ -200,13 +204,13 @@ class PrefillBudget:
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
     def _room(
-        self, shape: StepShape, target_s: float, before: int, enough: int
+        self, shape: StepShape, target_s: float, before: int, enough: int, patient_s: float
     ) -> PrefillAllowance | None:
-        """Prefill that ends in time, or unnoticed if ``enough`` does only so."""
+        """Prefill that ends in time, or in ``patient_s`` if ``enough`` tokens do only then."""
         room = self._model.prefill_room(shape, target_s, before)
-        if room is None or room.in_time >= enough:
+        if room is None or room.in_time >= enough or patient_s <= target_s:
             return room
-        longer = self._model.prefill_room(shape, _UNNOTICED_S, before)
+        longer = self._model.prefill_room(shape, patient_s, before)
         return longer if longer is not None and longer.in_time >= enough else room
 
     def _launched_s(self, shape: StepShape, prefill: int, before: int) -> float:

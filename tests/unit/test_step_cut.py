@@ -7,7 +7,12 @@ from rooflines import random_shape, roofline, trained
 
 from meridian_patch.config.policy import PolicyConfig
 from meridian_patch.policy.chunk_rates import ChunkRates
-from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
+from meridian_patch.policy.prefill_budget import (
+    UNNOTICED_S,
+    PrefillBudget,
+    PrefillBudgetSettings,
+    PromptRest,
+)
 from meridian_patch.policy.step_time import StepShape, StepTimeModel
 
 FULL = 8192
@@ -323,7 +328,7 @@ def test_where_no_chunk_is_in_time_a_step_is_as_long_as_hardly_a_reader_notices(
     """Step after step, with no pause; who asked for a latency gets one that is shorter."""
     one = cut(in_pieces(), min_prefill_tokens=64)
     for place in range(3):
-        budget = one.token_budget(SHAPE, 0, 0.0072, 0.04 * place, is_default=True)
+        budget = one.token_budget(SHAPE, 0, 0.0072, 0.04 * place, patient_s=UNNOTICED_S)
         one.ran(budget - 30, is_used_up=True, now_s=0.04 * place)
         assert 0.035 < 4e-3 + 2e-5 * budget < 0.042
     assert one.token_budget(SHAPE, 0, 0.0072, 1.0) < budget
@@ -340,8 +345,8 @@ def test_where_decoding_takes_longer_than_readers_notice_nothing_changes():
         return model
 
     budgets = [
-        [cut(engine()).token_budget(SHAPE, 0, 0.054, 0.1 * place, is_default=is_default)]
-        for is_default in (True, False)
+        [cut(engine()).token_budget(SHAPE, 0, 0.054, 0.1 * place, patient_s=patient_s)]
+        for patient_s in (UNNOTICED_S, 0.0)
         for place in range(4)
     ]
     assert budgets[:4] == budgets[4:]
@@ -389,10 +394,10 @@ def test_a_target_that_the_graph_meets_keeps_steps_within_it():
     assert 0 < one.token_budget(SHAPE, 0, 0.022, 0.0) - 30 <= 226
 
 
-@pytest.mark.parametrize("is_default", [True, False])
+@pytest.mark.parametrize("patient_s", [0.0, UNNOTICED_S])
 @pytest.mark.parametrize(("tokens_of_each", "most_s"), [(32_768, 3.0), (100, 12.0)])
 def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones(
-    tokens_of_each, most_s, is_default
+    tokens_of_each, most_s, patient_s
 ):
     """An engine has computed prompts beside answers in the least chunks alone.
 
@@ -404,7 +409,7 @@ def test_a_first_prompt_in_pieces_that_take_long_is_soon_computed_in_larger_ones
     done, spent_s, largest = 0, 0.0, 0
     while done < 32_768 and spent_s < 20:
         default_s, rest = one.default_itl_s(SHAPE), tokens_of_each - done % tokens_of_each
-        budget = one.token_budget(SHAPE, 0, default_s, spent_s, rest=rest, is_default=is_default)
+        budget = one.token_budget(SHAPE, 0, default_s, spent_s, rest=rest, patient_s=patient_s)
         tokens = min(budget - SHAPE.decode_tokens, rest)
         one.ran(tokens, is_used_up=True, now_s=spent_s)
         largest = max(largest, tokens)

@@ -17,7 +17,12 @@ from meridian_patch.engine.scheduler.indivisible_chunks import IndivisibleChunks
 from meridian_patch.engine.scheduler.parts import SchedulerPart, StepPlan
 from meridian_patch.engine.scheduler.step_load import StepLoad
 from meridian_patch.phase.tracker import Phase, PhaseTracker
-from meridian_patch.policy.prefill_budget import PrefillBudget, PrefillBudgetSettings, PromptRest
+from meridian_patch.policy.prefill_budget import (
+    UNNOTICED_S,
+    PrefillBudget,
+    PrefillBudgetSettings,
+    PromptRest,
+)
 from meridian_patch.policy.step_time import StepTimeModel
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
@@ -167,9 +172,9 @@ class StepCut(SchedulerPart):
                 # Where no longer latency was asked for, a prompt is not held up without bound.
                 owed = self._owed_tokens(plan, prompts[0])
         rest = prompts[0].num_tokens - prompts[0].num_computed_tokens if prompts else 0
-        is_default = self._itl_s is None and not self._states.impatient
+        patient_s = self._patient_s() / stages
         return self._cut.token_budget(
-            plan.shape, before, target_s, plan.now_s, least, owed, rest, is_default
+            plan.shape, before, target_s, plan.now_s, least, owed, rest, patient_s
         )
 
     def _target_s(self, default_s: float) -> float:
@@ -180,6 +185,13 @@ class StepCut(SchedulerPart):
         tightest_s = max(min(state.options.itl_s or default_s for state in impatient), default_s)
         have_all = len(impatient) == len(self._states.answering)
         return tightest_s if have_all else min(common_s, tightest_s)
+
+    def _patient_s(self) -> float:
+        """Inter-token latency that is accepted where too little prefill ends in the default one."""
+        if self._itl_s is not None:
+            return 0.0
+        asked = [state.options.itl_s or UNNOTICED_S for state in self._states.impatient]
+        return min([UNNOTICED_S, *asked])
 
     def _default_itl_s(self, plan: StepPlan, prompts: Sequence[Request]) -> float | None:
         """Seconds that a step may take where no latency is asked for; None while not known."""
