@@ -167,7 +167,7 @@ MUTANTS = (
            "        return (running if running == self._order else self._order[:-1]), True\n",
            fixed=TIGHT),
     Mutant("prompts crawl beside answers", "policy.prefill_budget",
-           "        prefill = max(fitting, settings.min_prefill_tokens, least, owed)\n",
+           "        prefill = max(fitting, enough, owed)\n",
            "        prefill = least\n", fixed={**BUSY, "pool": "ample"}, seeds=40),
     Mutant("a request that is computed whole is kept", "engine.request_state",
            "if each is not self._states]\n",
