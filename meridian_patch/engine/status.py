@@ -75,11 +75,14 @@ def publish(**facts: Any) -> None:
     _report["unpublished"] = "; ".join(reasons)
 
 
-def read_all() -> list[dict[str, Any]]:
+def read_all(*, with_ended: bool = False) -> list[dict[str, Any]]:
     """Reports of all living patched processes of this user, launchers first.
 
-    An EngineCore that has ended before the process that started it has ``has_ended`` in its report.
     Directories that are not safe are not read; a warning names them.
+
+    Args:
+        with_ended: also those of EngineCores that have ended before the process that started them,
+            with ``has_ended``.
 
     Raises:
         MeridianError: a file is not a report of this user.
@@ -93,7 +96,8 @@ def read_all() -> list[dict[str, Any]]:
             continue
         except OSError as error:
             logger.warning("meridian_patch: not read: %s", _describe(directory, error))
-    return sorted(reports, key=lambda report: (report["role"] != "launcher", report["pid"]))
+    shown = [report for report in reports if with_ended or not report.get("has_ended")]
+    return sorted(shown, key=lambda report: (report["role"] != "launcher", report["pid"]))
 
 
 def problem_of(directory: Path) -> str | None:
@@ -113,8 +117,8 @@ def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
         if not name.endswith(".json"):
             continue
         try:
-            report = json.loads(_read(folder, name))
-            is_alive = _start_time(report["pid"]) == report["started"] and report["role"]
+            report = _checked(json.loads(_read(folder, name)))
+            is_alive = _start_time(report["pid"]) == report["started"]
         except FileNotFoundError:  # its process just ended
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -134,16 +138,39 @@ def _read_directory(directory: Path, folder: int) -> list[dict[str, Any]]:
     return living
 
 
+def _checked(report: Any) -> dict[str, Any]:
+    """The report, if it says whose it is.
+
+    Raises:
+        ValueError: a field has another type.
+        KeyError: it is missing.
+        TypeError: this is no report.
+    """
+    for name, kind in (("pid", int), ("started", str), ("role", str)):
+        if not isinstance(report[name], kind) or not report[name]:
+            raise ValueError(f"{name} is {report[name]!r}, expected {kind.__name__}")
+    parent = report.setdefault("parent_pid", None)
+    if parent is not None and not isinstance(parent, int):
+        raise ValueError(f"parent_pid is {parent!r}, expected int")
+    return dict(report)
+
+
 def _is_missed(ended: dict[str, Any], living: list[dict[str, Any]]) -> bool:
     """Whether an ended process was the engine of one that lives, and has no successor there."""
-    if ended.get("role") != "engine_core" or not str(ended["started"]).isdecimal():
+    if ended["role"] != "engine_core":
         return False
-    place = ("role", "parent_pid", "data_parallel_rank")
-    if any(all(other.get(key) == ended.get(key) for key in place) for other in living):
-        return False
-    parents = [other for other in living if other["pid"] == ended.get("parent_pid")]
+    place = ("role", "parent_pid", "data_parallel_index")
+    for other in living:
+        is_there = all(other.get(key) == ended.get(key) for key in place)
+        if is_there and _began(other) > _began(ended):
+            return False
+    parents = [other for other in living if other["pid"] == ended["parent_pid"]]
     # A process that has since got the parent's id has started later.
-    return any(int(parent["started"]) <= int(ended["started"]) for parent in parents)
+    return any(_began(parent) <= _began(ended) for parent in parents)
+
+
+def _began(report: dict[str, Any]) -> int:
+    return int(report["started"]) if report["started"].isdecimal() else 0
 
 
 def _write(directory: Path, name: str, text: str) -> None:

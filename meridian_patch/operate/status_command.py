@@ -25,7 +25,7 @@ def run(*, as_json: bool, verbose: bool) -> int:
     Raises:
         MeridianError: a file is not a report of this user.
     """
-    processes = families(map(_seen, read_all()))
+    processes = families(map(_seen, read_all(with_ended=True)))
     if as_json:
         print(json.dumps([process.as_dict() for process in processes], indent=1))
     elif processes:
@@ -38,21 +38,30 @@ def run(*, as_json: bool, verbose: bool) -> int:
 def families(processes: Iterable[Process]) -> list[Process]:
     """Processes behind those that started them, with how far they are from the first one.
 
-    An engine that has ended is left out where no API server waits for it: a program may end one.
+    An engine that has ended is left out where no server waits for it: a program may end one.
     """
-    by_pid = {process.report["pid"]: process for process in processes}
+    seen = list(processes)
+    # A server may have several processes, of which the first one has started the engines.
+    waiting = {
+        each.report.get(key) for each in seen if each.is_server for key in ("pid", "parent_pid")
+    }
+    by_pid = {
+        each.report["pid"]: each
+        for each in seen
+        if not each.report.get("has_ended") or each.report.get("parent_pid") in waiting
+    }
     ordered: list[Process] = []
 
     def parent_of(process: Process) -> Process | None:
         parent = by_pid.get(process.report.get("parent_pid"))
         # An id may have been given to another process since.
-        return parent if parent and _start(parent) <= _start(process) else None
+        is_earlier = parent and parent is not process and _start(parent) <= _start(process)
+        return parent if is_earlier else None
 
     def add(process: Process, depth: int) -> None:
         ordered.append(process._replace(depth=depth))
         for other in by_pid.values():
-            is_child = parent_of(other) is process
-            if is_child and (process.ports or not other.report.get("has_ended")):
+            if parent_of(other) is process:
                 add(other, depth + 1)
 
     for process in by_pid.values():
@@ -62,7 +71,8 @@ def families(processes: Iterable[Process]) -> list[Process]:
 
 
 def _start(process: Process) -> int:
-    return int(process.report.get("started") or 0)
+    started = str(process.report.get("started"))
+    return int(started) if started.isdecimal() else 0
 
 
 def _seen(report: Report) -> Process:
@@ -74,7 +84,8 @@ def _seen(report: Report) -> Process:
     with suppress(ImportError):
         import psutil
 
-        with suppress(psutil.Error):
+        # Before psutil 6 a process had another method for its sockets.
+        with suppress(psutil.Error, AttributeError):
             known = psutil.Process(report["pid"])
             process = process._replace(age_s=max(0.0, time() - known.create_time()))
             sockets = known.net_connections("tcp")

@@ -35,10 +35,15 @@ class Process(NamedTuple):
     """How many of the processes shown have started it, one another."""
 
     @property
+    def is_server(self) -> bool:
+        """Whether its requests come from clients; also if its front end is vLLM's in Rust."""
+        is_rust = self.report.get("front_end") == front_end.RUST
+        return self.report["role"] == "launcher" and (bool(self.report.get("is_server")) or is_rust)
+
+    @property
     def title(self) -> str:
         """What it is."""
-        role = str(self.report["role"])
-        return "API server" if role == "launcher" and self.ports else role
+        return "API server" if self.is_server else str(self.report["role"])
 
     def as_dict(self) -> dict[str, Any]:
         """The report and what was seen, for programs."""
@@ -78,13 +83,13 @@ def _headline(process: Process) -> Text:
     report, age_s = process.report, process.age_s
     pid = f"pid {report['pid']}"
     if report.get("has_ended"):
-        rest = Text(f"  {pid}  has ENDED, its API server goes on: see its log", style="not bold")
+        rest = Text(f"  {pid}  has ENDED, its server goes on: see its log", style="not bold")
         return Text(process.title, style="bold red").append(rest)
-    is_server = process.title == "API server"
+    ports = ", ".join(map(str, process.ports)) if process.is_server else ""
     version = report.get("vllm_version")
     parts = (
         pid,
-        "port " + ", ".join(map(str, process.ports)) if is_server else None,
+        f"port {ports}" if ports else None,
         f"vLLM {version}" if version else None,
         report.get("mode"),
         None if age_s is None else f"up {duration(age_s)}",

@@ -85,7 +85,7 @@ class PrefillBudget:
        ``model``. Before the model has data: twice the prefill that has not made a step longer, and
        at most the full budget divided by ``think_batch_multiplier``.
        If fewer tokens than ``min_prefill_tokens`` end in time and no latency is set, the step has
-       as many as end in ``UNNOTICED_S``.
+       as many as end in ``UNNOTICED_S``, and rule 3 does not apply.
     3. If any prefill adds a fixed time to a step, the budget has room for enough prefill that a
        token takes little more than in the best of the sizes that were seen. Where no chunk of use
        is in time and those that were seen take longer than decoding, the prompt in progress has
@@ -165,8 +165,7 @@ class PrefillBudget:
         room, worthwhile = None, 0
         enough = max(least, settings.min_prefill_tokens)
         if target_s is not None:
-            target_s = self._widened_s(target_s, shape, now_s)
-            room = self._room(shape, target_s, before, enough, patient_s)
+            room = self._room(shape, target_s, before, patient_s, now_s)
         if room is None:
             in_time, fitting = 0, min(self._model.untested_tokens, most)
         else:
@@ -204,14 +203,24 @@ class PrefillBudget:
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
     def _room(
-        self, shape: StepShape, target_s: float, before: int, enough: int, patient_s: float
+        self, shape: StepShape, target_s: float, before: int, patient_s: float, now_s: float
     ) -> PrefillAllowance | None:
-        """Prefill that ends in time, or in ``patient_s`` if ``enough`` tokens do only then."""
+        """Prefill that ends in time, or in ``patient_s`` if chunks of use do only then."""
         room = self._model.prefill_room(shape, target_s, before)
-        if room is None or room.in_time >= enough or patient_s <= target_s:
+        if room is None:
+            return None
+        accepted_s, least = target_s, self._settings.min_prefill_tokens
+        if room.in_time < least and patient_s > target_s:
+            longer = self._model.prefill_room(shape, patient_s, before)
+            if longer is not None and longer.in_time >= least:
+                room, accepted_s = longer, patient_s
+        widened_s = self._widened_s(accepted_s, shape, now_s)
+        if widened_s > accepted_s:
+            room = self._model.prefill_room(shape, widened_s, before) or room
+        if accepted_s == target_s:
             return room
-        longer = self._model.prefill_room(shape, patient_s, before)
-        return longer if longer is not None and longer.in_time >= enough else room
+        # Not in larger chunks than what ends in it, nor much larger ones than were timed.
+        return PrefillAllowance(min(room.in_time, 2 * self._model.largest_chunk), 0)
 
     def _launched_s(self, shape: StepShape, prefill: int, before: int) -> float:
         """Seconds of a step above the captured graph, a stall left out."""

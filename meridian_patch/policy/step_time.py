@@ -103,10 +103,12 @@ class StepTimeModel:
         graph_tokens: most tokens of a step that a captured graph runs; None where that is unknown
             or all steps are alike. Above it kernels are launched one by one, which adds a fixed
             time.
+        largest_chunk: most prefill tokens of a step whose time was learnt.
     """
 
     def __init__(self) -> None:
         self.graph_tokens: int | None = None
+        self.largest_chunk = 0
         self._decode = LinearFit(5, (1.0, _STIFF_ROWS, _STIFF_ROWS, 1.0, 1.0))
         self._prefill = LinearFit(5, (_STIFF, 1.0, _STIFF, 1.0, 1.0))
         self._rates = ChunkRates()
@@ -142,6 +144,7 @@ class StepTimeModel:
             # It is unknown whether prefill made the step longer, and the first steps have a great
             # weight in a fit.
             return False
+        self.largest_chunk = max(self.largest_chunk, shape.prefill_tokens)
         is_shown = seconds > _PREFILL_SHOWS * decode_s
         room = self.graph_room(shape)
         # With more rows than the graph, launching is a part of the decode time.

@@ -59,7 +59,7 @@ def server():
     """A process that has written its report, and started one that has written an engine's."""
     script = (
         "import subprocess, sys, time; from meridian_patch.engine import status;"
-        "role = sys.argv[1]; status.publish(role=role, data_parallel_rank=0);"
+        "role = sys.argv[1]; status.publish(role=role, data_parallel_index=0);"
         "child = role == 'launcher' and subprocess.Popen([*sys.orig_argv[:-1], 'engine_core']);"
         "time.sleep(60)"
     )
@@ -83,18 +83,32 @@ def wait_until_ended(pid):
 
 
 def test_an_engine_that_ends_before_its_server_is_remembered(server, directory):
-    """Killed, it is shown until its server ends or has another engine."""
+    """Killed, it is shown to who asks until its server ends or has another engine."""
     engine = server[1]
-    os.kill(engine, signal.SIGKILL)
-    wait_until_ended(engine)
-    for _ in range(2):
-        _, ended = status.read_all()
-        assert (ended["pid"], ended["has_ended"]) == (engine, True)
-    successor = json.loads((directory / f"{engine}.json").read_text())
-    successor |= {"pid": os.getpid(), "started": status._start_time(os.getpid())}
-    (directory / f"{os.getpid()}.json").write_text(json.dumps(successor))
-    assert not [report for report in status.read_all() if report.get("has_ended")]
-    assert not (directory / f"{engine}.json").exists()
+    ended = directory / f"{engine}.json"
+    # An engine of another rank of the same server is no successor, nor is one that began before.
+    before = json.loads(ended.read_text()) | of_process(os.getpid())
+    (directory / "before.json").write_text(json.dumps(before))
+    after = subprocess.Popen(["sleep", "60"])
+    try:
+        sibling = before | of_process(after.pid) | {"data_parallel_index": 1}
+        (directory / "after.json").write_text(json.dumps(sibling))
+        os.kill(engine, signal.SIGKILL)
+        wait_until_ended(engine)
+        for _ in range(2):
+            found = [each for each in status.read_all(with_ended=True) if each.get("has_ended")]
+            assert [each["pid"] for each in found] == [engine]
+            assert engine not in [each["pid"] for each in status.read_all()]
+        (directory / "after.json").write_text(json.dumps(before | of_process(after.pid)))
+        assert engine not in [each["pid"] for each in status.read_all(with_ended=True)]
+        assert not ended.exists()
+    finally:
+        after.kill()
+        after.wait()
+
+
+def of_process(pid):
+    return {"pid": pid, "started": status._start_time(pid)}
 
 
 def test_an_engine_that_ends_behind_its_server_is_forgotten(server):
@@ -115,6 +129,19 @@ def test_an_unreadable_report_is_named(directory):
     (directory / "7.json").write_text("[]")
     with pytest.raises(MeridianError, match=r"7\.json cannot be read.*delete it"):
         status.read_all()
+
+
+@pytest.mark.parametrize(
+    "fact",
+    ({"pid": "7"}, {"pid": [1]}, {"started": None}, {"role": 3}, {"role": ""}, {"parent_pid": [5]}),
+    ids=str,
+)
+def test_a_report_with_a_wrong_field_is_named_with_what_was_expected(directory, fact):
+    report = {"pid": 7, "started": "1", "role": "launcher", "parent_pid": 1} | fact
+    (directory / "7.json").write_text(json.dumps(report))
+    [name] = fact
+    with pytest.raises(MeridianError, match=rf"7\.json cannot be read.*{name} is.*expected"):
+        status.read_all(with_ended=True)
 
 
 def test_an_unwritable_directory_does_not_stop_the_process(directory, monkeypatch):

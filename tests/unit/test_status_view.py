@@ -36,6 +36,7 @@ CORE = {
     "limited_by": None,
 }
 LAUNCHER = {"pid": 8769, "role": "launcher", "vllm_version": "0.32.0", "patches": PATCHES}
+SERVER = LAUNCHER | {"is_server": True}
 
 
 def shown(*reports, verbose=False, is_terminal=False):
@@ -59,7 +60,7 @@ def words(text):
 
 def test_a_process_is_a_short_block_of_80_columns():
     """Process, version, policy, model and modes: seven lines, not a page of "applied"."""
-    text = shown(CORE, LAUNCHER)
+    text = shown(CORE, SERVER)
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 9
@@ -119,7 +120,7 @@ def test_a_refused_patch_is_named_with_what_differs():
 def test_an_engine_that_its_api_server_has_lost_is_red():
     """One line in place of what was live in it; the command fails."""
     ended = CORE | {"has_ended": True}
-    text = shown(LAUNCHER, ended, is_terminal=True)
+    text = shown(SERVER, ended, is_terminal=True)
     line = text.splitlines()[-1]
     assert line.startswith("  \x1b[1;31mengine_core\x1b[0m")
     assert "  pid 9055  has ENDED" in line
@@ -128,9 +129,31 @@ def test_an_engine_that_its_api_server_has_lost_is_red():
 
 
 def test_a_program_may_end_its_engine():
-    """It listens on no port, so it serves no clients."""
-    processes = [Process(LAUNCHER), Process(CORE | {"has_ended": True})]
-    assert [process.report["pid"] for process in families(processes)] == [8769]
+    """It listens on a port, as a notebook does, and serves no clients."""
+    worker = {"pid": 9056, "parent_pid": 9055, "role": "worker"}
+    processes = [
+        Process(LAUNCHER, ports=(8888,)),
+        Process(CORE | {"has_ended": True}),
+        Process(worker),
+    ]
+    # What lives and belongs to it is shown.
+    assert [process.report["pid"] for process in families(processes)] == [8769, 9056]
+    assert "8888" not in shown(LAUNCHER)
+
+
+@pytest.mark.parametrize("fact", ({"is_server": True}, {"front_end": "rust"}), ids=str)
+def test_a_server_misses_its_engine_whatever_it_listens_on(fact):
+    """A UNIX socket is no port, and sockets of other users' processes are not known."""
+    processes = [Process(LAUNCHER | fact), Process(CORE | {"has_ended": True})]
+    assert [each.report["pid"] for each in families(processes)] == [8769, 9055]
+    assert "API server pid 8769" in words(shown(LAUNCHER | fact))
+
+
+def test_engines_belong_to_all_processes_of_a_server():
+    """The first one has started them, and takes no requests itself."""
+    of_clients = {"pid": 8770, "parent_pid": 8769, "role": "launcher", "is_server": True}
+    processes = map(Process, (LAUNCHER, of_clients, CORE | {"has_ended": True}))
+    assert [each.report["pid"] for each in families(processes)] == [8769, 8770, 9055]
 
 
 def test_servers_stand_apart():

@@ -334,6 +334,67 @@ def test_where_no_chunk_is_in_time_a_step_is_as_long_as_hardly_a_reader_notices(
     assert one.token_budget(SHAPE, 0, 0.0072, 1.0) < budget
 
 
+def test_under_a_backlog_no_such_step_gets_shorter():
+    """For ten times `drain_s` all steps are used up, so that the target may be widened."""
+    one = cut(in_pieces(), min_prefill_tokens=64)
+    budgets = []
+    for place in range(1250):
+        budgets.append(one.token_budget(SHAPE, 0, 0.0072, 0.04 * place, patient_s=UNNOTICED_S))
+        one.ran(budgets[-1] - 30, is_used_up=True, now_s=0.04 * place)
+    assert min(budgets) == budgets[0]
+
+
+def test_no_chunk_is_worth_more_than_what_hardly_a_reader_notices():
+    """Above the graph a step takes 19 ms more, whatever else takes how long: 40 ms are 750 tokens.
+
+    Of larger chunks a token takes less, and no pause follows one.
+    """
+    model = StepTimeModel()
+    model.graph_tokens = 512
+    for tokens in (0, 0, 0, 0, 64, 128, 300, 700, 1500, 0, 3000, 8000, 200, 400) * 6:
+        fixed_s = 0.0 if not tokens else 0.011 if tokens + 30 <= 512 else 0.019
+        model.observe(prefilling(tokens), 0.006 + fixed_s + 2e-5 * tokens)
+    one = cut(model, min_prefill_tokens=64)
+    for place in range(20):
+        tokens = one.token_budget(SHAPE, 0, 0.0072, 0.04 * place, patient_s=UNNOTICED_S) - 30
+        one.ran(tokens, is_used_up=True, now_s=0.04 * place)
+        assert 0.035 < 0.025 + 2e-5 * tokens < 0.042
+
+
+@pytest.mark.parametrize("patient_s", [0.03, 0.035, UNNOTICED_S])
+def test_of_an_engine_that_is_hardly_known_no_much_larger_chunk_is_asked(patient_s):
+    """Chunks of 64 tokens do not say what 2,000 take."""
+    model = StepTimeModel()
+    model.graph_tokens = 256
+    one, now_s, largest = cut(model, min_prefill_tokens=64), 0.0, 64
+    for tokens in (0, 0, 0, 0, *[64] * 12):
+        model.observe(prefilling(tokens), 0.017 if tokens else 0.006)
+    while now_s < 2:
+        tokens = one.token_budget(SHAPE, 0, 0.0072, now_s, patient_s=patient_s) - 30
+        least_s = 0.006 if not tokens else 0.017 if tokens + 30 <= 256 else 0.025
+        seconds = max(least_s, 4e-3 + 2e-5 * (tokens + 30))
+        assert tokens <= 2 * largest
+        largest = max(largest, tokens)
+        one.ran(tokens, is_used_up=True, now_s=now_s)
+        model.observe(prefilling(tokens), seconds)
+        now_s += seconds
+    assert largest > 500
+
+
+@pytest.mark.parametrize("least", [1, 528])
+def test_where_the_smallest_chunk_is_in_time_a_step_is_no_longer(least):
+    """Also where no prompt can be computed in fewer tokens than its blocks have."""
+    model = StepTimeModel()
+    for tokens in (0, 0, 0, 0, 64, 128, 300, 700, 1500, 3000) * 6:
+        model.observe(prefilling(tokens), max(0.008, 0.006 + 1.5e-5 * tokens))
+    usual, longer = (
+        cut(model).token_budget(SHAPE, 0, 0.0096, 0.0, least, patient_s=patient_s)
+        for patient_s in (0.0, UNNOTICED_S)
+    )
+    assert usual == longer
+    assert usual - 30 >= least
+
+
 def test_where_decoding_takes_longer_than_readers_notice_nothing_changes():
     """A decode of 45 ms, and 30 ms more with any prefill."""
 

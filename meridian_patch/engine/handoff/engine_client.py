@@ -1,4 +1,4 @@
-"""The client of EngineCore, of a server whose requests answer at other engines."""
+"""The client of EngineCore in a server, whose requests may answer at other engines."""
 
 import asyncio
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.engine.core_client import MPClient
 
 from meridian_patch.config.load import process_config
+from meridian_patch.engine import status
 from meridian_patch.engine.handoff.answer_servers import AnswerServers, same_as
 from meridian_patch.engine.handoff.grammars import binds_thoughts
 from meridian_patch.engine.handoff.second_legs import COUNTS_SAMPLED, SecondLegs
@@ -25,6 +26,7 @@ def build_engine_client(original: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            status.publish(is_server=True)
             config = process_config().config.handoff
             if config.answer_urls:
                 servers = AnswerServers(config, same_as(self.vllm_config), self.client_index)
@@ -64,6 +66,8 @@ def build_engine_client(original: type) -> type:
                 # know these.
                 self.meridian_legs.end()
             super().shutdown(left_s)
+            # A program may end its engine and go on.
+            status.publish(is_server=None)
 
     return MovingClient
 

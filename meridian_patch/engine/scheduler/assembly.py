@@ -178,7 +178,8 @@ def assemble(
         "rules": rules.names_on,
         "config_digest": loaded.digest,
         "model": model_config.served_model_name,
-        "data_parallel_rank": scheduler.vllm_config.parallel_config.data_parallel_rank,
+        # Load-bearing: vLLM gives each rank of a dense model the rank 0, and keeps its index.
+        "data_parallel_index": scheduler.vllm_config.parallel_config.data_parallel_index,
         "family": boundaries.family if boundaries else None,
         "boundaries": boundaries and {"start": boundaries.start, "end": boundaries.end},
         "kv_tiers": kv_tiers.history if kv_tiers else "off",

@@ -172,7 +172,7 @@ class StepCut(SchedulerPart):
                 # Where no longer latency was asked for, a prompt is not held up without bound.
                 owed = self._owed_tokens(plan, prompts[0])
         rest = prompts[0].num_tokens - prompts[0].num_computed_tokens if prompts else 0
-        patient_s = self._patient_s() / stages
+        patient_s = self._patient_s(plan) / stages
         return self._cut.token_budget(
             plan.shape, before, target_s, plan.now_s, least, owed, rest, patient_s
         )
@@ -186,9 +186,12 @@ class StepCut(SchedulerPart):
         have_all = len(impatient) == len(self._states.answering)
         return tightest_s if have_all else min(common_s, tightest_s)
 
-    def _patient_s(self) -> float:
-        """Inter-token latency that is accepted where too little prefill ends in the default one."""
-        if self._itl_s is not None:
+    def _patient_s(self, plan: StepPlan) -> float:
+        """Inter-token latency that is accepted where too little prefill ends in the default one.
+
+        0: none. Other ranks do not send what their requests ask for.
+        """
+        if self._itl_s is not None or plan.is_answered_elsewhere:
             return 0.0
         asked = [state.options.itl_s or UNNOTICED_S for state in self._states.impatient]
         return min([UNNOTICED_S, *asked])

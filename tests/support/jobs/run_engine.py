@@ -92,8 +92,10 @@ def _run_warm(
     process = WarmProcess(command, env, log, folder)
     try:
         return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
+    except BaseException:
+        # Also where the test is interrupted: multiprocessing waits for it at the end.
         process.send_signal(signal.SIGKILL)
+        process.wait()
         raise
 
 

@@ -29,6 +29,7 @@ MODULES = [
     "vllm.v1.worker.cpu_model_runner",
 ]
 MOST_FILES = 64
+READ_BY_IMPORTS = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS")
 
 
 class WarmProcess:
@@ -48,9 +49,13 @@ class WarmProcess:
         context.set_forkserver_preload(MODULES)
         given = (command[2:], env, str(log), str(folder))
         self._process = context.Process(target=_run, args=given)
-        # Read where PyTorch is loaded: threads of a second OpenMP worker would spin.
-        os.environ["OMP_NUM_THREADS"] = "1"  # noqa: TID251 - of this process, which makes the first
-        self._process.start()
+        own = os.environ.copy()  # noqa: TID251 - of this process, which makes the first
+        # Read where PyTorch and the hub's client are loaded.
+        os.environ.update({name: env[name] for name in READ_BY_IMPORTS if name in env})  # noqa: TID251
+        try:
+            self._process.start()
+        finally:
+            _set_environment(own)
 
     @property
     def pid(self) -> int:
