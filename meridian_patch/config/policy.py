@@ -56,7 +56,8 @@ class PolicyRules(StrictModel):
         default=None,
         description="Rule: while any request answers, a step has only as many prefill tokens as "
         "keep it within the tightest target: the request's `meridian_itl_ms`, `answer_itl_ms`, or "
-        "1.05 to `step_cut_factor` times the step without prefill.",
+        "1.05 to `step_cut_factor` times the step without prefill, or 40 ms where hardly any prefill "
+        "fits in that.",
     )
     time_sharing: Annotated[bool | None, Rule(on_in=("latency",), without="it waits")] = Field(
         default=None,
@@ -110,15 +111,17 @@ class PolicyConfig(PolicyRules):
         gt=0,
         allow_inf_nan=False,
         description="Target of the inter-token latency of answers, in milliseconds. Unset: "
-        "`step_cut_factor` times the duration of a step without prefill. A request sets its own "
-        "with `vllm_xargs: {meridian_itl_ms: ...}`.",
+        "`step_cut_factor` times the duration of a step without prefill, or 40 ms where fewer than "
+        "`min_prefill_tokens` end within that. A request sets its own with "
+        "`vllm_xargs: {meridian_itl_ms: ...}`.",
     )
     step_cut_factor: float = Field(
         default=1.2,
         gt=1,
         allow_inf_nan=False,
         description="Upper bound of a step's duration while any request answers, as a multiple of "
-        "its duration without prefill; used if no inter-token latency is set.",
+        "its duration without prefill; used if no inter-token latency is set, and where at least "
+        "`min_prefill_tokens` end within it.",
     )
     think_batch_multiplier: float = Field(
         default=2.5,

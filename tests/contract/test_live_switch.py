@@ -132,6 +132,28 @@ def test_only_what_the_engine_was_started_with(demo_model, monkeypatch):
     assert "refused" not in switch.turn("noop", "observe")
 
 
+def test_noop_switches_off_the_rules_that_a_noop_was_given(demo_model, monkeypatch):
+    """A rule of its own is the policy that the engine was started with."""
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__NAME", "noop")
+    monkeypatch.setenv("MERIDIAN_PATCH_SET_POLICY__STEP_CUT", "true")
+    driver = driver_of(demo_model)
+    scheduler, rng = driver.scheduler, random.Random(0)
+    driver.add(Job("answers", tuple(make_prompt(rng, 10, thinks=True)), 1, 300))
+    for _ in range(5):
+        driver.step()
+    computed = []
+    for policy in (None, "noop", "latency"):
+        assert "refused" not in scheduler.live_switch.turn(policy, None)
+        assert scheduler.live_switch.in_force()["policy"] == policy or policy is None
+        name = f"to {policy}"
+        driver.add(Job(name, tuple(make_prompt(rng, 100, thinks=True)), 1, 1))
+        driver.step()
+        computed.append(scheduler.requests[name].num_computed_tokens)
+    # What the first one left is computed before the last one.
+    assert computed[0] < 100 <= computed[1]
+    assert computed[2] < 100
+
+
 def test_the_mode_in_force_is_left_alone(demo_model, monkeypatch):
     """Thoughts under way are probed on where an operator asks for what is."""
     monkeypatch.setenv("MERIDIAN_PATCH_SET_EXIT__MODE", "observe")

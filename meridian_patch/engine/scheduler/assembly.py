@@ -119,7 +119,7 @@ class Assembly(NamedTuple):
         options_parser: parses the fields of a request.
         think_part: None unless requests may leave the engine after their thought.
         metrics: None unless this process exports metrics itself.
-        started_as: the configured policy.
+        started_as: the policy whose rules are on, also those of a ``noop`` with rules of its own.
     """
 
     parts: Parts
@@ -171,10 +171,11 @@ def assemble(
     metrics = build_metrics(scheduler, config.metrics, lambda: phase_part.last_changes)
     parts: list[SchedulerPart | None] = [phase_part, metrics, balance, *policy.parts()]
     parts += [kv_tiers, exit_part, handoff]
+    started_as: PolicyName = "noop" if rules.are_all_off else "latency"
     facts = {
         "scheduler": type(scheduler).__name__,
         "scheduler_base": type(scheduler).__mro__[2].__name__,
-        "policy": config.policy.name,
+        "policy": started_as,
         "rules": rules.names_on,
         "config_digest": loaded.digest,
         "model": model_config.served_model_name,
@@ -203,7 +204,7 @@ def assemble(
         OptionsParser(config.requests, counters, patterns if early_exit else None),
         handoff if isinstance(handoff, ThinkPart) else None,
         metrics,
-        config.policy.name,
+        started_as,
     )
 
 

@@ -32,7 +32,7 @@ class LiveSwitch:
         scheduler: the phase-aware scheduler.
         parts: its parts, of which the circuit breaker may have switched some off.
         policy: its policy.
-        started_as: the configured policy.
+        started_as: the policy to switch back to; ``noop`` where no rule is on.
         phase_counters: count the switches.
     """
 
@@ -76,7 +76,7 @@ class LiveSwitch:
         if policy is not None and policy not in self._allowed():
             refused.append(f"policy is {policy!r}, expected {self._allowed()[0]!r}")
         elif policy is not None:
-            self._turn_policy(off=policy != self._started_as)
+            self._turn_policy(off=policy == "noop")
         if exit_mode is not None and _MODES.index(exit_mode) > _MODES.index(self._most_now()):
             refused.append(f"exit is {exit_mode!r}, expected at most {self._most_now()!r}")
         elif exit_mode not in {None, before["exit"]} and self._scheduler.early_exit is not None:

@@ -140,14 +140,16 @@ class Faults:
     def _switch(self, pick: float) -> None:
         """As an operator, by ``meridian policy set``: off more often than on."""
         self._count("switch")
-        policy = ("noop", "noop", self._case.profile, None)[int(4 * pick)]
+        switch = self._arm.scheduler.live_switch
+        started_as = switch.in_force()["started_as"].partition(",")[0]
+        policy = ("noop", "noop", started_as, None)[int(4 * pick)]
         wanted = (*MODES, None)[int(16 * pick) % 4]
         if policy is not None:
             self.is_policy_off = policy == "noop"
         # An engine is given no more than it was started with.
         if wanted is not None and MODES.index(wanted) <= MODES.index(self._case.exit):
             self._arm.ledger.switch_exit(wanted)
-        self._arm.scheduler.live_switch.turn(policy, wanted)
+        switch.turn(policy, wanted)
 
     def _hook(self, path: str) -> None:
         *owners, name = path.split(".")
