@@ -56,8 +56,8 @@ class PolicyRules(StrictModel):
         default=None,
         description="Rule: while any request answers, a step has only as many prefill tokens as "
         "keep it within the tightest target: the request's `meridian_itl_ms`, `answer_itl_ms`, or "
-        "1.05 to `step_cut_factor` times the step without prefill, or 40 ms where hardly any prefill "
-        "fits in that.",
+        "1.05 to `step_cut_factor` times the step without prefill, or 40 ms where hardly any "
+        "prefill fits in that.",
     )
     time_sharing: Annotated[bool | None, Rule(on_in=("latency",), without="it waits")] = Field(
         default=None,

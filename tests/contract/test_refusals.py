@@ -43,13 +43,20 @@ def refused(driver, *, shared=0, tail=200, free=1):
     return refusals, taken
 
 
+@pytest.mark.parametrize("ahead", [0, BLOCK_SIZE])
 @pytest.mark.parametrize("eagle", [False, True])
 @pytest.mark.parametrize("watermark", [0, 3])
 @pytest.mark.parametrize("shared", [0, 319])
 @pytest.mark.parametrize("spare", [-1, 0])
-def test_what_a_request_lacks_is_what_upstream_says(demo_model, shared, spare, watermark, eagle):
-    """With one block less than it is said to lack it is not admitted, with as many it is."""
+def test_what_a_request_lacks_is_what_upstream_says(
+    demo_model, shared, spare, watermark, eagle, ahead
+):
+    """With one block less than it is said to lack it is not admitted, with as many it is.
+
+    Upstream asks for blocks of drafts only once the prompt alone has room.
+    """
     driver = driver_for(demo_model, blocks=60, max_num_batched_tokens=2000)
+    driver.scheduler.num_lookahead_tokens = ahead
     manager = driver.scheduler.kv_cache_manager
     manager.watermark_blocks = watermark
     if eagle:
@@ -57,7 +64,7 @@ def test_what_a_request_lacks_is_what_upstream_says(demo_model, shared, spare, w
     refusals, taken = refused(driver, shared=shared)
     new = driver.scheduler.requests["new"]
     missing, hits = refusals.num_missing(new), (9 - eagle) * bool(shared)
-    assert missing == -(-new.num_prompt_tokens // BLOCK_SIZE) - hits + watermark - 1
+    assert missing == -(-(new.num_prompt_tokens + ahead) // BLOCK_SIZE) - hits + watermark - 1
     assert list(map(len, refusals.prefix_of(new))) == [hits]
     manager.block_pool.free_blocks(taken[: missing + spare])
     driver.scheduler.schedule()

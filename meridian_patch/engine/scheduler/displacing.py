@@ -95,7 +95,11 @@ class Displacing(SchedulerPart):
             # No other adapter may come in beside one that is left out.
             plan.max_active = 0
         if len(scheduler.running) < rows:
-            plan.shape = self._load.decodes()
+            shape = self._load.decodes()
+            if plan.token_budget is not None:
+                # A prompt gets no longer chunk: it would need more blocks than were made free.
+                plan.token_budget -= plan.shape.decode_tokens - shape.decode_tokens
+            plan.shape = shape
             plan.may_probe = False
             if scheduler.connector or scheduler.aux_output_connector:
                 # Load-bearing: connectors do not expect a request that was preempted in a step to

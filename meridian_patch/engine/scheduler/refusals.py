@@ -34,6 +34,7 @@ class Refusals:
         self._until_step = 0
         # Upstream's last count of blocks, that of the last refusal, and its other arguments.
         self._counted = self._needed = 0
+        self._counted_by: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}
         self._manager: Any = None
         self._is_listening = False
@@ -116,12 +117,33 @@ class Refusals:
             blocks = self._allocate(request, *args, **kwargs)
         finally:
             coordinator.get_num_blocks_to_allocate = self._count
+            by, self._counted_by = self._counted_by, {}
         if blocks is None:
-            self.last, self._needed, self._asked = request, self._counted, kwargs
+            needed = max(self._counted, self._count_next(by, *args, **kwargs))
+            self.last, self._needed, self._asked = request, needed, kwargs
         else:
             self.forget(request)
         return blocks
 
     def _note_count(self, *args: Any, **kwargs: Any) -> Any:
-        self._counted = self._count(*args, **kwargs)
+        self._counted, self._counted_by = self._count(*args, **kwargs), kwargs
         return self._counted
+
+    def _count_next(self, by: dict[str, Any], new_tokens: int, *_: Any, **asked: Any) -> int:
+        """Blocks that upstream would have asked for next, with room for drafts; 0: none.
+
+        Load-bearing: where a request is not to come in unless all of it fits, upstream counts the
+        request alone first, and its next chunk with lookahead tokens only if that fits.
+
+        Args:
+            by: the arguments of its last count.
+            new_tokens: tokens of the chunk.
+            asked: what else upstream asked for, by name.
+        """
+        ahead = asked.get("num_lookahead_tokens", 0)
+        if not ahead or not by.get("apply_admission_cap"):
+            return 0
+        computed = by["total_computed_tokens"] + new_tokens
+        tokens = min(computed + ahead, self._manager.max_model_len)
+        changed = {"num_tokens": tokens, "num_tokens_main_model": computed}
+        return int(self._count(**by | changed | {"apply_admission_cap": False}))
