@@ -312,7 +312,7 @@ class EarlyExit(SchedulerPart):
             self.probes.rest()
             self.probes.share_seats(is_kept=self._keeps_seats)
             if plan.may_probe:
-                self.probes.offer(plan.token_budget, plan.arrivals)
+                plan.token_budget = self.probes.offer(plan.token_budget, plan.arrivals)
 
     def user_seats(self, all_seats: int) -> int | None:
         """How many requests may run, including the offered probes; None: no limit of its own.

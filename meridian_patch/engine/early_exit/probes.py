@@ -103,6 +103,7 @@ class Probes:
         self._pause_steps = 0
         # Whether the next step has too few tokens or seats for all due probes.
         self._is_short = False
+        self._missing_tokens = 0
         self._suffix = list(suffix)
         self._block_size = scheduler.block_size
         self._max_model_len = scheduler.vllm_config.model_config.max_model_len
@@ -124,7 +125,8 @@ class Probes:
     @property
     def are_next(self) -> bool:
         """Whether the next step may have probes."""
-        return bool(self.due) and not self._pause_steps and self._num_places() > 0
+        places = min(self._num_allowed(), free_seats(self._scheduler))
+        return bool(self.due) and not self._pause_steps and places > 0
 
     @property
     def suffix_tokens(self) -> int:
@@ -207,17 +209,22 @@ class Probes:
         if self.live and self._scheduler._pause_state is PauseState.PAUSED_ALL:
             self.recall()
 
-    def offer(self, token_budget: int | None = None, arrivals: ArrivalOrder | None = None) -> None:
+    def offer(
+        self, token_budget: int | None = None, arrivals: ArrivalOrder | None = None
+    ) -> int | None:
         """Put due probes at the front of the waiting queue; call before a step is scheduled.
 
         Args:
             token_budget: the step's budget if it is lower than the engine's; else None.
             arrivals: holds the true arrival times of running requests where others stand in for
                 them during the step.
+
+        Returns:
+            The budget, with room for one probe: of large blocks each probe computes much again.
         """
-        self._is_short = False
+        self._is_short, self._missing_tokens = False, 0
         if not self.are_next or self._scheduler._pause_state is not PauseState.UNPAUSED:
-            return
+            return token_budget
         waiting = self._scheduler.waiting
         # Before those of its priority that wait, under a policy by priority and arrival.
         front_s = waiting.peek_request().arrival_time - _MOMENT_S if waiting else math.inf
@@ -233,6 +240,7 @@ class Probes:
             due.watched.probe_id = name
             self._scheduler.requests[name] = request
             self._scheduler.waiting.prepend_request(request)
+        return token_budget and token_budget + self._missing_tokens
 
     def settle(self, output: Any) -> None:
         """Update the probes after a step was scheduled.
@@ -312,14 +320,17 @@ class Probes:
         """The due probes that the next step has room for, the longest due first."""
         chosen: list[Due] = []
         most, seats = self._num_allowed(), min(free_seats(self._scheduler), self.seats.places)
-        tokens_left = self._num_tokens_left(token_budget)
+        tokens_left, most_tokens = self._num_tokens_left(token_budget), 0
+        if token_budget and not any(each.is_prefill_chunk for each in self._scheduler.running):
+            # A prompt in progress would take what the budget is raised by.
+            most_tokens = self._num_tokens_left(None)
         context_left = self._limits.context_tokens
         blocks_left, manager = self._num_blocks_left(), self._scheduler.kv_cache_manager
         for due in self.due.values():
             if not self._is_ready(due):
                 continue
-            if len(chosen) >= most:
-                # The operator's limit; those that are left are due in the next step with probes.
+            if len(chosen) >= most or self._missing_tokens:
+                # The limit, or the last one had the tokens; others are due in the next such step.
                 break
             cached = self._num_cached(due.prefix_tokens)
             # Load-bearing: upstream pads a single token to a decode with drafts.
@@ -334,12 +345,15 @@ class Probes:
             blocks = -(-slots // self._block_size)
             if unheld and blocks > blocks_left:
                 continue
+            missing = own_tokens - tokens_left if not chosen and own_tokens <= most_tokens else 0
+            tokens_left += max(missing, 0)
             tokens_left -= own_tokens
             blocks_left -= blocks
             context_left -= due.prefix_tokens
             self._is_short = tokens_left < 0 or len(chosen) >= seats
             if self._is_short or blocks_left < 0 or (chosen and context_left < 0):
                 break
+            self._missing_tokens = max(missing, 0)
             chosen.append(due)
         return chosen
 
@@ -385,10 +399,6 @@ class Probes:
         request.update_block_hashes()
         return request
 
-    def _num_places(self) -> int:
-        """Upper bound of new probes in a step; avoids making probes that cannot be scheduled."""
-        return min(self._num_allowed(), free_seats(self._scheduler))
-
     def _num_allowed(self) -> int:
         """Number of new probes that the limit of live ones allows."""
         return self._limits.in_flight - len(self.live)
@@ -403,9 +413,8 @@ class Probes:
     def _num_tokens_left(self, token_budget: int | None) -> int:
         """Tokens of the next step that running requests do not take."""
         scheduler = self._scheduler
-        budget = scheduler.max_num_scheduled_tokens
-        if token_budget is not None:
-            budget = min(budget, token_budget)
+        most = scheduler.max_num_scheduled_tokens
+        budget = most if token_budget is None else min(most, token_budget)
         # Load-bearing: the upper bound of tokens that upstream schedules of a running request.
         wanted = (
             request.num_tokens_with_spec
