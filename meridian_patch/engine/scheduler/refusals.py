@@ -32,9 +32,8 @@ class Refusals:
         # The request for which no other can make room, and before which step that is the answer.
         self._hopeless: Request | None = None
         self._until_step = 0
-        # Upstream's last count of blocks, that of the last refusal, and its other arguments.
-        self._counted = self._needed = 0
-        self._counted_by: dict[str, Any] = {}
+        # Upstream's count of blocks at the last refusal, and its other arguments.
+        self._needed = 0
         self._asked: dict[str, Any] = {}
         self._manager: Any = None
         self._is_listening = False
@@ -109,25 +108,26 @@ class Refusals:
         # Load-bearing: a waiting request has another status while upstream allocates its blocks.
         if request.status is RequestStatus.RUNNING or isinstance(request, ProbeRequest):
             return self._allocate(request, *args, **kwargs)
-        coordinator = self._manager.coordinator
+        coordinator, counted, by = self._manager.coordinator, 0, {}
+
+        def note_count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal counted, by
+            counted, by = self._count(*args, **kwargs), kwargs
+            return counted
+
         # Load-bearing: ``allocate_slots`` looks this attribute up in each call, and decides by the
         # number of the last one.
-        coordinator.get_num_blocks_to_allocate = self._note_count
+        coordinator.get_num_blocks_to_allocate = note_count
         try:
             blocks = self._allocate(request, *args, **kwargs)
         finally:
             coordinator.get_num_blocks_to_allocate = self._count
-            by, self._counted_by = self._counted_by, {}
         if blocks is None:
-            needed = max(self._counted, self._count_next(by, *args, **kwargs))
+            needed = max(counted, self._count_next(by, *args, **kwargs))
             self.last, self._needed, self._asked = request, needed, kwargs
         else:
             self.forget(request)
         return blocks
-
-    def _note_count(self, *args: Any, **kwargs: Any) -> Any:
-        self._counted, self._counted_by = self._count(*args, **kwargs), kwargs
-        return self._counted
 
     def _count_next(self, by: dict[str, Any], new_tokens: int, *_: Any, **asked: Any) -> int:
         """Blocks that upstream would have asked for next, with room for drafts; 0: none.

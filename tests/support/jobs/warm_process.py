@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import util
@@ -30,6 +31,8 @@ MODULES = [
 ]
 MOST_FILES = 64
 READ_BY_IMPORTS = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS")
+# Two servers may be started at once, by threads that share one environment.
+_STARTING = threading.Lock()
 
 
 class WarmProcess:
@@ -49,13 +52,14 @@ class WarmProcess:
         context.set_forkserver_preload(MODULES)
         given = (command[2:], env, str(log), str(folder))
         self._process = context.Process(target=_run, args=given)
-        own = os.environ.copy()  # noqa: TID251 - of this process, which makes the first
-        # Read where PyTorch and the hub's client are loaded.
-        os.environ.update({name: env[name] for name in READ_BY_IMPORTS if name in env})  # noqa: TID251
-        try:
-            self._process.start()
-        finally:
-            _set_environment(own)
+        with _STARTING:
+            # Read where PyTorch and the hub's client are loaded, in the process that all begin in.
+            before = {name: os.environ.get(name) for name in READ_BY_IMPORTS}  # noqa: TID251
+            _set({name: env.get(name) for name in READ_BY_IMPORTS})
+            try:
+                self._process.start()
+            finally:
+                _set(before)
 
     @property
     def pid(self) -> int:
@@ -149,6 +153,14 @@ def _renumber(files: list[int], numbers: list[int]) -> None:
     for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)  # noqa: TID251
+        else:
+            os.environ[name] = value  # noqa: TID251
 
 
 def _set_environment(env: dict[str, str]) -> None:
