@@ -105,27 +105,6 @@ def test_probes_that_do_not_fit_into_a_step_keep_no_request_out(driver_for):
     assert is_empty(driver)
 
 
-def test_a_lowered_budget_has_room_for_a_probe(driver_for, monkeypatch):
-    """With large blocks none would fit in a step beside an answer, as long as one answers."""
-    driver = driver_for(EXIT__PROBE_EVERY_STEPS="8")
-    scheduler = driver.scheduler
-    monkeypatch.setattr(
-        scheduler.policy_parts.cut, "_budget", lambda plan: plan.shape.decode_tokens + 1
-    )
-    for number in range(3):
-        driver.add(thinker(f"r{number}", 200, prompt_tokens=31))
-    driver.add(Job("answers", (65,) * 8, None, 200))
-    while len(scheduler.running) < 4:
-        driver.step()
-    seen, begun = watch(driver), driver.steps
-    for _ in range(60):
-        driver.step()
-    steps = Counter(each.step for each in seen)
-    # One in a step, and seven steps without in between.
-    assert 5 <= len(steps) <= (driver.steps - begun) / 8 + 1
-    assert set(steps.values()) == {1}
-
-
 def test_a_padded_probe_keeps_no_request_out(monkeypatch, demo_model):
     """vLLM pads one token to a decode with drafts, and admits no request if they do not fit."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

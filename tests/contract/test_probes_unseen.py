@@ -1,9 +1,10 @@
-"""Counts of requests leave probes out: data-parallel load, idleness, statistics."""
+"""Counts of requests leave probes out, and a lowered budget does not."""
 
 from collections import defaultdict
 
 import pytest
 from exit_driver import exit_driver, is_empty, thinker
+from scheduler_driver import Job
 from vllm.v1.request import RequestStatus
 
 # Probed at every turn, and closed by none.
@@ -112,3 +113,18 @@ def test_no_client_is_told_that_a_probe_is_over(driver):
     driver.drain()
     assert scheduler.early_exit.probes.num_probes > 5
     assert told <= set(NAMES)
+
+
+def test_a_lowered_budget_has_room_for_a_probe(driver, monkeypatch):
+    """With large blocks none would fit in a step beside an answer, as long as one answers."""
+    scheduler = driver.scheduler
+    cut, probes = scheduler.policy_parts.cut, scheduler.early_exit.probes
+    monkeypatch.setattr(cut, "_budget", lambda plan: plan.shape.decode_tokens + 1)
+    driver.add(Job("answers", (65,) * 8, None, 200))
+    while len(scheduler.running) < 1 + len(NAMES):
+        driver.step()
+    before = probes.num_probes
+    for _ in range(40):
+        driver.step()
+    assert probes.num_probes - before >= 5
+    driver.drain()

@@ -162,8 +162,10 @@ class EarlyExit(SchedulerPart):
         self._may_probe = mode == "enforce" and is_probing(self.config)
         if mode == "enforce":
             return
-        for watched in self.requests.values():
-            if self._scheduler.request_states.of(watched.request).options.meridian_exit is None:
+        states = self._scheduler.request_states
+        for name, watched in self.requests.items():
+            state = states.get(name)  # None: one that a failed hook has left
+            if state is None or state.options.meridian_exit is None:
                 watched.stop_acting()
                 if self.probes is not None:
                     self.probes.cancel(watched)
