@@ -202,6 +202,17 @@ class PrefillBudget:
                 self._pause = graph_room, gap * self._launched_s(shape, prefill, before)
         return min(shape.decode_tokens + prefill, settings.full_tokens)
 
+    def probe_budget(self, shape: StepShape, budget: int) -> int:
+        """The most tokens to which a lowered budget may be raised for a probe of large blocks.
+
+        Not in a step that only decodes, and not beyond the captured graph.
+        """
+        room = self._model.graph_room(shape)
+        if budget <= shape.decode_tokens:
+            return budget
+        is_launched = room is None or budget > shape.decode_tokens + room
+        return self._settings.full_tokens if is_launched else shape.decode_tokens + (room or 0)
+
     def _room(
         self, shape: StepShape, target_s: float, before: int, patient_s: float, now_s: float
     ) -> PrefillAllowance | None:

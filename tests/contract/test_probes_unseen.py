@@ -119,7 +119,7 @@ def test_a_lowered_budget_has_room_for_a_probe(driver, monkeypatch):
     """With large blocks none would fit in a step beside an answer, as long as one answers."""
     scheduler = driver.scheduler
     cut, probes = scheduler.policy_parts.cut, scheduler.early_exit.probes
-    monkeypatch.setattr(cut, "_budget", lambda plan: plan.shape.decode_tokens + 1)
+    monkeypatch.setattr(cut._cut, "token_budget", lambda shape, *_: shape.decode_tokens + 1)
     driver.add(Job("answers", (65,) * 8, None, 200))
     while len(scheduler.running) < 1 + len(NAMES):
         driver.step()

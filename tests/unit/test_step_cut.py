@@ -395,6 +395,14 @@ def test_where_the_smallest_chunk_is_in_time_a_step_is_no_longer(least):
     assert usual - 30 >= least
 
 
+def test_a_budget_is_raised_for_a_probe_within_the_graph_alone():
+    """Not in a step that decodes only; beyond the graph where the step is launched anyway."""
+    one = cut(in_pieces())
+    raised = {budget: one.probe_budget(SHAPE, budget) for budget in (30, 31, 256, 257)}
+    assert raised == {30: 30, 31: 256, 256: 256, 257: FULL}
+    assert cut(trained()).probe_budget(SHAPE, 31) == FULL
+
+
 def test_where_decoding_takes_longer_than_readers_notice_nothing_changes():
     """A decode of 45 ms, and 30 ms more with any prefill."""
 

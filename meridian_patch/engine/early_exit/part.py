@@ -162,9 +162,8 @@ class EarlyExit(SchedulerPart):
         self._may_probe = mode == "enforce" and is_probing(self.config)
         if mode == "enforce":
             return
-        states = self._scheduler.request_states
         for name, watched in self.requests.items():
-            state = states.get(name)  # None: one that a failed hook has left
+            state = self._scheduler.request_states.get(name)  # None: a failed hook has left it
             if state is None or state.options.meridian_exit is None:
                 watched.stop_acting()
                 if self.probes is not None:
@@ -314,7 +313,8 @@ class EarlyExit(SchedulerPart):
             self.probes.rest()
             self.probes.share_seats(is_kept=self._keeps_seats)
             if plan.may_probe:
-                plan.token_budget = self.probes.offer(plan.token_budget, plan.arrivals)
+                budget, most = plan.token_budget, plan.probe_budget
+                plan.token_budget = self.probes.offer(budget, plan.arrivals, most)
 
     def user_seats(self, all_seats: int) -> int | None:
         """How many requests may run, including the offered probes; None: no limit of its own.

@@ -210,7 +210,7 @@ class Probes:
             self.recall()
 
     def offer(
-        self, token_budget: int | None = None, arrivals: ArrivalOrder | None = None
+        self, token_budget: int | None = None, arrivals: ArrivalOrder | None = None, most: int = 0
     ) -> int | None:
         """Put due probes at the front of the waiting queue; call before a step is scheduled.
 
@@ -218,6 +218,7 @@ class Probes:
             token_budget: the step's budget if it is lower than the engine's; else None.
             arrivals: holds the true arrival times of running requests where others stand in for
                 them during the step.
+            most: to which that budget may be raised.
 
         Returns:
             The budget, with room for one probe: of large blocks each probe computes much again.
@@ -228,13 +229,14 @@ class Probes:
         waiting = self._scheduler.waiting
         # Before those of its priority that wait, under a policy by priority and arrival.
         front_s = waiting.peek_request().arrival_time - _MOMENT_S if waiting else math.inf
-        for due in self._choose(token_budget):
+        for due in self._choose(token_budget, most):
             name = next(self._names)
             parent = due.parent
             own_s = arrivals.true_s(parent) if arrivals else parent.arrival_time
             request = self._make(name, due, min(own_s, front_s))
             del self.due[due.parent.request_id]
             if not self._is_in_cache(request, due):
+                self._missing_tokens = 0
                 continue
             self.live[name] = due
             due.watched.probe_id = name
@@ -250,7 +252,7 @@ class Probes:
         admit one, starts a pause of ``every_steps`` - 1 steps; any other step with tokens shortens
         the pause by one. There is no pause while the step had too few tokens or seats for all
         that are due: with a budget that the policy lowers, a step in ``every_steps`` would not keep
-        up. There is one where the limit of live probes kept some out, or it would bound nothing.
+        up. There is one where the limit of live probes kept some out, or the budget was raised.
         """
         if output.total_num_scheduled_tokens:
             self._pause_steps = max(self._pause_steps - 1, 0)
@@ -316,14 +318,12 @@ class Probes:
     def _abort(self, name: str) -> None:
         self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def _choose(self, token_budget: int | None) -> list[Due]:
+    def _choose(self, token_budget: int | None, most_budget: int) -> list[Due]:
         """The due probes that the next step has room for, the longest due first."""
         chosen: list[Due] = []
         most, seats = self._num_allowed(), min(free_seats(self._scheduler), self.seats.places)
-        tokens_left, most_tokens = self._num_tokens_left(token_budget), 0
-        if token_budget and not any(each.is_prefill_chunk for each in self._scheduler.running):
-            # A prompt in progress would take what the budget is raised by.
-            most_tokens = self._num_tokens_left(None)
+        tokens_left = self._num_tokens_left(token_budget)
+        most_tokens = self._num_tokens_left(most_budget) if most_budget else 0
         context_left = self._limits.context_tokens
         blocks_left, manager = self._num_blocks_left(), self._scheduler.kv_cache_manager
         for due in self.due.values():

@@ -65,9 +65,11 @@ def build_engine_client(original: type) -> type:
                 # Load-bearing: vLLM's server ends when its requests have, and EngineCore does not
                 # know these.
                 self.meridian_legs.end()
+            # Load-bearing: vLLM shuts the client of an engine that died down, too.
+            is_lost = self.resources.engine_dead
             super().shutdown(left_s)
             # A program may end its engine and go on.
-            status.publish(is_server=None)
+            status.publish(is_server=is_lost or None)
 
     return MovingClient
 

@@ -88,6 +88,9 @@ class Displacing(SchedulerPart):
     def before_schedule(self, plan: StepPlan) -> None:
         if not (plan.is_contended and plan.may_admit):
             return
+        if plan.is_cut and not plan.prefill_tokens:
+            # The room would be used in a later step, and answers would take some of it.
+            return
         scheduler = self._scheduler
         rows = len(scheduler.running)
         self.make_room(plan)
@@ -98,7 +101,7 @@ class Displacing(SchedulerPart):
             shape = self._load.decodes()
             if plan.token_budget is not None:
                 # A prompt gets no longer chunk: it would need more blocks than were made free.
-                plan.token_budget -= plan.shape.decode_tokens - shape.decode_tokens
+                plan.token_budget = shape.decode_tokens + plan.prefill_tokens
             plan.shape = shape
             plan.may_probe = False
             if scheduler.connector or scheduler.aux_output_connector:

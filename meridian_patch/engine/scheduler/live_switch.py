@@ -59,7 +59,7 @@ class LiveSwitch:
         """
         scheduler, early_exit = self._scheduler, self._scheduler.early_exit
         return {
-            "rank": int(scheduler.vllm_config.parallel_config.data_parallel_rank),
+            "rank": int(scheduler.vllm_config.parallel_config.data_parallel_index),
             "policy": "noop" if self._is_off else self._started_as,
             "exit": early_exit.config.mode if early_exit else "off",
             "started_as": f"{self._started_as}, {self._most}",

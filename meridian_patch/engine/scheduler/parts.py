@@ -47,6 +47,7 @@ class StepPlan:
     Attributes:
         may_prefill: whether upstream may compute prompts in the step.
         token_budget: tokens of all requests together.
+        probe_budget: to which a lowered ``token_budget`` may be raised for one probe; 0: not.
         max_active: requests that may run beside probes.
         num_probes: live probes, which may run beside so many requests.
         seats: requests and probes that may run.
@@ -68,6 +69,7 @@ class StepPlan:
 
     may_prefill: bool = True
     token_budget: int | None = None
+    probe_budget: int = 0
     max_active: int | None = None
     num_probes: int = 0
     seats: int | None = None
@@ -93,6 +95,11 @@ class StepPlan:
     def is_cut(self) -> bool:
         """Whether the step has fewer tokens than the engine's own budget."""
         return self.token_budget is not None
+
+    @property
+    def prefill_tokens(self) -> int:
+        """What a lowered budget leaves to prompts; 0 where it is not lowered."""
+        return max((self.token_budget or 0) - self.shape.decode_tokens, 0)
 
     @property
     def may_admit(self) -> bool:

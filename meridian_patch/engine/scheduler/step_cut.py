@@ -173,9 +173,14 @@ class StepCut(SchedulerPart):
                 owed = self._owed_tokens(plan, prompts[0])
         rest = prompts[0].num_tokens - prompts[0].num_computed_tokens if prompts else 0
         patient_s = self._patient_s(plan) / stages
-        return self._cut.token_budget(
+        budget = self._cut.token_budget(
             plan.shape, before, target_s, plan.now_s, least, owed, rest, patient_s
         )
+        has_target = self._itl_s is not None or self._states.impatient
+        # Prompts in progress, and requests with blocks that wait, would take what it is raised by.
+        if not (has_target or prompts or self._scheduler.kv_holding_waiting):
+            plan.probe_budget = self._cut.probe_budget(plan.shape, budget)
+        return budget
 
     def _target_s(self, default_s: float) -> float:
         """The tightest inter-token latency requested; ``default_s`` if none is configured."""
