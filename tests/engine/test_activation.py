@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
@@ -50,7 +51,9 @@ def assert_live_in_engine_core(reports: list[dict], launcher_pid: int) -> None:
 def test_vllm_plugins_patches_a_server(demo_model, tmp_path):
     """VLLM_PLUGINS=meridian_patch patches EngineCore and exports metrics from the API server."""
     command = [*API_SERVER, "--model", str(demo_model), *PARSER]
-    with Server(command, PATCHED, tmp_path, is_cold=True) as server:
+    # So that it goes on when its engine has ended.
+    env = {**PATCHED, "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
+    with Server(command, env, tmp_path, is_cold=True) as server:
         reply = server.chat(QUESTION, max_tokens=200)
         reports, metrics = server.status(), server.get("/metrics")
         assert_live_in_engine_core(reports, server.pid)
@@ -82,11 +85,12 @@ def assert_status_shows_server_and_engine(server: Server, model: Path) -> None:
     assert lines[0] == f"API server  pid {server.pid}  port {server.port}"
     assert f"  engine_core  pid {engine.pid}" in lines
     assert str(model) in "".join(text.split())
-    # An API server that works ends when it sees its engine end.
-    psutil.Process(server.pid).suspend()
     engine.kill()
+    deadline = time.monotonic() + 60
+    while "engine core exited unexpectedly" not in server.log.read_text():
+        assert time.monotonic() < deadline, "the API server has not seen its engine end"
+        time.sleep(0.2)
     code, text = shown()
-    psutil.Process(server.pid).resume()
     assert code == 1
     assert f"\n  engine_core  pid {engine.pid}  has ENDED" in text
 
