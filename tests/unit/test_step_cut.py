@@ -216,15 +216,12 @@ def test_a_lone_prompt_beside_answers_ends_in_bounded_time(tokens, cadence):
     assert seconds(bounded) <= 3 * seconds(lambda *_: FULL)
 
 
-def test_nothing_is_owed_before_there_is_data():
-    assert cut().owed_tokens(SHAPE, PromptRest(1000, 0, 0, 0.0), 1) == 0
-
-
-def test_nothing_is_owed_where_decoding_is_thought_to_take_no_time():
-    """As of a step of a pipeline in which no request is due."""
+def test_nothing_is_owed_before_there_is_data_or_where_decoding_is_thought_to_take_no_time():
+    """The latter as of a step of a pipeline in which no request is due."""
     known = cut(trained())
     known._model.decode_seconds = lambda _: 0.0
-    assert known.owed_tokens(SHAPE, PromptRest(1000, 0, 0, 0.0), 1) == 0
+    for one in (cut(), known):
+        assert one.owed_tokens(SHAPE, PromptRest(1000, 0, 0, 0.0), 1) == 0
 
 
 def test_a_prompt_that_is_late_gets_half_of_the_time():
@@ -413,12 +410,10 @@ def test_where_decoding_takes_longer_than_readers_notice_nothing_changes():
             model.observe(prefilling(tokens), 0.045 + (0.03 if tokens else 0) + 2e-5 * tokens)
         return model
 
-    budgets = [
-        [cut(engine()).token_budget(SHAPE, 0, 0.054, 0.1 * place, patient_s=patient_s)]
-        for patient_s in (UNNOTICED_S, 0.0)
-        for place in range(4)
-    ]
-    assert budgets[:4] == budgets[4:]
+    for now_s in (0.0, 0.1, 0.2, 0.3):
+        one, other = cut(engine()), cut(engine())
+        budget = one.token_budget(SHAPE, 0, 0.054, now_s, patient_s=UNNOTICED_S)
+        assert budget == other.token_budget(SHAPE, 0, 0.054, now_s, patient_s=0.0)
 
 
 def test_a_pause_between_launches_holds_nobody_up():
