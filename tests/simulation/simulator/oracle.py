@@ -14,6 +14,8 @@ from simulator.grammar import GrammarState, grammar_rules
 THINK_START, THINK_END, TURN_END, NEWLINE = 256, 257, 259, 10
 STOP_TOKEN = 7
 _FILLER = 98
+# Tokens after which who may not open another thought ends the turn.
+GIVES_UP = 12
 WRAP_UP = "so.it.ends"
 # The tiny reasoner's tokenizer has a token per character.
 WRAP_UP_IDS = tuple(ord(letter) - ord("!") for letter in WRAP_UP)
@@ -168,7 +170,7 @@ class Speaker:
         behind = index - answer_tokens
         if behind < 0:
             return _word(self._script.seed, index, 97)
-        if turn + 1 < len(turns) and self._starts:
+        if turn + 1 < len(turns) and self._starts and behind < GIVES_UP:
             return self._starts[0][behind % len(self._starts[0])]
         return TURN_END
 

@@ -127,8 +127,11 @@ class Workload:
                     kind = "plain"
             if kind == "sessions":
                 most = {"starving": 0, "tight": 1, "ample": 4}[self._case.pool]
-                # Load-bearing: vLLM 0.32 fails where drafts stand behind a session's stop.
+                # Load-bearing: vLLM 0.32 fails where drafts stand behind a session's stop. What was
+                # sampled ahead of one is computed again with the next chunk, which vLLM's worker
+                # side of routed experts takes for an error.
                 is_served = self._case.connector == "none" and not self._case.drafts
+                is_served &= not self._case.experts
                 if not is_served or self._num_sessions >= most:
                     kind = "thinkers"
                 self._num_sessions += kind == "sessions"
