@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,32 @@ def test_a_release_is_attested() -> None:
     (job,) = read(path)["jobs"].values()
     assert job["permissions"] == dict.fromkeys(("attestations", "contents", "id-token"), "write")
     assert read(GITHUB / "workflows" / "ci.yml")["permissions"] == {"contents": "read"}
+
+
+def test_alerts_of_a_release_name_whole_addresses(tmp_path: Path) -> None:
+    """The step itself, on the alerts themselves."""
+    (run,) = (
+        step["run"] for step in steps(GITHUB / "workflows" / "release.yml")
+        if "runbook_url" in step.get("run", "")
+    )  # fmt: skip
+    given = {"SERVER_URL": "https://example.com", "REPOSITORY": "o/r", "REF_NAME": "v1.2.3"}
+    env = {"PATH": "/usr/bin:/bin", **{f"GITHUB_{name}": value for name, value in given.items()}}
+    shutil.copytree(ROOT / "configs" / "prometheus", tmp_path / "configs" / "prometheus")
+    subprocess.run(["bash", "-euc", run], cwd=tmp_path, env=env, check=True)
+    rules = [rule for group in read(tmp_path / "alerts.yml")["groups"] for rule in group["rules"]]
+    pages = {rule["annotations"]["runbook_url"] for rule in rules}
+    begin = "https://example.com/o/r/blob/v1.2.3/"
+    assert pages
+    assert all((ROOT / page.removeprefix(begin)).is_file() for page in pages)
+    assert all(page.startswith(begin) for page in pages)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_those_that_were_looked_at(path: Path) -> None:
+    """A tag may be moved to other code, a commit not."""
+    used = [step["uses"] for step in steps(path) if "uses" in step]
+    assert used
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", each) for each in used)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
