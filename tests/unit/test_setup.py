@@ -44,12 +44,26 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+# Of pip, whose index has no CPU build of torch.
+WITHOUT_TORCH = """#!/bin/sh
+echo "$@" >> "{calls}"
+case "$*" in
+*--extra-index-url*) {answer} ;;
+*cpu,bench*) false ;;
+esac || {{ echo "ERROR: No matching distribution found for torch==2.13.0+cpu"; exit 1; }}
+"""
+
+
 def install(
-    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, flag: str, answer: str
+    setup: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    answer: str,
+    python: str = PYTHON,
 ) -> list[str]:
     """Run the script with a pretended interpreter; returns the calls of pip."""
     calls = setup.ROOT / "calls"
-    setup.PYTHON.write_text(PYTHON.format(calls=calls, answer=answer))
+    setup.PYTHON.write_text(python.format(calls=calls, answer=answer))
     setup.PYTHON.chmod(0o755)
     monkeypatch.setattr(sys, "argv", ["setup", flag])
     setup.main()
@@ -93,6 +107,25 @@ def test_the_cpu_build_needs_no_cuda(setup: ModuleType, monkeypatch: pytest.Monk
     """The CPU build is installed, and what only the CUDA build can use is removed."""
     calls = install(setup, monkeypatch, "--cpu", "echo 2.13.0+cpu None")
     assert [call.split()[4] for call in calls] == ["install", "uninstall"]
+
+
+def test_a_cpu_build_of_torch_that_no_configured_index_has_comes_from_pytorchs(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for whoever has configured nothing: PyPI has none."""
+    first, second, last = install(setup, monkeypatch, "--cpu", "true", WITHOUT_TORCH)
+    assert second == f"{first} --extra-index-url {setup.CPU_INDEX}"
+    assert "uninstall" in last
+    assert setup.read_stamp()[0] == "cpu"
+
+
+def test_an_index_that_cannot_be_reached_is_named(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        install(setup, monkeypatch, "--cpu", "false", WITHOUT_TORCH)
+    assert setup.CPU_INDEX in str(ended.value.code).splitlines()[-1]
+    assert setup.read_stamp()[1] == "unfinished"
 
 
 def test_the_question_is_one_that_torch_answers(setup: ModuleType) -> None:
