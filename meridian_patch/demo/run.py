@@ -2,9 +2,9 @@
 
 Four servers of the tiny reasoner: stock vLLM, stock vLLM again (what these two differ by is chance,
 and so is as much between the others), patched, and patched with the early exit that was calibrated
-for this model. Without a GPU they run on an emulated one: a step lasts as long as its cost model
-says, whatever this machine takes. They take turns on several short traces. All first requests of a
-trace come at once, so that the queues are alike on a slower machine. ``python -P -m
+for this model. They run on an emulated GPU, beside a real one, too: a step lasts as long as its
+cost model says, whatever this machine takes. They take turns on several short traces. All first
+requests of a trace come at once, so that the queues are alike on a slower machine. ``python -P -m
 meridian_patch.demo.run`` is ``meridian bench serve`` with settings that suit any machine. It takes
 the same options; only ``--seeds`` is a number.
 """
@@ -20,7 +20,6 @@ from meridian_patch.bench.options import read_whole
 from meridian_patch.bench.served.arms import NOOP
 from meridian_patch.bench.served.command import add_serve, run_serve
 from meridian_patch.bench.served.plan import SIZES
-from meridian_patch.emulation.device import gpu_file
 from meridian_patch.emulation.options import DEFAULT_DEVICE
 
 _MODULE = "meridian_patch.demo.run"
@@ -77,8 +76,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = serve.parse_args([*_DEFAULTS.split(), *traces, *others])
     if not has_trace and parsed.pause is None and parsed.pause_tokens is None:
         parsed.pause_tokens = _PAUSE_TOKENS
-    if parsed.emulate is None and parsed.model is None and not own.bare and gpu_file() is None:
-        parsed.emulate = DEFAULT_DEVICE
+    if parsed.emulate is None and parsed.model is None and not own.bare:
+        parsed.emulate, parsed.emulate_beside_gpu = DEFAULT_DEVICE, True
     if parsed.emulate is not None and parsed.blocks is None:
         # The device's own pool would hold all of so short a trace.
         parsed.blocks = str(SIZES[parsed.workload][0])

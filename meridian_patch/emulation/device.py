@@ -113,18 +113,13 @@ def device_of(env: Mapping[str, str]) -> EmulatedDevice:
     return load_device(name, tokens)
 
 
-def gpu_file() -> Path | None:
-    """The device file of a GPU's driver, where this machine has one."""
-    return next((path for path in _GPU_FILES if path.exists()), None)
-
-
 def check_machine(*, is_allowed_beside_gpu: bool) -> None:
     """Refuse to emulate a GPU where there is a real one.
 
     Raises:
         ConfigError: a GPU's driver is here, and nothing says that it may be left idle.
     """
-    found = gpu_file()
+    found = next((path for path in _GPU_FILES if path.exists()), None)
     if found is not None and not is_allowed_beside_gpu:
         raise ConfigError(
             f"this machine has a GPU ({found}), and --emulate would leave it idle; serve without "

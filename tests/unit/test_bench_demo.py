@@ -98,7 +98,7 @@ def gpu(monkeypatch, tmp_path):
     return path
 
 
-def test_the_demo_plays_on_an_emulated_gpu_where_there_is_none(gpu, tmp_path):
+def test_the_demo_plays_on_an_emulated_gpu(gpu, tmp_path):
     """In the short pool of its workload; not for another model, and not where it is told."""
     assert (parse([]).emulate, parse([]).blocks) == ("h100-32b-dense", "72")
     assert parse(["--blocks", "96"]).blocks == "96"
@@ -106,7 +106,17 @@ def test_the_demo_plays_on_an_emulated_gpu_where_there_is_none(gpu, tmp_path):
     assert (parse(["--bare"]).emulate, parse(["--bare"]).blocks) == (None, None)
     assert parse(["--model", str(tmp_path)]).emulate is None
     gpu.touch()
-    assert parse([]).emulate is None
+    assert (parse([]).emulate, parse([]).emulate_beside_gpu) == ("h100-32b-dense", True)
+
+
+def test_a_build_that_cannot_emulate_is_refused(capsys, monkeypatch, gpu):
+    """Before a server starts, with the ways on."""
+    gpu.touch()
+    monkeypatch.setattr(plan, "accelerator_name", lambda: "NVIDIA H200")
+    code, err = run(capsys)
+    assert code == 1
+    assert "this vLLM runs on NVIDIA H200, and only its CPU build can emulate" in err
+    assert "scripts/setup --cpu" in err
 
 
 def test_the_demo_pauses_in_tokens_unless_told_otherwise(tmp_path):

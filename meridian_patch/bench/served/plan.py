@@ -119,6 +119,11 @@ def _device(parsed: argparse.Namespace) -> EmulatedDevice | None:
     if parsed.emulate is None:
         return None
     check_machine(is_allowed_beside_gpu=parsed.emulate_beside_gpu)
+    if (accelerator := accelerator_name()) is not None:
+        raise BenchError(
+            f"--emulate {parsed.emulate}: this vLLM runs on {accelerator}, and only its CPU build "
+            "can emulate (in a clone: scripts/setup --cpu); the demo runs on the GPU with --bare"
+        )
     return load_device(parsed.emulate, parsed.emulate_tokens)
 
 
