@@ -13,6 +13,7 @@
 ``MERIDIAN_PATCH_EMULATE_TOKENS`` tokens that one token of the served model stands for there
 ``MERIDIAN_PATCH_EMULATE_REPORT`` file in which that worker says how late it was
 ``XDG_RUNTIME_DIR``               the user's runtime directory; status goes there when it is set
+``VLLM_API_KEY``                  vLLM's own: its server's API key
 ``VLLM_PLUGINS``                  vLLM's own list of plugins to load
 ``VLLM_USE_RUST_FRONTEND``        vLLM's own: its front end is the one in Rust
 ``VLLM_RUST_FRONTEND_PATH``       vLLM's own: where that is; empty: none

@@ -1,6 +1,13 @@
-"""Checks values that several of these commands take."""
+"""Options that several of these commands take."""
 
 import argparse
+from pathlib import Path
+
+from meridian_patch import envs
+from meridian_patch.config.key_file import read_key
+from meridian_patch.operate.http_client import ServerClient, ServerError
+
+_KEY_FILE = "--api-key-file"
 
 
 def seconds(text: str) -> float:
@@ -14,3 +21,27 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return value
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the file of a server's API key."""
+    text = "file with the server's API key; of a server on this machine also VLLM_API_KEY is tried"
+    parser.add_argument(_KEY_FILE, type=Path, help=text)
+
+
+def api_key(parsed: argparse.Namespace, url: str | None) -> str | None:
+    """The API key for the server at ``url``: of the file, or of vLLM's own variable.
+
+    The variable holds the key of a server here, which another host must not get.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
+    if parsed.api_key_file is not None or url is None:
+        return read_key(parsed.api_key_file, _KEY_FILE)
+    try:
+        is_local = ServerClient(url).is_local
+    except ServerError:
+        # Whoever asks it says what is wrong.
+        return None
+    return envs.environment().get("VLLM_API_KEY") if is_local else None

@@ -2,14 +2,13 @@
 
 import argparse
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Final, get_args
 
-from meridian_patch.config.key_file import read_key
 from meridian_patch.config.policy import PolicyName
 from meridian_patch.config.schema import ExitMode
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.http_client import Reply, ServerClient, read_object
+from meridian_patch.operate.options import add_api_key, api_key
 
 _PATH: Final = "/v1/meridian/policy"
 _DEFAULT_URL: Final = "http://localhost:8000"
@@ -31,7 +30,7 @@ def add_policy(commands: Any) -> None:
     switched.add_argument("--exit", choices=get_args(ExitMode), help="mode of early exit")
     for each in (shown, switched):
         each.add_argument("--url", default=_DEFAULT_URL, help=f"default {_DEFAULT_URL}")
-        each.add_argument("--api-key-file", type=Path, help="file with the server's API key")
+        add_api_key(each)
     shown.set_defaults(run=_show)
     switched.set_defaults(run=_set)
 
@@ -50,8 +49,7 @@ def _set(parsed: argparse.Namespace) -> int:
 
 
 def _server(parsed: argparse.Namespace) -> ServerClient:
-    key = read_key(parsed.api_key_file, "--api-key-file")
-    return ServerClient(parsed.url, key, _LIMIT_S)
+    return ServerClient(parsed.url, api_key(parsed, parsed.url), _LIMIT_S)
 
 
 def _print(url: str, reply: Reply) -> int:

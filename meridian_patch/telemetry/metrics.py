@@ -407,10 +407,9 @@ METRICS: Final = (
         help="Estimate of the think tokens that early exit saves, by mode.",
         operator=(
             "`observe`: tokens between the verdict and the thought's own end, which `enforce` "
-            "would have saved, of requests in mode `observe`. `enforce`: for each closed thought, "
-            "how much longer thoughts of its length went on that ended by themselves; none before "
-            "20 of those. Thoughts that were closed are missing among them, so it is rather too "
-            "low"
+            "would have saved, of requests in mode `observe`. `enforce`: a guess, how much longer "
+            "thoughts of its length went on that ended by themselves; none before 20 of those. "
+            "Where none went on for longer, as behind a bound, half of the closed length is assumed"
         ),
     ),
     Metric(

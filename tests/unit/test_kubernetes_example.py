@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "kubernetes"
 README = (EXAMPLE / "README.md").read_text()
 DOCKERFILE = (EXAMPLE / "Dockerfile").read_text().splitlines()
+(VLLM,) = (line.removeprefix("ARG VLLM=") for line in DOCKERFILE if line.startswith("ARG "))
 GATEWAY_TEST = ROOT / "tests" / "engine" / "test_gateway.py"
 # Oldest and newest release that the manifests are for.
 RELEASES = ("1.29", "1.37")
@@ -261,7 +262,7 @@ def test_readme_builds_the_images_of_the_pods():
     stages = [line.split()[1:] for line in DOCKERFILE if line.startswith("FROM ")]
     # The last stage is built where none is named.
     assert [each[2:] for each in stages] == [[gateway["--target"]], []]
-    assert f"`{stages[-1][0]}`" in README
+    assert f"`{stages[-1][0].replace('${VLLM}', VLLM)}`" in README
 
 
 def test_the_image_has_the_releases_of_the_project():
@@ -270,7 +271,7 @@ def test_the_image_has_the_releases_of_the_project():
         each for each in project["project"]["optional-dependencies"]["cuda"] if "vllm=" in each
     ]
     release = vllm.partition("==")[2]
-    assert f"FROM vllm/vllm-openai:v{release}" in DOCKERFILE
+    assert f"v{release}" == VLLM
     for template in ENGINES.values():
         assert container(template)["image"].endswith(f":{release}")
     router = re.search(r"vllm-router==[\d.]+", (ROOT / "scripts" / "setup").read_text())

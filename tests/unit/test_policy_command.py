@@ -1,5 +1,6 @@
 """``meridian policy``: what it asks a server, and what it says of the replies."""
 
+import argparse
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -7,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from meridian_patch.cli import main
+from meridian_patch.operate.options import add_api_key, api_key
 
 IN_FORCE = {"rank": 0, "policy": "noop", "exit": "observe", "started_as": "latency, observe"}
 
@@ -16,6 +18,7 @@ class Replies:
 
     def __init__(self) -> None:
         self.status, self.body, self.asked = 200, {"engines": [IN_FORCE]}, []
+        self.keys = []
         replies = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -25,6 +28,7 @@ class Replies:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 replies.asked.append((self.command, self.path, self.rfile.read(length).decode()))
+                replies.keys.append(self.headers.get("Authorization"))
                 self.send_response(replies.status)
                 self.end_headers()
                 self.wfile.write(json.dumps(replies.body).encode())
@@ -98,6 +102,25 @@ def test_what_an_engine_refuses_fails(server, capsys) -> None:
     server.body["engines"].append(IN_FORCE | {"refused": "exit is 'enforce', expected at most"})
     assert run("set", "noop", "--exit", "enforce", "--url", server.url) == 1
     assert "engine 0  refused: exit is 'enforce', expected at" in capsys.readouterr().out
+
+
+def test_vllms_own_variable_is_the_key_of_a_server_here(server, monkeypatch, tmp_path) -> None:
+    """As in the container of a pod; a file that is named comes first."""
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-server")
+    assert run("show", "--url", server.url) == 0
+    file = tmp_path / "key"
+    file.write_text("of-the-file")
+    assert run("show", "--url", server.url, "--api-key-file", str(file)) == 0
+    assert server.keys == ["Bearer of-the-server", "Bearer of-the-file"]
+
+
+def test_no_other_host_gets_that_key(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-server")
+    parser = argparse.ArgumentParser()
+    add_api_key(parser)
+    assert api_key(parser.parse_args([]), "http://elsewhere.example:8000") is None
+    assert api_key(parser.parse_args([]), "localhost:8000") == "of-the-server"
+    assert api_key(parser.parse_args([]), None) is None
 
 
 def test_without_a_wish(capsys) -> None:

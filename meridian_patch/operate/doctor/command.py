@@ -4,7 +4,6 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Container, Iterable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,11 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from meridian_patch import __version__, envs
-from meridian_patch.config.key_file import read_key
 from meridian_patch.errors import ConfigError
 from meridian_patch.operate.doctor.finding import Finding, State
 from meridian_patch.operate.doctor.run import Plan, find_all
-from meridian_patch.operate.options import seconds
+from meridian_patch.operate.options import add_api_key, api_key, seconds
 
 # As shells report a program that an interrupt ended.
 _INTERRUPTED = 130
@@ -45,7 +43,7 @@ def add_doctor(commands: Any) -> None:
         help="also check the hand-off from that server to this answer engine; may be given several "
         "times (handoff.answer_urls)",
     )
-    doctor.add_argument("--api-key-file", type=Path, help="file with the server's API key")
+    add_api_key(doctor)
     doctor.add_argument(
         "--limit-s",
         type=seconds,
@@ -66,7 +64,7 @@ def _run(parsed: argparse.Namespace) -> int:
         model=parsed.model,
         reasoning_parser=parsed.reasoning_parser,
         url=parsed.url,
-        api_key=read_key(parsed.api_key_file, "--api-key-file"),
+        api_key=api_key(parsed, parsed.url),
         answer_urls=tuple(parsed.answer),
         limit_s=parsed.limit_s,
         is_quick=parsed.quick,

@@ -14,10 +14,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from meridian_patch.config.key_file import read_key
 from meridian_patch.errors import MeridianError
 from meridian_patch.operate.http_client import ServerClient
-from meridian_patch.operate.options import seconds
+from meridian_patch.operate.options import add_api_key, api_key, seconds
 from meridian_patch.operate.top.keys import is_asked_to_quit, single_keys
 from meridian_patch.operate.top.render import WIDTH, render
 from meridian_patch.operate.top.source import LiveServer, recorded
@@ -43,7 +42,7 @@ def add_top(commands: Any) -> None:
     top.add_argument("--json", action="store_true", dest="as_json", help="one object per window")
     top.add_argument("--record", type=Path, help="also append the scrapes to this file")
     top.add_argument("--replay", type=Path, help="show the scrapes of this file, ask no server")
-    top.add_argument("--api-key-file", type=Path, help="file with the server's API key")
+    add_api_key(top)
     top.set_defaults(run=_run)
 
 
@@ -69,8 +68,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _server(parsed: argparse.Namespace) -> LiveServer:
-    key = read_key(parsed.api_key_file, "--api-key-file")
-    return LiveServer(ServerClient(parsed.url, key), parsed.record)
+    return LiveServer(ServerClient(parsed.url, api_key(parsed, parsed.url)), parsed.record)
 
 
 def _replay(parsed: argparse.Namespace) -> int:

@@ -137,8 +137,11 @@ TAIL = """## Left out
 - **The example connector in a KV pool that is too small, or with prompts in chunks.** Stock vLLM
   then loads blocks that are not the request's.
 - **SimpleCPUOffloadConnector and LMCache.** Their workers need a GPU, or a package of their own.
-  What the scheduler does with them is tested without an engine
-  (`tests/contract/test_offloaded.py`).
+  What the scheduler does with the former is tested without an engine
+  (`tests/contract/test_offloaded.py`). `LMCacheConnectorV1` was not run; EAT is off beside it.
+- **Drafts of EAGLE, EAGLE-3, MTP and Medusa.** Not run in an engine: no such model is small enough.
+  What the scheduler does with the blocks that EAGLE drops is simulated.
+- **Quantized weights** (AWQ, GPTQ, FP8). Not run: the package does not touch weights.
 - **Hand-off with tensor parallelism, on GPUs, and over a network.** Not run: the engines are on one
   machine, and of several ranks only data-parallel ones.
 
