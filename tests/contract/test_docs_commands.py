@@ -33,7 +33,11 @@ README = [
 # No patched process of this user runs beside the tests.
 EXIT_CODES = {"meridian status": 1}
 MODEL = "Qwen/Qwen3-8B"
-SLOW = {"meridian doctor Qwen/Qwen3-8B", "meridian doctor --url localhost:8000"}
+SLOW = {
+    "meridian doctor",
+    "meridian doctor Qwen/Qwen3-8B",
+    "meridian doctor --url localhost:8000",
+}
 SERVER = re.compile(r"(?<![\w/])(http://)?localhost:8000")
 
 

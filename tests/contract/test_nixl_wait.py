@@ -57,6 +57,7 @@ def start_agent(wait_ms: int) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.nightly
 @needs_nixl
 def test_a_thread_that_waits_leaves_the_core_to_others():
     """Stock's asks without a pause; ours is told to wait, and everything else is as it was.

@@ -78,7 +78,8 @@ def completion(server: Server, prompt: str) -> str:
     return json.loads(text)["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("mode", ["patched", pytest.param("stock", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["patched", "stock"])
 def test_a_served_token_takes_the_devices_step(mode, served, tmp_path):
     """Alone, a request gets a token per decode step; scheduling is hidden behind the step before.
 
