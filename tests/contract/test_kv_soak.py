@@ -102,7 +102,9 @@ class Traffic:
     "queue_policy", ["fcfs", pytest.param("priority", marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("mode", ["sync", "async", "deferred"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("sync", marks=pytest.mark.nightly), "async", "deferred"]
+)
 def test_nothing_leaks_and_nothing_is_miscounted(
     monkeypatch, demo_model, mode, groups, queue_policy
 ):

@@ -19,7 +19,7 @@ def is_affordable(n_rows: int, n_cols: int) -> bool:
     """The interpreter takes milliseconds per block: wide rows few at a time, many rows once."""
     if DEVICE.type == "cuda":
         return True
-    return n_rows * n_cols <= 1_500_000 and (n_rows < max(ROWS) or n_cols == 1000)
+    return n_rows * n_cols <= 600_000 and (n_rows < max(ROWS) or n_cols == 1000)
 
 
 SIZES = [(n, c) for c in COLUMNS for n in ROWS if is_affordable(n, c)]

@@ -1,6 +1,7 @@
 """`scripts/test`: which tests its lanes run, and that none fails unseen."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -103,9 +104,13 @@ def test_another_release_is_tested_beside_the_engines_of_this_one(run):
     assert code == 1
     assert len(asked) == 6
     others = "tests/simulation tests/unit/test_asks.py"
-    for chosen in ("tests/contract", others, f"{RUNNERS}::test_runner_v2"):
+    for chosen in ("tests/contract --ignore", f"{others}\n", f"{RUNNERS}::test_runner_v2\n"):
         quick = f"-m pytest -m not slow and not nightly -k not ([sync or -sync) {chosen}"
-        assert f"said by .venv-0.33.0/bin/python: -P {quick}\n" in said
+        assert f"said by .venv-0.33.0/bin/python: -P {quick}" in said
+    (left,) = (call for call in asked if "--ignore tests/contract/" in call)
+    paths = re.findall(r"--ignore (\S+)", left)
+    assert len(paths) == 7
+    assert all((ROOT / path).is_file() for path in paths)
     assert said.endswith("scripts/test: FAILED: pytest on vLLM 0.33.0, tests/contract\n")
 
 

@@ -194,17 +194,19 @@ def ratio_to_stock(arms: Sequence[ArmSummary], arm: str, name: str) -> Ratio | N
 def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
     """By how much two servers of the same code differ in one figure, as a factor.
 
-    That of ``stock-again`` over ``stock``, or its inverse where that is larger, and
-    ``LEAST_CHANCE`` at least. A ratio between its inverse and it shows nothing. Infinite where
-    only one of the two has anything of the figure. None without both arms.
+    That of ``stock-again`` over ``stock``, or its inverse where that is larger, and at least
+    ``LEAST_CHANCE``, but of accuracy, which no busy machine changes. A ratio between its inverse
+    and it shows nothing. Infinite where only one of the two has anything of the figure. None
+    without both arms.
     """
     if _pair(arms, STOCK_AGAIN) is None:
         return None
+    least = 1.0 if name == "accuracy" else LEAST_CHANCE
     ratio = ratio_to_stock(arms, STOCK_AGAIN, name)
     if ratio is not None:
-        return max(LEAST_CHANCE, ratio.value, 1 / ratio.value if ratio.value else inf)
+        return max(least, ratio.value, 1 / ratio.value if ratio.value else inf)
     again = _whole(arms)[STOCK_AGAIN]
-    return inf if any(figures.get(name) for figures in again.seeds.values()) else LEAST_CHANCE
+    return inf if any(figures.get(name) for figures in again.seeds.values()) else least
 
 
 def harm_over_stock(arms: Sequence[ArmSummary], arm: str) -> Ratio | None:

@@ -147,7 +147,7 @@ class Workload:
         """One of many: a short prompt, and few tokens."""
         ask = self._ask(rng, rng.choice(("thinkers", "plain")))
         ask.prompt = ask.prompt[-rng.randrange(8, 40) :]
-        ask.max_tokens = min(ask.max_tokens, rng.randrange(1, 30))
+        _shorten(ask, rng.randrange(1, 30))
         ask.images, ask.sampling = [], {}
         return ask
 
@@ -168,7 +168,7 @@ class Workload:
         other.prompt, other.thinks = list(first.prompt), first.thinks
         other.images, other.adapter, other.salt = first.images, first.adapter, first.salt
         other.is_embedded = first.is_embedded
-        other.max_tokens = min(other.max_tokens, self._length - len(other.prompt))
+        _shorten(other, self._length - len(other.prompt))
         return other
 
     def _session(self, rng: random.Random, tick: int) -> list[Ask]:
@@ -330,6 +330,15 @@ class Workload:
         at = rng.randrange(max(len(ask.prompt) - length - 4, 1))
         if at + length + 4 < len(ask.prompt):
             ask.images = [(at, length, f"image{rng.randrange(5)}-{length}")]
+
+
+def _shorten(ask: Ask, most: int) -> None:
+    """Let a request have no more tokens; vLLM refuses one that must have more than it may."""
+    ask.max_tokens = min(ask.max_tokens, most)
+    least = ask.sampling.get("min_tokens", 0)
+    if least > ask.max_tokens:
+        ask.sampling["min_tokens"] = ask.max_tokens
+        ask.script = replace(ask.script, least=ask.max_tokens)
 
 
 def _length_of(ask: Ask) -> float:
