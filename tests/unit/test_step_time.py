@@ -216,3 +216,17 @@ def test_no_step_pays_for_a_whole_fit(monkeypatch):
     # A round of its own when a coefficient would be negative.
     assert 0 < most <= 4
     assert fit.predict((1.0, 50.0)) == pytest.approx(linear_s(50), rel=0.1)
+
+
+def test_where_a_token_is_thought_to_take_no_time_a_launched_step_may_be_as_large_as_one_timed():
+    """Chunks above the captured graph took 26 ms, whatever their size."""
+    model, shape = StepTimeModel(), StepShape(0, 8, 4000)
+    model.graph_tokens = 256
+    for _ in range(20):
+        model.observe(shape, 0.005)
+        model.observe(StepShape(248, 8, 4000, 248 * 249 // 2), 0.017)
+    for tokens in (300, 500, 976) * 4:
+        model.observe(StepShape(tokens, 8, 4000, tokens * (tokens + 1) // 2), 0.0265)
+    model._prefill.coefficients = (0.017, 0.0, 0.0, 0.0, 0.0095)
+    rooms = [model.prefill_room(shape, seconds, 4000) for seconds in (0.004, 0.02, 0.04)]
+    assert [room.in_time for room in rooms] == [0, 248, 976]
