@@ -5,6 +5,8 @@ import time
 
 import pytest
 from scheduler_driver import TURN_END, WORD, Driver, Job, engine_config, make_prompt
+from simulator.axes import draw
+from simulator.workload import Workload
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -126,3 +128,19 @@ def test_a_request_that_sits_out_a_step_lets_one_adapter_too_many_in(demo_model)
     deliver(driver, step, {"one": [WORD]})
     with pytest.raises(AssertionError):
         scheduler.schedule()
+
+
+def test_a_turn_has_one_name_whichever_conversation_goes_on_first():
+    """So that its time is compared with that of the same turn in stock."""
+
+    def turns(*, is_reversed: bool) -> dict[str, list[int]]:
+        load = Workload(draw(26001049, 250), 4000)
+        asks = [ask for each in load.arrivals.values() for ask in each if ask.chain]
+        load.arrivals.clear()
+        for ask in reversed(asks) if is_reversed else asks:
+            load.next_turn(ask, [97, 98], 1)
+        return {ask.name: ask.prompt for each in load.arrivals.values() for ask in each}
+
+    found = turns(is_reversed=False)
+    assert len(found) > 1
+    assert found == turns(is_reversed=True)

@@ -102,7 +102,9 @@ class Workload:
         history = ask.prompt + said
         if len(history) + 40 > self._length:
             return
-        follow = self._ask(rng, "agents" if left > 1 else "conversations", history=history)
+        # A name that stock's has, too, whichever conversation goes on first there.
+        kind, name = "agents" if left > 1 else "conversations", f"{ask.name}.{left}"
+        follow = self._ask(rng, kind, history=history, name=name)
         follow.adapter, follow.chain = ask.adapter, ask.chain
         self._turns_left[follow.name] = left - 1
         self.arrivals.setdefault(tick + rng.randrange(1, 25), []).append(follow)
