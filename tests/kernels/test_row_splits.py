@@ -23,6 +23,7 @@ NARROW = LaunchConfig(64, 1)
 # The last block of a row of this width has 5 columns.
 N_COLS = 9 * 64 + 5
 PARTS = (1, 2, 3, 4, 5, 10)
+NIGHTLY = pytest.mark.nightly
 # The interpreter is NumPy, which warns of inf - inf and of the distance of the lowest number.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -73,7 +74,9 @@ def test_only_one_part_has_an_entry(place: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("place", [0, 64, 300, N_COLS - 1])
+@pytest.mark.parametrize(
+    "place", [0, *(pytest.param(p, marks=NIGHTLY) for p in (64, 300)), N_COLS - 1]
+)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_bad_entry_in_any_part(bad: float, place: int, parts: int) -> None:
     """Four NaN for its row, and the bits of its neighbours as without it."""
