@@ -24,8 +24,15 @@ def read_key(path: Path | None, name: str) -> str | None:
     except UnicodeDecodeError:
         # Its text quotes a byte of the file, so it is not the cause that a traceback shows.
         key = ""
+    return checked_key(key, f"{name} {path}")
+
+
+def checked_key(key: str, name: str) -> str:
+    """The key, which no message quotes.
+
+    Raises:
+        ConfigError: it is not one line of printable ASCII.
+    """
     if not (key and key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"{name} {path} must hold one key: one line of printable ASCII characters"
-        )
+        raise ConfigError(f"{name} must hold one key: one line of printable ASCII characters")
     return key

@@ -77,7 +77,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not has_trace and parsed.pause is None and parsed.pause_tokens is None:
         parsed.pause_tokens = _PAUSE_TOKENS
     if parsed.emulate is None and parsed.model is None and not own.bare:
-        parsed.emulate, parsed.emulate_beside_gpu = DEFAULT_DEVICE, True
+        parsed.emulate = DEFAULT_DEVICE
+    parsed.emulate_beside_gpu = parsed.emulate is not None
     if parsed.emulate is not None and parsed.blocks is None:
         # The device's own pool would hold all of so short a trace.
         parsed.blocks = str(SIZES[parsed.workload][0])

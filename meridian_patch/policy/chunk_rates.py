@@ -99,6 +99,12 @@ class ChunkRates:
         larger = min(2 * int(largest), most)
         return larger if largest <= _MOST_SHARE * larger else 0
 
+    def launched_within(self, seconds: float) -> int:
+        """Tokens of the largest chunk above the graph that added so little to a step; 0: none."""
+        newest = (each.newest for (is_launched, _), each in self._seen.items() if is_launched)
+        fits = (n for chunks in newest for n, rate in chunks if n * rate <= seconds)
+        return max(fits, default=0)
+
     def _known(self) -> dict[_Size, tuple[float, float]]:
         """Median tokens and rate of each size of which the rate is known."""
         return {size: each.medians for size, each in self._seen.items() if each.medians}

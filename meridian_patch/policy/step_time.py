@@ -236,8 +236,9 @@ class StepTimeModel:
             if graph_room is None:
                 return None
             in_time = graph_room if seconds > bare_s else 0
-            if room is not None and seconds > bare_s + prefill[4]:
-                in_time = max(graph_room, self.largest_chunk)
+            if room is not None:
+                decode_s = self.decode_seconds(shape) or 0.0
+                in_time = max(in_time, self._rates.launched_within(seconds - decode_s))
         worthwhile = self._rates.worthwhile(graph_room, expected or 0)
         return PrefillAllowance(in_time, worthwhile)
 

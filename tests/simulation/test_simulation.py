@@ -93,6 +93,11 @@ def test_the_same_seed_gives_the_same_bytes_whatever_ran_before(told):
     assert all(steps and digest for steps, digest, _ in told["first"])
 
 
+@pytest.mark.nightly
+def test_a_seed_gives_the_same_bytes_in_another_process(told):
+    assert in_child()["first"] == told["first"]
+
+
 def test_every_hook_that_is_made_to_fail_exists(told):
     steps, failures = told["every hook"]
     assert steps

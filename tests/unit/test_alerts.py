@@ -55,6 +55,7 @@ HEALTHY = {
     'up{job="vllm", instance="a:8000"}': gauge(1),
     series("vllm:num_requests_running"): gauge(8),
     series("vllm:generation_tokens_total"): counter(6000),
+    series("vllm:prompt_tokens_total"): counter(9000),
     series("meridian_switches_total", to="policy noop"): gauge(2),
     series("meridian_switches_total", to="policy latency"): gauge(2),
     series("vllm:num_requests_waiting"): gauge(3),
@@ -103,7 +104,10 @@ FAULTS = {
     ),
     "the engine hangs": (
         "MeridianNothingGenerated",
-        {series("vllm:generation_tokens_total"): counter(6000, 0)},
+        {
+            series("vllm:generation_tokens_total"): counter(6000, 0),
+            series("vllm:prompt_tokens_total"): counter(9000, 0),
+        },
     ),
     "the policy was switched off and forgotten": (
         "MeridianPolicyOff",
@@ -235,6 +239,9 @@ QUIET = {
     "a target of another program is down": {
         'up{job="node", instance="b:9100"}': gauge(1, 0),
     },
+    "an engine computes embeddings alone": {
+        series("vllm:generation_tokens_total"): counter(0),
+    },
     "a single long answer halts every four minutes, and none begins": {
         series(f"{GAPS}_bucket", phase="answer", le="1.0"): counter(5999.75),
         series("meridian_phase_changes_total", phase="answer"): counter(0),
@@ -266,6 +273,27 @@ QUIET = {
 @pytest.mark.parametrize("state", QUIET)
 def test_what_is_no_fault_is_silent(tmp_path, state):
     check(tmp_path, HEALTHY | QUIET[state], dict.fromkeys(range(0, MINUTES, 10), ()))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "alerts"),
+    [
+        # Their number goes up and down as they come and clients leave.
+        ([20 + minute % 2 for minute in range(MINUTES)], ["MeridianNothingGenerated"]),
+        ([1] * MINUTES, []),
+    ],
+    ids=["for KV that does not come", "as a session that is idle"],
+)
+def test_requests_that_all_wait_are_a_standstill_where_their_number_changes(
+    tmp_path, waiting, alerts
+):
+    still = {
+        series("vllm:num_requests_running"): [0] * MINUTES,
+        series("vllm:num_requests_waiting"): waiting,
+        series("vllm:generation_tokens_total"): counter(0),
+        series("vllm:prompt_tokens_total"): counter(0),
+    }
+    check(tmp_path, HEALTHY | still, {75: (*alerts, "MeridianRequestsWait")})
 
 
 def test_a_server_without_requests_is_silent(tmp_path):

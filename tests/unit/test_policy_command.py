@@ -106,12 +106,22 @@ def test_what_an_engine_refuses_fails(server, capsys) -> None:
 
 def test_vllms_own_variable_is_the_key_of_a_server_here(server, monkeypatch, tmp_path) -> None:
     """As in the container of a pod; a file that is named comes first."""
-    monkeypatch.setenv("VLLM_API_KEY", "of-the-server")
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-server\n")
     assert run("show", "--url", server.url) == 0
     file = tmp_path / "key"
     file.write_text("of-the-file")
     assert run("show", "--url", server.url, "--api-key-file", str(file)) == 0
     assert server.keys == ["Bearer of-the-server", "Bearer of-the-file"]
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "s\u20accret"])
+def test_a_key_that_is_none_is_not_quoted(server, monkeypatch, capsys, key) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    assert run("show", "--url", server.url) == 1
+    said = capsys.readouterr().err
+    assert "environment variable VLLM_API_KEY must hold one key" in said
+    assert key[:3] not in said
+    assert not server.asked
 
 
 def test_no_other_host_gets_that_key(monkeypatch) -> None:

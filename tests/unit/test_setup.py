@@ -112,7 +112,7 @@ def test_the_cpu_build_needs_no_cuda(setup: ModuleType, monkeypatch: pytest.Monk
 def test_a_cpu_build_of_torch_that_no_configured_index_has_comes_from_pytorchs(
     setup: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for whoever has configured nothing: PyPI has none."""
+    """An unconfigured pip asks PyPI, which has no CPU build."""
     first, second, last = install(setup, monkeypatch, "--cpu", "true", WITHOUT_TORCH)
     assert second == f"{first} --extra-index-url {setup.CPU_INDEX}"
     assert "uninstall" in last

@@ -122,7 +122,8 @@ def _device(parsed: argparse.Namespace) -> EmulatedDevice | None:
     if (accelerator := accelerator_name()) is not None:
         raise BenchError(
             f"--emulate {parsed.emulate}: this vLLM runs on {accelerator}, and only its CPU build "
-            "can emulate (in a clone: scripts/setup --cpu); the demo runs on the GPU with --bare"
+            "can emulate (scripts/setup --cpu puts it into .venv in place of this one); the demo "
+            "runs on the GPU with --bare"
         )
     return load_device(parsed.emulate, parsed.emulate_tokens)
 

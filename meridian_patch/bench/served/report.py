@@ -54,7 +54,7 @@ BORROWED_NOTE = (
     "preemptions, but not in which phase the victim was"
 )
 CHANCE_NOTE = (
-    "by chance: how far two stock servers were apart, but of accuracy a twentieth at least; a "
+    "by chance: how far two stock servers were apart, at least a twentieth except for accuracy; a "
     "ratio within it, or whose own interval holds 1, shows nothing"
 )
 _BORROWED = ("answer_preemptions", "think_preemptions")

@@ -195,13 +195,14 @@ def chance_factor(arms: Sequence[ArmSummary], name: str) -> float | None:
     """By how much two servers of the same code differ in one figure, as a factor.
 
     That of ``stock-again`` over ``stock``, or its inverse where that is larger, and at least
-    ``LEAST_CHANCE``, but of accuracy, which no busy machine changes. A ratio between its inverse
-    and it shows nothing. Infinite where only one of the two has anything of the figure. None
-    without both arms.
+    ``LEAST_CHANCE``; of accuracy over several seeds, which how busy the machine is does not change,
+    also less. A ratio between its inverse and it shows nothing. Infinite where only one of the two
+    has anything of the figure. None without both arms.
     """
     if _pair(arms, STOCK_AGAIN) is None:
         return None
-    least = 1.0 if name == "accuracy" else LEAST_CHANCE
+    is_sure = name == "accuracy" and len(_whole(arms)[STOCK_AGAIN].seeds) > 1
+    least = 1.0 if is_sure else LEAST_CHANCE
     ratio = ratio_to_stock(arms, STOCK_AGAIN, name)
     if ratio is not None:
         return max(least, ratio.value, 1 / ratio.value if ratio.value else inf)

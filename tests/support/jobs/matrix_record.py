@@ -150,7 +150,8 @@ TAIL = """## Left out
 vLLM 0.32 has a CPU build, and 0.33 has none: `scripts/vllm_on_cpu` puts its own Python files over
 the CPU kernels of the other. So all that decides is 0.33's own: schedulers, KV cache manager,
 engine, front ends, runners, samplers. Its kernels and its torch are not. Before each change lands,
-`.ci/run` runs on 0.33 the contract tests, the simulation and the rows of model runners V1 and V2.
+`.ci/run` runs on 0.33 the contract tests but those of what figures are made with, the simulation
+and the row of model runner V2.
 
 What differs between the two, with this package:
 
