@@ -11,6 +11,7 @@ import torch
 from scheduler_driver import Driver, Job, engine_config, make_prompt
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.platforms.interface import UnspecifiedPlatform
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
@@ -27,6 +28,7 @@ from meridian_patch.emulation.report import ReportFile
 from meridian_patch.emulation.server import keep_async_scheduling
 from meridian_patch.emulation.shape import StepShapes
 from meridian_patch.emulation.worker import EmulatedWorker
+from meridian_patch.engine.device import accelerator_name
 from meridian_patch.errors import ConfigError
 from meridian_patch.replay.step_log import step_work
 
@@ -334,3 +336,10 @@ def test_a_worker_without_a_device_says_how_to_name_one(monkeypatch):
     monkeypatch.delenv(envs.EMULATE, raising=False)
     with pytest.raises(ConfigError, match=r"MERIDIAN_PATCH_EMULATE is not set.*--emulate DEVICE"):
         worker_module.device_of(envs.environment())
+
+
+@pytest.mark.parametrize("platform", [current_platform, UnspecifiedPlatform()])
+def test_a_build_that_sees_no_device_has_no_accelerator(monkeypatch, platform):
+    """The CPU's build, and a CUDA build on a machine without a GPU."""
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    assert accelerator_name() is None

@@ -139,7 +139,6 @@ class Faults:
 
     def _switch(self, pick: float) -> None:
         """As an operator, by ``meridian policy set``: off more often than on."""
-        self._count("switch")
         switch = self._arm.scheduler.live_switch
         started_as = switch.in_force()["started_as"].partition(",")[0]
         policy = ("noop", "noop", started_as, None)[int(4 * pick)]
@@ -149,7 +148,8 @@ class Faults:
         # An engine is given no more than it was started with.
         if wanted is not None and MODES.index(wanted) <= MODES.index(self._case.exit):
             self._arm.ledger.switch_exit(wanted)
-        switch.turn(policy, wanted)
+        if "refused" not in switch.turn(policy, wanted):
+            self._count("switch")
 
     def _hook(self, path: str) -> None:
         *owners, name = path.split(".")
