@@ -22,7 +22,8 @@ WHICH: Final = 'model_name=~"$model", instance=~"$instance"'
 _SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS: Final = 24
 _HEIGHTS: Final = {"timeseries": 8, "stat": 4}
-_MOST_BESIDE: Final = 4
+# Beside each other: more would be too small to read.
+_MOST_CURVES: Final = 3
 _FROM: Final = "now-1h"
 _GRAFANAS_UNITS: Final = ("percentunit", "s")
 _WHOLE: Final = ("requests", "tokens")
@@ -123,7 +124,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _panels(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows from top to bottom, up to four panels of a row beside each other."""
+    """Rows from top to bottom, up to three curves of a row beside each other."""
     ids, y = count(1), 0
     for row in rows:
         place = {"h": 1, "w": _COLUMNS, "x": 0, "y": y}
@@ -138,12 +139,13 @@ def _panels(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         y += 1
         panels = row["panels"]
         height = max(_HEIGHTS[panel.get("show", "timeseries")] for panel in panels)
-        # Four numbers fit beside each other; four curves would be too small to read.
-        beside = 2 if len(panels) == _MOST_BESIDE and height > _HEIGHTS["stat"] else len(panels)
+        beside = len(panels)
+        if height > _HEIGHTS["stat"] and beside > _MOST_CURVES:
+            beside = 2 if beside % 2 == 0 else _MOST_CURVES
         for start in range(0, len(panels), beside):
-            x = 0
-            for panel in panels[start : start + beside]:
-                width = panel.get("columns", _COLUMNS // beside)
+            x, line = 0, panels[start : start + beside]
+            for panel in line:
+                width = panel.get("columns", _COLUMNS // len(line))
                 place = {"h": height, "w": width, "x": x, "y": y}
                 yield {"id": next(ids), "gridPos": place, **_panel(panel)}
                 x += width

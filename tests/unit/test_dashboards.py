@@ -81,13 +81,14 @@ def lost(told, written, place=""):
 
 @dashboards()
 def test_panels_fit_beside_each_other(path):
-    """Ids are unique, no two panels overlap, and none leaves the page."""
+    """Ids are unique, no two panels overlap, none leaves the page, and no curve is squeezed."""
     panels = json.loads(path.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = set()
     for panel in panels:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
+        assert panel["type"] != "timeseries" or at["w"] >= 8, panel["title"]
         cells = {
             (x, y)
             for x in range(at["x"], at["x"] + at["w"])
