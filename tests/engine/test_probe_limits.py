@@ -5,6 +5,9 @@ from engine_plans import AMPLE, PATIENT
 from run_engine import PATCHED, STOCK, Job, run_job
 from workloads import ask_all, engine_arguments, token_ids
 
+from meridian_patch.engine import wire
+from meridian_patch.engine.scheduler.policy_part import _MOST_WAITED_STEPS
+
 pytestmark = pytest.mark.engine
 
 # Model runner V2's kernels are interpreted here, which is slow.
@@ -60,6 +63,23 @@ def test_runaways_into_the_limit_are_served_as_stock(job, path, demo_model, tmp_
     assert "probe:lost" not in patched["counted"]
     assert "fallback:exception" not in patched["counted"]
     assert patched["requests_left"] == patched["blocks_left"] == patched["probes_left"] == 0
+
+
+def test_probes_wait_for_prompts_where_graphs_run_decodes(demo_model, tmp_path):
+    """One request alone brings no prompt, so each probe that is due waits as long as any may."""
+    stages = []
+    for name, config in (("graphs", {wire.GRAPH_TOKENS: 256}), ("none", {})):
+        stage = runaway_stage(demo_model, "async", "v1", requests=1)
+        stages.append(
+            stage | {"name": name, "engine": stage["engine"] | {"additional_config": config}}
+        )
+    env = PATCHED | PATIENT | PROBING
+    result = run_job(Job(stages, env=env, allow_async=True), tmp_path)["stages"]
+    waiting, others = (result[name]["runs"]["run"] for name in ("graphs", "none"))
+    most = MAX_MODEL_LEN["v1"] // _MOST_WAITED_STEPS
+    assert 2 <= waiting["counted"]["probe:measured"] <= most
+    assert others["counted"]["probe:measured"] > 4 * most
+    assert token_ids(waiting) == token_ids(others)
 
 
 @pytest.mark.nightly

@@ -239,7 +239,17 @@ def _build_policy(
     return Policy(
         rules,
         PolicyPart(
-            scheduler, rules, states, tracker, stock_steps, load, order, refusals, probes, counters
+            scheduler,
+            rules,
+            states,
+            tracker,
+            stock_steps,
+            load,
+            order,
+            refusals,
+            probes,
+            model,
+            counters,
         ),
         QueuePart(scheduler, rules, states, stock_steps, waiting_order, service),
         StepCut(scheduler, rules, config, states, tracker, load, chunks, model, counters),

@@ -1,8 +1,8 @@
-"""Finds out whether requests compete for a step, and counts preemptions and what they cost."""
+"""Finds out whether requests compete for a step, and whether probes may be in it."""
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.v1.request import Request, RequestStatus
 
@@ -14,6 +14,7 @@ from meridian_patch.engine.scheduler.refusals import Refusals
 from meridian_patch.engine.scheduler.running_order import RunningOrder
 from meridian_patch.engine.scheduler.step_load import StepLoad
 from meridian_patch.phase.tracker import Phase, PhaseTracker
+from meridian_patch.policy.step_time import StepTimeModel
 from meridian_patch.telemetry import counters
 from meridian_patch.telemetry.counters import PhaseCounters
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
     from meridian_patch.engine.early_exit.probes import Probes
     from meridian_patch.engine.scheduler.scheduler import PhaseScheduling
+
+
+# For so many steps probes that only observe wait for one with prompts: a few tenths of a second.
+_MOST_WAITED_STEPS: Final = 32
 
 
 class PolicyPart(SchedulerPart):
@@ -39,6 +44,8 @@ class PolicyPart(SchedulerPart):
         order: the order of running requests.
         refusals: what upstream refuses while it admits requests.
         probes: probes of thoughts; None: none are made.
+        model: predicts step times, and knows whether captured graphs run steps that only decode: a
+            probe, a prompt to upstream, makes such a step longer than its tokens take.
         phase_counters: count preemptions, what is computed again, and steps with too few seats.
     """
 
@@ -55,6 +62,7 @@ class PolicyPart(SchedulerPart):
         order: RunningOrder,
         refusals: Refusals,
         probes: "Probes | None",
+        model: StepTimeModel,
         phase_counters: PhaseCounters,
     ) -> None:
         self.rules = rules
@@ -66,6 +74,9 @@ class PolicyPart(SchedulerPart):
         self._order = order
         self._refusals = refusals
         self._probes = probes
+        self._model = model
+        # How long due probes have waited for prompts; 0: they do not wait.
+        self._waited_steps = 0
         self._counters = phase_counters
         self._num_kv_groups = len(scheduler.kv_cache_config.kv_cache_groups)
 
@@ -89,7 +100,8 @@ class PolicyPart(SchedulerPart):
 
     def before_schedule(self, plan: StepPlan) -> None:
         states = self._states
-        plan.may_probe = plan.may_prefill and not states.waiting_answers
+        is_open = plan.may_prefill and not states.waiting_answers
+        plan.may_probe = is_open and not self._do_probes_wait()
         if self.rules.are_all_off:
             return
         elsewhere = plan.is_answered_elsewhere
@@ -129,13 +141,25 @@ class PolicyPart(SchedulerPart):
         if self._states.waiting_answers or self._order.has_prefilling or self._may_prefill():
             return False
         probes = self._probes
-        if probes is not None and probes.are_next:
+        if probes is not None and probes.are_next and not self._waited_steps:
             return False
         # Load-bearing: a decode also takes tokens for its drafts, and no more blocks than these.
         rows, drafts = len(scheduler.running), scheduler.num_spec_tokens
         blocks = rows * self._num_kv_groups * (2 + 2 * drafts // scheduler.block_size)
         is_roomy = blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return is_roomy and rows * (1 + drafts) <= scheduler.max_num_scheduled_tokens
+
+    def _do_probes_wait(self) -> bool:
+        """Whether due probes, which all only observe, wait for a step with prompts."""
+        probes = self._probes
+        has_graphs = self._model.graph_tokens is not None
+        if has_graphs and probes is not None and probes.are_next:
+            acts = any(due.watched.config.mode == "enforce" for due in probes.due.values())
+            if not acts and self._waited_steps < _MOST_WAITED_STEPS and not self._may_prefill():
+                self._waited_steps += 1
+                return True
+        self._waited_steps = 0
+        return False
 
     def _may_prefill(self) -> bool:
         """Whether the next step may compute prompts, as far as can be known.
