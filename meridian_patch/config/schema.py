@@ -191,7 +191,8 @@ class ExitConfig(StrictModel):
         "with probes cannot use the full CUDA graph of decode steps, so this bounds how many steps "
         "are slower. It delays a result, and a close, by up to this number minus 1 steps of one "
         "token each (7 by default, compared with the 64 tokens of `probe_min_gap_tokens`). "
-        "Calibration includes this in the lag.",
+        "Calibration includes this in the lag. Where graphs run decodes, probes that only observe "
+        "wait up to 32 steps for one with prompts.",
     )
     probe_context_tokens: int = Field(
         default=32_768,

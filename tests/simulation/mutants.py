@@ -50,6 +50,9 @@ SHARED = {**TIGHT, "haste": "eager"}
 TIERED = {**TIGHT, "tiers": True, "prefix": True, "cache": "dense"}
 
 MUTANTS = (
+    Mutant("probes that observe wait for ever", "engine.scheduler.policy_part",
+           "and self._waited_steps < _MOST_WAITED_STEPS ", "",
+           fixed={**ENFORCE, "exit": "observe", "graphs": 512, "pool": "ample", "length": 1536}),
     Mutant("budget not restored", "engine.scheduler.parts",
            "        scheduler.max_num_scheduled_tokens = budget\n", "        pass\n",
            fixed={**TIGHT, "budget": 2048}),

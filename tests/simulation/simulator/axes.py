@@ -81,6 +81,8 @@ AXES: dict[str, Axis] = {
     "experts": Axis(False, (False, True), (8, 1)),
     # Last, so that older seeds keep their other values.
     "switch": Axis(False, (False, True), (6, 1)),
+    # Most tokens of a step that a captured graph runs; any prompt in a step makes it longer then.
+    "graphs": Axis(None, (None, 128, 512), (4, 1, 1)),
 }
 """Every axis by name."""
 

@@ -33,6 +33,7 @@ from vllm.v1.worker import worker_base
 
 import meridian_patch.demo
 from meridian_patch.config.policy import PolicyConfig
+from meridian_patch.engine import wire
 from meridian_patch.engine.early_exit import binding as exit_binding
 from meridian_patch.engine.kv_cache.manager import build_phase_kv_cache_manager
 from meridian_patch.engine.scheduler import assembly
@@ -188,6 +189,8 @@ def _config(case: Case) -> Any:
         scheduling.prefill_schedule_interval = case.cadence
     config.parallel_config.decode_context_parallel_size = case.dcp
     config.aux_output_config.enable_return_routed_experts = case.experts
+    if case.graphs:
+        config.additional_config = {wire.GRAPH_TOKENS: case.graphs}
     if case.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if case.drafter != "ngram":

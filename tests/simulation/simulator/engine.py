@@ -32,6 +32,8 @@ from simulator.workload import Ask, Workload
 STEP_S, TICK_S = 0.01, 1e-4
 # What a token adds to a step: on a machine that is slow at them, and on one that is not.
 TOKEN_S = {"slow": 5e-4, "fast": 2e-5}
+# What captured graphs save in a step that only decodes, and in any step that they run.
+PIECES_S, LAUNCH_S = 0.01, 0.01
 
 
 class Clock:
@@ -104,9 +106,13 @@ class Arm:
         if self._experts is not None:
             self._experts.close()
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: int, *, has_prompts: bool = False) -> float:
         """What a step of so many tokens takes."""
-        return STEP_S + TOKEN_S[self.case.machine] * tokens
+        seconds = STEP_S + TOKEN_S[self.case.machine] * tokens
+        graphs = self.case.graphs
+        if graphs is not None:
+            seconds += PIECES_S * has_prompts + LAUNCH_S * (tokens > graphs)
+        return seconds
 
     def publish(self, batch: Any) -> None:
         """Take the place of vLLM's event publisher."""
@@ -219,7 +225,9 @@ class Arm:
         requests = self.scheduler.requests
         step.preemptions = {name: requests[name].num_preemptions for name in step.starts}
         begin_s = max(self.clock.now, self._last_done_s)
-        self._last_done_s = begin_s + self.seconds(output.total_num_scheduled_tokens)
+        tokens = output.total_num_scheduled_tokens
+        decodes = len(output.num_scheduled_tokens) * (1 + self.case.drafts)
+        self._last_done_s = begin_s + self.seconds(tokens, has_prompts=tokens > decodes)
         self._done_s[id(output)] = self._last_done_s
         return step, output.pending_structured_output_tokens
 
