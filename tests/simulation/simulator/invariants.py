@@ -211,12 +211,13 @@ def check_times(stock: Arm, ours: Arm) -> None:
     case = ours.case
     if any(case.has_fault(name) for name in _UNEQUAL):
         return
-    times = {}
+    times, arrivals = {}, {}
     for name, theirs in stock.ledger.records.items():
         own = ours.ledger.records.get(name)
         if own and own.answered_s and theirs.answered_s and theirs.ask.session is None:
-            since = (record.request.arrival_time for record in (theirs, own))
-            times[name] = theirs.answered_s - next(since), own.answered_s - next(since)
+            came = [record.request.arrival_time for record in (theirs, own)]
+            times[name] = theirs.answered_s - came[0], own.answered_s - came[1]
+            arrivals[name] = came
     if not times:
         return
     stock_s, ours_s = (sum(each) / len(times) for each in zip(*times.values(), strict=True))
@@ -230,6 +231,10 @@ def check_times(stock: Arm, ours: Arm) -> None:
     for name, (stock_s, ours_s) in times.items():
         if "meridian_priority" in ours.ledger.records[name].ask.extra:
             # It may have asked to wait.
+            continue
+        theirs_s, own_s = arrivals[name]
+        if abs(own_s - theirs_s) > patience_s:
+            # A later turn, which met another crowd.
             continue
         if ours_s > MOST_OF_ITS_OWN * stock_s + patience_s:
             raise Failure(
